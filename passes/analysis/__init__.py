@@ -1,0 +1,1 @@
+"""Graph to Facts: what is true of a graph (ops, bytes, seconds, live ranges). Decides nothing."""

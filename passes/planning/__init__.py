@@ -1,0 +1,1 @@
+"""Facts to Plan: pure functions of numbers. Imports no torch."""

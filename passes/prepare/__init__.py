@@ -1,0 +1,1 @@
+"""Graph to graph before autograd: what a captured model needs before AOTAutograd sees it."""

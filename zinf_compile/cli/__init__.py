@@ -1,0 +1,1 @@
+"""The `zinf` command, one file per subcommand."""

@@ -1,0 +1,29 @@
+"""The errors a person can meet, by audience. Every message says what, where, the numbers, and what to do."""
+
+
+class ZinfError(Exception):
+    """Base of every error raised on purpose by zinf_compile."""
+
+
+class ConfigError(ZinfError, ValueError):
+    """The user's input cannot be used: an unknown option, an unreadable size, a folder that cannot be written."""
+
+
+class UnsupportedError(ZinfError, NotImplementedError):
+    """The model or the call needs something this version does not do; names what, and the alternative."""
+
+
+class CapacityError(ZinfError, MemoryError):
+    """It does not fit; names the largest residents and the smallest budget that works."""
+
+
+class StoreError(ZinfError, OSError):
+    """Bytes could not be moved: names the parameter, the file, the offset and the system's reason."""
+
+
+class PlanFileError(ZinfError, ValueError):
+    """A saved plan is damaged, or was written by another version."""
+
+
+class VerifyError(ZinfError, AssertionError):
+    """A bug of ours: a plan or a graph breaks a property it must hold. Please report it with the plan."""

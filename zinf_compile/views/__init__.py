@@ -1,0 +1,1 @@
+"""Pictures of a plan: the Chrome trace."""
