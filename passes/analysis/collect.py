@@ -1,0 +1,161 @@
+"""Forward and backward graphs to GraphFacts: ticks, ops, live ranges, uses of parameters, gradients.
+
+Numbers every node with its tick (``NodeFacts``), by which lowering finds it again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zinf_compile.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
+from zinf_compile.ops import GATHER, STORE_GRAD
+from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops
+from zinf_compile.passes.analysis.modules import block_of, module_path
+from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
+from zinf_compile.passes.contract import NODE_FACTS, NodeFacts
+from zinf_compile.terms import ActivationPolicy, LiveRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedGraph:
+    """A forward graph, and its backward graph if it is trained. The first ``num_outputs`` forward outputs are the user's."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    num_outputs: int
+    policy: ActivationPolicy
+
+
+def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[int, str]) -> GraphFacts:
+    """Return the facts of a captured graph; ``param_names`` maps the ids in its gathers to names."""
+    graphs = [captured.forward.graph] + ([captured.backward.graph] if captured.backward is not None else [])
+    _number_nodes(graphs, param_names)
+    forward_nodes = list(captured.forward.graph.nodes)
+    nodes = [node for graph in graphs for node in graph.nodes]
+    roots = _join_roots(captured)
+    return GraphFacts(
+        name=name,
+        policy=captured.policy,
+        num_forward_ticks=len(forward_nodes),
+        num_ticks=len(nodes),
+        ops=_collect_ops(nodes),
+        values=_collect_values(captured, nodes, roots),
+        uses=_collect_uses(nodes, roots),
+        gradients=tuple(
+            GradientFact(
+                parameter=param_names[node.args[1]],
+                tick=_tick(node),
+                nbytes=tensor_nbytes(node.args[0].meta["val"]),
+            )
+            for node in nodes
+            if node.target is STORE_GRAD
+        ),
+    )
+
+
+def _tick(node: fx.Node) -> int:
+    facts = node.meta[NODE_FACTS]
+    assert isinstance(facts, NodeFacts)
+    return facts.tick
+
+
+def _number_nodes(graphs: list[fx.Graph], param_names: Mapping[int, str]) -> None:
+    for tick, node in enumerate(node for graph in graphs for node in graph.nodes):
+        param = node.args[1] if node.target in (GATHER, STORE_GRAD) else None
+        parameter = param_names[param] if isinstance(param, int) else None
+        node.meta[NODE_FACTS] = NodeFacts(tick=tick, parameter=parameter)
+
+
+def _join_roots(captured: CapturedGraph) -> dict[fx.Node, StorageRoot]:
+    """Return storage roots over both graphs: a saved value in backward leads back to the forward node that made it."""
+    roots = find_roots(captured.forward.graph)
+    if captured.backward is None:
+        return roots
+    saved = {node.name: node for node in _saved_nodes(captured)}
+    for node, root in find_roots(captured.backward.graph).items():
+        source = root.node
+        crosses = source.op == "placeholder" and source.name in saved
+        roots[node] = roots[saved[source.name]] if crosses else root
+    return roots
+
+
+def _output_args(graph: fx.Graph) -> list[object]:
+    (outputs,) = graph.output_node().args
+    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+
+
+def _saved_nodes(captured: CapturedGraph) -> list[fx.Node]:
+    outputs = _output_args(captured.forward.graph)
+    return [node for node in outputs[captured.num_outputs :] if isinstance(node, fx.Node)]
+
+
+def _collect_ops(nodes: list[fx.Node]) -> tuple[OpFact, ...]:
+    ops, module = [], ""
+    for node in nodes:
+        path = module_path(node)
+        # An op without a module of its own belongs to the run of ops around it.
+        module = block_of(path) if path else module
+        value = node.meta.get("val")
+        ops.append(
+            OpFact(
+                tick=_tick(node),
+                name=node.name,
+                op=str(node.target),
+                module=module or "model",
+                dtype=str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "",
+                num_flops=count_flops(node),
+                nbytes_accessed=count_bytes_accessed(node),
+            )
+        )
+    return tuple(ops)
+
+
+def _collect_values(
+    captured: CapturedGraph, nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]
+) -> tuple[ValueFact, ...]:
+    """Return what compute allocates. Not counted: gathered parameters, and what the caller passes in and keeps."""
+    forward_inputs = set(captured.forward.graph.find_nodes(op="placeholder"))
+    saved = {roots[node] for node in _saved_nodes(captured)}
+    returned = {
+        roots[node]
+        for node in _output_args(captured.forward.graph)[: captured.num_outputs]
+        if isinstance(node, fx.Node)
+    }
+    births: dict[StorageRoot, int] = {}
+    ends: dict[StorageRoot, int] = {}
+    for node in nodes:
+        root = roots.get(node)
+        if root is not None:
+            births.setdefault(root, _tick(node))
+            ends[root] = max(ends.get(root, 0), _tick(node) + 1)
+        for used in node.all_input_nodes:
+            ends[roots[used]] = max(ends[roots[used]], _tick(node) + 1)
+    values = []
+    for root, birth in births.items():
+        if root.is_gathered or root.node in forward_inputs or root.nbytes == 0:
+            continue
+        suffix = f".{root.index}" if root.index else ""
+        end = len(nodes) if root in returned else ends[root]  # the caller may hold a result as long as it likes
+        values.append(
+            ValueFact(
+                name=f"{root.node.name}{suffix}",
+                nbytes=root.nbytes,
+                live=LiveRange(start=birth, end=end),
+                saved=root in saved,
+            )
+        )
+    return tuple(sorted(values, key=lambda value: (value.live.start, value.name)))
+
+
+def _collect_uses(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) -> tuple[UseFact, ...]:
+    """Return the ticks at which each parameter's bytes are read, by the gather itself or through a view of it."""
+    ticks: dict[str, set[int]] = {}
+    for node in nodes:
+        for used in node.all_input_nodes:
+            root = roots[used]
+            facts = root.node.meta[NODE_FACTS]
+            if root.is_gathered and facts.parameter is not None:
+                ticks.setdefault(facts.parameter, set()).add(_tick(node))
+    return tuple(UseFact(parameter=name, ticks=tuple(sorted(found))) for name, found in sorted(ticks.items()))

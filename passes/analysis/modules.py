@@ -1,0 +1,35 @@
+"""Which module of the model a node came from, and which repeated block a name belongs to."""
+
+import re
+
+from torch import fx
+
+_ROOT = re.compile(r"^L\[['\"]\w+['\"]\]\.?")
+_INDEXED = re.compile(r"(?:\._modules)?\[['\"]?(\w+)['\"]?\]")
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the path of the innermost module that ran the node (of its forward node, in backward); "" for none."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    path = _INDEXED.sub(r".\1", _ROOT.sub("", path))
+    return path.removeprefix("_modules.").removeprefix(".").removeprefix("_orig_mod.")
+
+
+def block_of(path: str) -> str:
+    """Return the repeated block a module or parameter path lies in: up to its first number, else its first name.
+
+    ``model.layers.3.mlp.up`` gives ``model.layers.3``; ``embed`` gives ``embed``.
+    """
+    parts = path.split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return parts[0]
+
+
+def is_repeated(block: str) -> bool:
+    """Return whether a block is one of a numbered series."""
+    return block.rpartition(".")[2].isdigit()

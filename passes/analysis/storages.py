@@ -1,0 +1,69 @@
+"""Which nodes share storage: views, in-place results and unpacked tuples lead back to the node that allocated."""
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zinf_compile.ops import GATHER
+from zinf_compile.passes.fx_edit import view_source
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRoot:
+    """The node that allocated a storage, and which of its outputs it is."""
+
+    node: fx.Node
+    index: int = 0
+
+    @property
+    def is_gathered(self) -> bool:
+        """Return whether the bytes are a gathered parameter's, which the plan counts in the arena."""
+        return self.node.target is GATHER
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the storage, with symbolic sizes at their hints; 0 if it is not a tensor."""
+        value = self.node.meta.get("val")
+        if isinstance(value, list | tuple):
+            value = value[self.index] if self.index < len(value) else None
+        return tensor_nbytes(value) if isinstance(value, torch.Tensor) else 0
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """Return a size as an int; a symbolic one at the value it was traced with."""
+    if isinstance(size, torch.SymInt):
+        hint = size.node.hint
+        if hint is None:
+            raise ValueError(f"size {size} has no hint: it depends on values, not on shapes")
+        return int(hint)
+    return size
+
+
+def tensor_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a dense tensor of this shape and dtype."""
+    num_elements = 1
+    for size in tensor.shape:
+        num_elements *= size_hint(size)
+    return num_elements * tensor.dtype.itemsize
+
+
+def find_roots(graph: fx.Graph) -> dict[fx.Node, StorageRoot]:
+    """Return the root of each node that holds a tensor; a node that returns several maps to its first."""
+    roots: dict[fx.Node, StorageRoot] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        source = view_source(node)
+        if source is not None:
+            roots[node] = roots[source]
+        elif node.target is operator.getitem:
+            producer, index = node.args
+            if view_source(producer) is not None:  # a list of views of one tensor, as split returns
+                roots[node] = roots[producer]
+            else:
+                roots[node] = StorageRoot(roots[producer].node, index)
+        else:
+            roots[node] = StorageRoot(node)
+    return roots

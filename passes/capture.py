@@ -1,0 +1,105 @@
+"""From a torch-level graph to forward and backward ATen graphs, through AOTAutograd and torch's min-cut partitioner.
+
+What to save and what to recompute is chosen between: ``GraphCompiler.choose`` is given a way to partition under any
+activation policy and returns the split it wants; ``compile_forward`` and ``compile_backward`` turn graphs into callables.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from zinf_compile.passes.analysis.collect import CapturedGraph
+from zinf_compile.passes.contract import JointInputs
+from zinf_compile.passes.pipeline import edit_joint_graph
+from zinf_compile.terms import ActivationPolicy
+
+Partition = Callable[[ActivationPolicy], CapturedGraph]
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+
+
+class GraphCompiler(Protocol):
+    """What capture needs of its caller."""
+
+    def choose(self, partition: Partition) -> CapturedGraph:
+        """Return the split of a training graph to compile, one that ``partition`` gave."""
+
+    def choose_inference(self, captured: CapturedGraph) -> None:
+        """Take note of a graph without backward, which is compiled next."""
+
+    def compile_forward(self, graph_module: fx.GraphModule) -> BoxedCallable:
+        """Return a callable for the forward graph chosen last."""
+
+    def compile_backward(self, graph_module: fx.GraphModule) -> BoxedCallable:
+        """Return a callable for the backward graph chosen last."""
+
+
+def compile_graph(
+    graph_module: fx.GraphModule, inputs: Sequence[Tensor], compiler: GraphCompiler
+) -> Callable[..., Any]:
+    """Return a callable for a torch-level graph: AOTAutograd's wrapper around what ``compiler`` makes of its parts."""
+
+    def partition(
+        joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        def split(policy: ActivationPolicy) -> CapturedGraph:
+            candidate = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+            edit_joint_graph(candidate, JointInputs(policy=policy))
+            forward, backward = min_cut_rematerialization_partition(
+                candidate, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+            )
+            return CapturedGraph(forward=forward, backward=backward, num_outputs=num_fwd_outputs, policy=policy)
+
+        chosen = compiler.choose(split)
+        assert chosen.backward is not None
+        return chosen.forward, chosen.backward
+
+    def compile_inference(forward: fx.GraphModule, _: Sequence[Any]) -> BoxedCallable:
+        (outputs,) = forward.graph.output_node().args
+        compiler.choose_inference(
+            CapturedGraph(forward=forward, backward=None, num_outputs=len(outputs), policy=ActivationPolicy.SAVE)
+        )
+        return _boxed(compiler.compile_forward(forward))
+
+    wrap = aot_autograd(
+        fw_compiler=lambda forward, _: _boxed(compiler.compile_forward(forward)),
+        bw_compiler=lambda backward, _: _boxed(compiler.compile_backward(backward)),
+        inference_compiler=compile_inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    compiled: Callable[..., Any] = wrap(graph_module, inputs)
+    return compiled
+
+
+def _boxed(function: BoxedCallable) -> BoxedCallable:
+    """Mark a callable as taking its inputs in one list, which it may empty."""
+
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        return function(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd looks for this attribute
+    return call
+
+
+def describe_break(graph_module: fx.GraphModule) -> str | None:
+    """Return where and why Dynamo ended this graph early, as ``file:line: reason``; None if it did not."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not reason.user_stack:
+        return None
+    frame = reason.user_stack[-1]
+    return f"{frame.filename}:{frame.lineno}: {reason.reason.splitlines()[0]}"
+
+
+def parameter_placeholders(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, torch.nn.Parameter]:
+    """Return the placeholders of a torch-level graph whose example input is a parameter."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    return {
+        node.name: value
+        for node, value in zip(placeholders, inputs, strict=True)
+        if isinstance(value, torch.nn.Parameter)
+    }

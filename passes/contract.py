@@ -1,0 +1,120 @@
+"""The pass contract: what a pass is, what a property is, and the runner that checks both."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+from torch import fx
+
+from zinf_compile.errors import VerifyError
+from zinf_compile.plan import GatherTransfer, Plan
+from zinf_compile.terms import ActivationPolicy
+
+Inputs = TypeVar("Inputs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Property:
+    """A statement about a graph that can be checked. ``check`` raises VerifyError naming the node that breaks it."""
+
+    name: str
+    check: Callable[[fx.GraphModule], None] = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass(Generic[Inputs]):
+    """``run`` edits the graph in place; it never decides, lints, recompiles or logs."""
+
+    name: str
+    run: Callable[[fx.GraphModule, Inputs], None]
+    requires: frozenset[Property] = frozenset()
+    establishes: frozenset[Property] = frozenset()
+    breaks: frozenset[Property] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterHandle:
+    """How a graph names one stored parameter: the arguments of its gather."""
+
+    name: str
+    param: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # of what the gather gives
+    device: torch.device
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareInputs:
+    """What PREPARE passes read: the stored parameters behind plain parameter placeholders, by placeholder name."""
+
+    handles: Mapping[str, ParameterHandle]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointInputs:
+    """What JOINT passes read."""
+
+    policy: ActivationPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerInputs:
+    """What LOWER passes read: the plan, and the numbers under which the runtime knows names."""
+
+    plan: Plan
+    store_id: int
+    param_ids: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What we know of a node, kept under ``node.meta[NODE_FACTS]``."""
+
+    tick: int | None = None  # of a node of the captured graph; None for one that lowering inserted
+    parameter: str | None = None  # of a gather or a store_grad
+    transfer: GatherTransfer | None = None  # of an issue_gather
+
+
+NODE_FACTS = "zinf"
+_NOTHING_KNOWN = NodeFacts()
+
+
+def node_facts(node: fx.Node) -> NodeFacts:
+    """Return our facts of a node; a node we know nothing of has none set."""
+    facts = node.meta.get(NODE_FACTS, _NOTHING_KNOWN)
+    assert isinstance(facts, NodeFacts)
+    return facts
+
+
+def check_order(pipeline: Sequence[Pass[Inputs]], *, given: frozenset[Property] = frozenset()) -> None:
+    """Raise VerifyError unless every pass finds the properties it requires, before anything runs."""
+    held = set(given)
+    for item in pipeline:
+        missing = sorted(prop.name for prop in item.requires - held)
+        if missing:
+            raise VerifyError(f"pass '{item.name}' requires {', '.join(missing)}, which no pass before it establishes")
+        held = (held - item.breaks) | item.establishes
+
+
+def run_pipeline(
+    graph_module: fx.GraphModule,
+    pipeline: Sequence[Pass[Inputs]],
+    inputs: Inputs,
+    *,
+    given: frozenset[Property] = frozenset(),
+) -> None:
+    """Run the passes in order; after each one lint the graph and check every property that holds by then."""
+    check_order(pipeline, given=given)
+    held = set(given)
+    for item in pipeline:
+        item.run(graph_module, inputs)
+        held = (held - item.breaks) | item.establishes
+        graph_module.graph.lint()
+        for prop in sorted(held, key=lambda prop: prop.name):
+            try:
+                prop.check(graph_module)
+            except VerifyError as error:
+                raise VerifyError(f"after pass '{item.name}', property '{prop.name}' does not hold: {error}") from error
+    graph_module.recompile()

@@ -1,0 +1,1 @@
+"""Joint graph edits, after autograd and before partitioning: what the partitioner must know."""

@@ -1,0 +1,58 @@
+"""Give every parameter one gradient: sum the contributions of its uses in the order in which autograd would.
+
+Emitted::
+
+    grad_sum = aten.add(grad_1, grad_2)            first arrived plus next arrived, as autograd's input buffer does
+    token = zinf.store_grad(grad_sum, param)       one per parameter; the anchor's gradient is the last token alone
+
+Accumulation into ``p.grad`` then adds the same sum that plain PyTorch adds. It also keeps common-subexpression
+elimination from taking two equal contributions for one.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from zinf_compile.ops import STORE_GRAD
+from zinf_compile.passes.contract import JointInputs, Pass
+from zinf_compile.passes.fx_edit import insert_call
+from zinf_compile.passes.properties import ONE_GRADIENT_EACH
+
+
+def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
+    graph = graph_module.graph
+    stores = graph.find_nodes(op="call_function", target=STORE_GRAD)
+    if not stores:
+        return
+    _fold_token_sums(graph, stores)
+    by_param: dict[object, list[fx.Node]] = defaultdict(list)
+    for store in stores:
+        by_param[store.args[1]].append(store)
+    for first, *others in by_param.values():
+        if not others:
+            continue
+        last, total = others[-1], first.args[0]
+        for store in others:
+            total = insert_call(graph, last, torch.ops.aten.add.Tensor, (total, store.args[0]), name="grad_sum")
+        last.update_arg(0, total)
+        for store in (first, *others[:-1]):
+            graph.erase_node(store)
+
+
+def _fold_token_sums(graph: fx.Graph, stores: list[fx.Node]) -> None:
+    """Let the output return the last token instead of the sum of all, and erase the additions of empty tensors."""
+    tokens = set(stores)
+    sums = []
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.add.Tensor and tokens.issuperset(node.all_input_nodes):
+            tokens.add(node)
+            sums.append(node)
+    for token in tokens:
+        if graph.output_node() in token.users:
+            graph.output_node().replace_input_with(token, stores[-1])
+    for node in reversed(sums):
+        graph.erase_node(node)
+
+
+MERGE_GRADIENTS: Pass[JointInputs] = Pass(name="merge_gradients", run=_run, establishes=frozenset({ONE_GRADIENT_EACH}))

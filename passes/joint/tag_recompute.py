@@ -1,0 +1,66 @@
+"""Tell torch's min-cut partitioner what backward may not save, and what it has to make again.
+
+Tags set on forward nodes::
+
+    gather, and every view or cast of one     MUST_RECOMPUTE: full weights are never saved, they are gathered again
+    everything inside a repeated block        MUST_RECOMPUTE under ``ActivationPolicy.RECOMPUTE_BLOCKS``, one
+                                              checkpoint region per block, so that what enters a block is saved
+    random numbers                            MUST_SAVE: drawing them again would give others
+
+Regions of the user's own ``torch.utils.checkpoint`` keep their tags.
+"""
+
+import itertools
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zinf_compile.ops import GATHER, STORE_GRAD
+from zinf_compile.passes.analysis.modules import block_of, is_repeated, module_path
+from zinf_compile.passes.contract import JointInputs, Pass
+from zinf_compile.passes.fx_edit import view_source
+from zinf_compile.terms import ActivationPolicy
+
+_RECOMPUTE = "recompute"  # the keys torch's partitioner reads
+_REGION = "ac_graph_id"
+
+
+def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
+    nodes = list(graph_module.graph.nodes)
+    if inputs.policy is ActivationPolicy.RECOMPUTE_BLOCKS:
+        _tag_blocks([node for node in nodes if _is_forward_op(node)])
+    for node in nodes:
+        if node.target is GATHER or _is_cast_or_view_of_gather(node):
+            node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.pop(_REGION, None)
+
+
+def _is_forward_op(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not STORE_GRAD and "fwd_nn_module_stack" not in node.meta
+
+
+def _is_cast_or_view_of_gather(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is torch.ops.aten._to_copy.default else view_source(node)
+    if not isinstance(source, fx.Node) or "fwd_nn_module_stack" in node.meta:
+        return False
+    return source.target is GATHER or _is_cast_or_view_of_gather(source)
+
+
+def _tag_blocks(nodes: list[fx.Node]) -> None:
+    regions: dict[tuple[str, int], int] = {}
+    # A block that runs twice (a module used twice) is two regions: a run of consecutive nodes is one execution.
+    for run, (block, members) in enumerate(itertools.groupby(nodes, key=lambda node: block_of(module_path(node)))):
+        if not is_repeated(block):
+            continue
+        for node in members:
+            if _REGION in node.meta:
+                continue
+            if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+                node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+                continue
+            node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta[_REGION] = regions.setdefault((block, run), len(regions))
+
+
+TAG_RECOMPUTE: Pass[JointInputs] = Pass(name="tag_recompute", run=_run)

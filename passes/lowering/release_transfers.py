@@ -1,0 +1,32 @@
+"""Give the bytes of every transfer back after its last reader, at the plan's release tick.
+
+Emitted::
+
+    mm = aten.mm(x, t)                     the last reader
+    release = zinf.release(layers_1, store)
+"""
+
+from torch import fx
+
+from zinf_compile.ops import ISSUE_GATHER, RELEASE
+from zinf_compile.passes.contract import LowerInputs, Pass, node_facts
+from zinf_compile.passes.fx_edit import insert_call
+from zinf_compile.passes.properties import TRANSFERS_RELEASED, TRANSFERS_STARTED
+
+
+def _run(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
+    graph = graph_module.graph
+    ticks = [(tick, node) for node in graph.nodes if (tick := node_facts(node).tick) is not None]
+    for ticket in graph.find_nodes(op="call_function", target=ISSUE_GATHER):
+        transfer = node_facts(ticket).transfer
+        assert transfer is not None
+        before = next((node for tick, node in ticks if tick >= transfer.release), graph.output_node())
+        insert_call(graph, before, RELEASE, (ticket, inputs.store_id), name=f"{transfer.name}_release")
+
+
+RELEASE_TRANSFERS: Pass[LowerInputs] = Pass(
+    name="release_transfers",
+    run=_run,
+    requires=frozenset({TRANSFERS_STARTED}),
+    establishes=frozenset({TRANSFERS_RELEASED}),
+)

@@ -1,0 +1,42 @@
+"""The pipelines, in order, on one screen. The order is checked before anything runs."""
+
+from torch import fx
+
+from zinf_compile.passes.contract import JointInputs, LowerInputs, Pass, PrepareInputs, run_pipeline
+from zinf_compile.passes.joint.merge_gradients import MERGE_GRADIENTS
+from zinf_compile.passes.joint.tag_recompute import TAG_RECOMPUTE
+from zinf_compile.passes.lowering.box_inputs import BOX_INPUTS
+from zinf_compile.passes.lowering.release_transfers import RELEASE_TRANSFERS
+from zinf_compile.passes.lowering.sink_gradients import SINK_GRADIENTS
+from zinf_compile.passes.lowering.start_transfers import START_TRANSFERS
+from zinf_compile.passes.prepare.insert_gathers import INSERT_GATHERS
+from zinf_compile.passes.properties import VALUES_KNOWN
+
+PREPARE: tuple[Pass[PrepareInputs], ...] = (INSERT_GATHERS,)
+
+JOINT: tuple[Pass[JointInputs], ...] = (
+    MERGE_GRADIENTS,
+    TAG_RECOMPUTE,
+)
+
+LOWER: tuple[Pass[LowerInputs], ...] = (
+    START_TRANSFERS,
+    SINK_GRADIENTS,
+    RELEASE_TRANSFERS,
+    BOX_INPUTS,
+)
+
+
+def prepare_graph(graph_module: fx.GraphModule, inputs: PrepareInputs) -> None:
+    """Edit a torch-level graph in place until autograd may see it."""
+    run_pipeline(graph_module, PREPARE, inputs)
+
+
+def edit_joint_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
+    """Edit a joint graph in place until the partitioner may split it."""
+    run_pipeline(graph_module, JOINT, inputs)
+
+
+def lower_graph(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
+    """Edit a forward or backward graph in place until it says what the plan says."""
+    run_pipeline(graph_module, LOWER, inputs, given=frozenset({VALUES_KNOWN}))

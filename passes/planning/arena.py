@@ -1,0 +1,56 @@
+"""Offsets in the device arena: best fit over live ranges, so that no two live transfers share a byte."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zinf_compile.terms import LiveRange
+
+ARENA_ALIGN = 4096  # reads from disk go straight into the arena, and O_DIRECT wants 4 KiB-aligned addresses
+
+
+def align(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to the arena's alignment."""
+    return -(-nbytes // ARENA_ALIGN) * ARENA_ALIGN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some bytes that must be contiguous while they are live."""
+
+    nbytes: int
+    live: LiveRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaLayout:
+    """An offset for each piece, and the bytes the arena needs."""
+
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+def plan_arena(pieces: Sequence[Piece]) -> ArenaLayout:
+    """Return offsets for pieces: largest first, each into the smallest gap left by those it overlaps in time."""
+    order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].nbytes, pieces[index].live.start, index))
+    offsets: dict[int, int] = {}
+    for index in order:
+        piece = pieces[index]
+        taken = sorted(
+            (offset, offset + align(pieces[other].nbytes))
+            for other, offset in offsets.items()
+            if pieces[other].live.overlaps(piece.live)
+        )
+        offsets[index] = _best_gap(taken, align(piece.nbytes))
+    needed = max((offset + align(pieces[index].nbytes) for index, offset in offsets.items()), default=0)
+    return ArenaLayout(offsets=tuple(offsets[index] for index in range(len(pieces))), nbytes=needed)
+
+
+def _best_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
+    """Return the start of the smallest gap between taken byte ranges that holds ``nbytes``, else the end of all."""
+    best_start, best_size, cursor = None, 0, 0
+    for start, end in taken:
+        gap = start - cursor
+        if gap >= nbytes and (best_start is None or gap < best_size):
+            best_start, best_size = cursor, gap
+        cursor = max(cursor, end)
+    return cursor if best_start is None else best_start

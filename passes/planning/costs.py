@@ -1,0 +1,33 @@
+"""Seconds from counts: every op takes the longer of its arithmetic and its memory traffic; ops of a module add up."""
+
+from itertools import groupby
+
+from zinf_compile.facts import GraphFacts, OpFact
+from zinf_compile.hardware import Hardware
+from zinf_compile.plan import ComputeSpan
+
+
+def op_seconds(op: OpFact, hardware: Hardware) -> float:
+    """Return the estimated seconds of one op."""
+    arithmetic = op.num_flops / hardware.flops_per_second(op.dtype) if op.num_flops else 0.0
+    return max(arithmetic, op.nbytes_accessed / hardware.memory_bytes_per_second)
+
+
+def plan_spans(graph: GraphFacts, hardware: Hardware) -> tuple[ComputeSpan, ...]:
+    """Return runs of consecutive ops of one module and phase, covering every tick."""
+    live = graph.live_nbytes()
+    spans = []
+    for (module, phase), run in groupby(graph.ops, key=lambda op: (op.module, graph.phase_of(op.tick))):
+        ops = list(run)
+        start, end = ops[0].tick, ops[-1].tick + 1
+        spans.append(
+            ComputeSpan(
+                module=module,
+                phase=phase,
+                start=start,
+                end=end,
+                seconds=sum(op_seconds(op, hardware) for op in ops),
+                peak_nbytes=max(live[start:end]),
+            )
+        )
+    return tuple(spans)

@@ -1,0 +1,206 @@
+"""Facts, budgets and rates in; the Plan out. Pure: the same input gives the same plan on every machine and rank.
+
+For each activation policy the widest look-ahead that fits is taken, what room is left makes parameters resident, and of
+the plans that fit the one with the shortest simulated step is returned.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zinf_compile.config import Config
+from zinf_compile.errors import CapacityError
+from zinf_compile.facts import GraphFacts, ParameterFact
+from zinf_compile.hardware import Hardware
+from zinf_compile.passes.planning.activations import plan_activations
+from zinf_compile.passes.planning.costs import plan_spans
+from zinf_compile.passes.planning.optimizer_step import plan_step
+from zinf_compile.passes.planning.placement import plan_placement
+from zinf_compile.passes.planning.prefetch import TransferPlan, plan_residencies, plan_transfers
+from zinf_compile.plan import PLAN_VERSION, GradientSink, Placement, Plan, TierPlan
+from zinf_compile.simulate import simulate
+from zinf_compile.terms import Tier, format_bytes
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAhead:
+    """How far transfers run ahead of compute, and how much of a block moves at once."""
+
+    prefetch_nbytes: int
+    group_nbytes: int
+
+
+# Widest first. A group is a quarter of the look-ahead, so that several transfers are in flight; the last entry moves
+# every parameter alone, at the moment it is needed: the least memory a plan can do with.
+_LOOK_AHEADS = (
+    *(LookAhead(prefetch_nbytes=size * _MIB, group_nbytes=size * _MIB // 4) for size in (256, 128, 64, 32, 16, 8)),
+    LookAhead(prefetch_nbytes=0, group_nbytes=0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """All that a plan is made from. ``candidates`` are the same graph under different activation policies."""
+
+    name: str
+    candidates: tuple[GraphFacts, ...]
+    parameters: tuple[ParameterFact, ...]
+    config: Config
+    hardware: Hardware
+    placements: tuple[Placement, ...] | None = None  # where other plans of the model have put its parameters already
+
+
+def make_plan(request: Request) -> Plan:
+    """Return the plan with the shortest simulated step of those that fit.
+
+    Raises CapacityError, with the smallest budgets that work, when none does.
+    """
+    plans = [plan for graph in request.candidates if (plan := _plan_graph(request, graph)) is not None]
+    if not plans:
+        raise _capacity_error(request)
+    return min(plans, key=lambda plan: simulate(plan).step_seconds)
+
+
+def minimum_device_memory(request: Request) -> int:
+    """Return the bytes of the smallest device budget with which ``make_plan`` succeeds."""
+    return min(_minimum(request, graph) for graph in request.candidates)
+
+
+def _workspace(request: Request, graph: GraphFacts) -> int:
+    """Return what kernels take beside their outputs: a matrix product may repack its largest weight."""
+    used = {use.parameter for use in graph.uses}
+    return max((item.compute_nbytes for item in request.parameters if item.name in used), default=0)
+
+
+def _look_aheads(config: Config) -> Sequence[LookAhead]:
+    if config.prefetch_memory is None:
+        return _LOOK_AHEADS
+    return (LookAhead(prefetch_nbytes=config.prefetch_memory, group_nbytes=config.prefetch_memory // 4),)
+
+
+def _plan_graph(request: Request, graph: GraphFacts) -> Plan | None:
+    """Return the plan of one candidate, or None if it does not fit the device."""
+    config = request.config
+    room = config.device_memory - plan_activations(graph).peak_nbytes - _workspace(request, graph)
+    num_uses = {use.parameter: len(use.ticks) for use in graph.uses}
+    if room <= 0:
+        return None
+    if request.placements is not None:
+        # Other graphs of the model run with these homes: keep them where that fits, so that nothing has to move.
+        for look_ahead in _look_aheads(config):
+            arena = _transfers(request, graph, request.placements, look_ahead).arena_nbytes
+            if arena + _resident_nbytes(request.placements) <= room:
+                return _build(request, graph, request.placements, look_ahead)
+    everything = plan_placement(request.parameters, config, resident_nbytes=room, num_uses=num_uses)
+    if all(placement.compute is Tier.DEVICE for placement in everything):
+        return _build(request, graph, everything, _LOOK_AHEADS[-1])
+    least = plan_placement(request.parameters, config)
+    for look_ahead in _look_aheads(config):
+        arena = _transfers(request, graph, least, look_ahead).arena_nbytes
+        if arena + _resident_nbytes(least) > room:
+            continue
+        more = plan_placement(request.parameters, config, resident_nbytes=room - arena, num_uses=num_uses)
+        fits = _transfers(request, graph, more, look_ahead).arena_nbytes + _resident_nbytes(more) <= room
+        return _build(request, graph, more if fits else least, look_ahead)
+    return None
+
+
+def _transfers(
+    request: Request, graph: GraphFacts, placements: Sequence[Placement], look_ahead: LookAhead
+) -> TransferPlan:
+    residencies = plan_residencies(graph, request.parameters, placements, group_nbytes=look_ahead.group_nbytes)
+    by_name = {parameter.name: parameter for parameter in request.parameters}
+    return plan_transfers(residencies, by_name, prefetch_nbytes=look_ahead.prefetch_nbytes)
+
+
+def _resident_nbytes(placements: Sequence[Placement]) -> int:
+    return sum(placement.nbytes_on(Tier.DEVICE) for placement in placements)
+
+
+def _build(request: Request, graph: GraphFacts, placements: tuple[Placement, ...], look_ahead: LookAhead) -> Plan:
+    config = request.config
+    moved = _transfers(request, graph, placements, look_ahead)
+    activations = plan_activations(graph)
+    homes = {placement.parameter: placement for placement in placements}
+    staging = config.staging_memory
+    parts = {
+        Tier.DEVICE: (
+            ("residents", _resident_nbytes(placements)),
+            ("arena", moved.arena_nbytes),
+            ("activations", activations.peak_nbytes),
+            ("workspace", _workspace(request, graph)),
+        ),
+        Tier.HOST: (("homes", sum(item.nbytes_on(Tier.HOST) for item in placements)), ("staging", staging)),
+        Tier.NVME: (("homes", sum(item.nbytes_on(Tier.NVME) for item in placements)),),
+    }
+    capacity = {Tier.DEVICE: config.device_memory, Tier.HOST: config.host_memory, Tier.NVME: config.nvme_memory}
+    return Plan(
+        version=PLAN_VERSION,
+        name=request.name,
+        compute_dtype=config.compute_dtype,
+        hardware=request.hardware,
+        num_forward_ticks=graph.num_forward_ticks,
+        num_ticks=graph.num_ticks,
+        placements=placements,
+        uses=tuple(sorted(graph.uses, key=lambda use: use.parameter)),
+        transfers=moved.transfers,
+        sinks=tuple(
+            GradientSink(
+                parameter=gradient.parameter,
+                tick=gradient.tick,
+                destination=homes[gradient.parameter].gradient,
+                nbytes=gradient.nbytes,
+            )
+            for gradient in sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter))
+        ),
+        spans=plan_spans(graph, request.hardware),
+        activations=activations,
+        arena_nbytes=moved.arena_nbytes,
+        prefetch_nbytes=look_ahead.prefetch_nbytes,
+        step=plan_step(request.parameters, placements, staging_nbytes=staging),
+        tiers=tuple(
+            TierPlan(
+                tier=tier,
+                capacity=capacity[tier],
+                predicted_peak=sum(nbytes for _, nbytes in parts[tier]),
+                parts=parts[tier],
+            )
+            for tier in Tier
+        ),
+    )
+
+
+def _minimum(request: Request, graph: GraphFacts) -> int:
+    """Return the smallest device budget for one candidate: bare transfers and nothing resident but the small ones.
+
+    The small residents may take an eighth of the budget, so the budget they are counted under is searched for.
+    """
+    floor = plan_activations(graph).peak_nbytes + _workspace(request, graph)
+    fixed = request.config.prefetch_memory
+    look_ahead = _LOOK_AHEADS[-1] if fixed is None else LookAhead(prefetch_nbytes=fixed, group_nbytes=fixed // 4)
+    needed = floor
+    while True:
+        config = replace(request.config, device_memory=needed)
+        placements = plan_placement(request.parameters, config)
+        total = floor + _transfers(request, graph, placements, look_ahead).arena_nbytes + _resident_nbytes(placements)
+        if total <= needed:
+            return needed
+        needed = total
+
+
+def _capacity_error(request: Request) -> CapacityError:
+    graph = min(request.candidates, key=lambda candidate: _minimum(request, candidate))
+    activations = plan_activations(graph)
+    live = [value for value in graph.values if value.live.start <= activations.peak_tick < value.live.end]
+    largest = sorted(live, key=lambda value: (-value.nbytes, value.name))[:3]
+    peak_op = next((op for op in graph.ops if op.tick == activations.peak_tick), None)
+    where = f" (in {peak_op.module}, at {peak_op.name})" if peak_op is not None else ""
+    needed = -(-_minimum(request, graph) // _MIB)
+    return CapacityError(
+        f"{request.name} needs {format_bytes(_minimum(request, graph))} on device, device_memory is "
+        f"{format_bytes(request.config.device_memory)}; activations alone peak at "
+        f"{format_bytes(activations.peak_nbytes)}{where}, largest: "
+        + ", ".join(f"{value.name} {format_bytes(value.nbytes)}" for value in largest)
+        + f"; raise device_memory to {needed}MiB or make the batch smaller"
+    )

@@ -1,0 +1,155 @@
+"""Which parameters move together, when each transfer starts, and when its bytes are free again.
+
+Parameters of one block that come from the same tier move as one transfer, as large as ``group_nbytes`` allows. A
+transfer starts when compute begins with the transfer so many bytes ahead of it: ``prefetch_nbytes`` of look-ahead.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zinf_compile.facts import GraphFacts, ParameterFact
+from zinf_compile.passes.planning.arena import ArenaLayout, Piece, align, plan_arena
+from zinf_compile.plan import GatherTransfer, Placement
+from zinf_compile.terms import LiveRange, Phase, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """A stretch of ticks in which some parameters are needed on the device."""
+
+    name: str
+    phase: Phase
+    source: Tier
+    parameters: tuple[str, ...]
+    nbytes: int  # each parameter rounded up to the arena's alignment
+    need_by: int
+    release: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPlan:
+    """Transfers with their offsets bound, and the arena that holds them."""
+
+    transfers: tuple[GatherTransfer, ...]
+    arena_nbytes: int
+
+
+def plan_residencies(
+    graph: GraphFacts,
+    parameters: Sequence[ParameterFact],
+    placements: Sequence[Placement],
+    *,
+    group_nbytes: int,
+) -> tuple[Residency, ...]:
+    """Return when which parameters must be on the device, by need-by tick. Resident parameters do not appear.
+
+    Uses of a group in one phase are one residency as long as fewer than two other groups are first needed in between:
+    holding on that long costs less than reading again.
+    """
+    uses = {use.parameter: use.ticks for use in graph.uses}
+    homes = {placement.parameter: placement.compute for placement in placements}
+    groups = _group(
+        [parameter for parameter in parameters if homes[parameter.name] is not Tier.DEVICE and parameter.name in uses],
+        homes,
+        group_nbytes=group_nbytes,
+    )
+    stretches: list[tuple[list[ParameterFact], Phase, list[int]]] = []
+    for group in groups:
+        ticks = sorted({tick for parameter in group for tick in uses[parameter.name]})
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            in_phase = [tick for tick in ticks if graph.phase_of(tick) is phase]
+            if in_phase:
+                stretches.append((group, phase, in_phase))
+    first_needs = sorted(ticks[0] for _, _, ticks in stretches)
+    residencies = []
+    for group, phase, ticks in stretches:
+        for run in _split(ticks, first_needs):
+            used = [item for item in group if any(run[0] <= tick <= run[-1] for tick in uses[item.name])]
+            residencies.append(
+                Residency(
+                    name=used[0].name if len(used) == 1 else used[0].block,
+                    phase=phase,
+                    source=homes[used[0].name],
+                    parameters=tuple(item.name for item in used),
+                    nbytes=sum(align(item.compute_nbytes) for item in used),
+                    need_by=run[0],
+                    release=run[-1] + 1,
+                )
+            )
+    return tuple(sorted(residencies, key=lambda item: (item.need_by, item.release, item.name)))
+
+
+def _group(
+    parameters: Sequence[ParameterFact], homes: Mapping[str, Tier], *, group_nbytes: int
+) -> list[list[ParameterFact]]:
+    groups: list[list[ParameterFact]] = []
+    for parameter in parameters:
+        group = groups[-1] if groups else []
+        if (
+            group
+            and group[-1].block == parameter.block
+            and homes[group[-1].name] is homes[parameter.name]
+            and sum(align(item.compute_nbytes) for item in group) + align(parameter.compute_nbytes) <= group_nbytes
+        ):
+            group.append(parameter)
+        else:
+            groups.append([parameter])
+    return groups
+
+
+def _split(ticks: Sequence[int], first_needs: Sequence[int]) -> list[list[int]]:
+    """Return the ticks in runs, cut where two or more other residencies begin in between."""
+    runs = [[ticks[0]]]
+    for before, after in zip(ticks, ticks[1:], strict=False):
+        others = sum(before < need < after for need in first_needs)
+        if others >= 2:
+            runs.append([])
+        runs[-1].append(after)
+    return runs
+
+
+def plan_transfers(
+    residencies: Sequence[Residency], parameters: Mapping[str, ParameterFact], *, prefetch_nbytes: int
+) -> TransferPlan:
+    """Return one transfer per residency with its issue tick and its arena offsets.
+
+    A transfer is issued at the need-by tick of the earliest transfer from which at most ``prefetch_nbytes`` lie ahead,
+    itself included, in the same phase: nothing crosses from forward into backward, where other programs may run.
+    """
+    issues: list[int] = []
+    for index, residency in enumerate(residencies):
+        ahead, issue = residency.nbytes, residency.need_by
+        for before in reversed(residencies[:index]):
+            if before.phase is not residency.phase or ahead > prefetch_nbytes:
+                break
+            issue = min(issue, before.need_by)
+            ahead += before.nbytes
+        issues.append(issue)
+    layout: ArenaLayout = plan_arena(
+        [
+            Piece(nbytes=residency.nbytes, live=LiveRange(start=issue, end=residency.release))
+            for residency, issue in zip(residencies, issues, strict=True)
+        ]
+    )
+    transfers = []
+    for residency, issue, offset in zip(residencies, issues, layout.offsets, strict=True):
+        offsets, cursor = [], offset
+        for name in residency.parameters:
+            offsets.append(cursor)
+            cursor += align(parameters[name].compute_nbytes)
+        transfers.append(
+            GatherTransfer(
+                name=residency.name,
+                phase=residency.phase,
+                source=residency.source,
+                parameters=residency.parameters,
+                offsets=tuple(offsets),
+                offset=offset,
+                nbytes=residency.nbytes,
+                issue=issue,
+                need_by=residency.need_by,
+                release=residency.release,
+            )
+        )
+    transfers.sort(key=lambda transfer: (transfer.issue, transfer.need_by, transfer.name))
+    return TransferPlan(transfers=tuple(transfers), arena_nbytes=layout.nbytes)

@@ -1,0 +1,91 @@
+"""What may be said of a graph, each with the check that proves it."""
+
+from torch import fx
+
+from zinf_compile.errors import VerifyError
+from zinf_compile.ops import ISSUE_GATHER, RELEASE, SINK_GRAD, STORE_GRAD, WAIT_GATHER, WAIT_SINKS
+from zinf_compile.passes.contract import Property, node_facts
+from zinf_compile.passes.fx_edit import view_source
+
+
+def _check_values_known(graph_module: fx.GraphModule) -> None:
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            raise VerifyError(f"node '{node.name}' ({node.target}) has no meta['val']")
+
+
+def _check_parameters_gathered(graph_module: fx.GraphModule) -> None:
+    """No parameter is a plain input any more."""
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        if node.meta.get("is_parameter", False) and node.users:
+            raise VerifyError(f"parameter placeholder '{node.name}' is still read by '{next(iter(node.users)).name}'")
+
+
+def _check_one_gradient_each(graph_module: fx.GraphModule) -> None:
+    """No parameter's gradient is stored twice in one backward."""
+    seen: dict[object, fx.Node] = {}
+    for node in graph_module.graph.find_nodes(op="call_function", target=STORE_GRAD):
+        if node.args[1] in seen:
+            raise VerifyError(f"'{node.name}' stores a gradient that '{seen[node.args[1]].name}' stores already")
+        seen[node.args[1]] = node
+
+
+def _check_gradients_sunk(graph_module: fx.GraphModule) -> None:
+    nodes = list(graph_module.graph.nodes)
+    for node in nodes:
+        if node.target is STORE_GRAD:
+            raise VerifyError(f"gradient '{node.name}' is still stored synchronously")
+    sinks = [index for index, node in enumerate(nodes) if node.target is SINK_GRAD]
+    waits = [index for index, node in enumerate(nodes) if node.target is WAIT_SINKS]
+    if sinks and (not waits or waits[-1] < sinks[-1]):
+        raise VerifyError(f"gradient sink '{nodes[sinks[-1]].name}' is not followed by a wait")
+
+
+def _check_transfers_started(graph_module: fx.GraphModule) -> None:
+    """Every gather left is of a resident parameter, and every wait follows the issue it depends on."""
+    for node in graph_module.graph.nodes:
+        if node.target is WAIT_GATHER and node.args[0].target is not ISSUE_GATHER:
+            raise VerifyError(f"wait '{node.name}' does not depend on an issue_gather but on '{node.args[0]}'")
+
+
+def _check_transfers_released(graph_module: fx.GraphModule) -> None:
+    """Every transfer is released exactly once, after the last node that reads its bytes, views of them included."""
+    position = {node: index for index, node in enumerate(graph_module.graph.nodes)}
+    for ticket in graph_module.graph.find_nodes(op="call_function", target=ISSUE_GATHER):
+        releases = [user for user in ticket.users if user.target is RELEASE]
+        if len(releases) != 1:
+            raise VerifyError(f"transfer '{ticket.name}' is released {len(releases)} times instead of once")
+        for wait in ticket.users:
+            for reader in _readers(wait) if wait.target is WAIT_GATHER else ():
+                if position[reader] > position[releases[0]]:
+                    raise VerifyError(f"'{reader.name}' reads '{wait.name}' after its release")
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    readers = []
+    for user in node.users:
+        readers.append(user)
+        if view_source(user) is not None or user.target.__class__.__name__ == "builtin_function_or_method":
+            readers.extend(_readers(user))
+    return readers
+
+
+def _check_ticks_in_order(graph_module: fx.GraphModule) -> None:
+    """Lowering never reorders the nodes it was given: the plan's ticks still say what happens before what."""
+    last = -1
+    for node in graph_module.graph.nodes:
+        tick = node_facts(node).tick
+        if tick is None:
+            continue
+        if tick < last:
+            raise VerifyError(f"node '{node.name}' of tick {tick} comes after tick {last}")
+        last = tick
+
+
+VALUES_KNOWN = Property(name="values_known", check=_check_values_known)
+PARAMETERS_GATHERED = Property(name="parameters_gathered", check=_check_parameters_gathered)
+ONE_GRADIENT_EACH = Property(name="one_gradient_each", check=_check_one_gradient_each)
+GRADIENTS_SUNK = Property(name="gradients_sunk", check=_check_gradients_sunk)
+TRANSFERS_STARTED = Property(name="transfers_started", check=_check_transfers_started)
+TRANSFERS_RELEASED = Property(name="transfers_released", check=_check_transfers_released)
+TICKS_IN_ORDER = Property(name="ticks_in_order", check=_check_ticks_in_order)

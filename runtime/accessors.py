@@ -1,0 +1,134 @@
+"""Accessors: what makes ``self.weight`` in a module's own code a gather, while the module stays what it was.
+
+Every module with parameters gets a subclass of its own class, with the same names, whose properties give::
+
+    under capture                 zinf::gather(anchor, param, shape, dtype, device)
+    in an eager forward           the gathered value, with the parameter as autograd leaf
+    anywhere else                 the registered home tensor, for people to look at and write to
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from zinf_compile.errors import ConfigError, UnsupportedError
+from zinf_compile.runtime.home import EagerGather
+from zinf_compile.runtime.saved_tensors import GATHERED, repack_gathered
+from zinf_compile.runtime.slots import StoredParameter, record_of
+
+
+class Anchors:
+    """The two tensors that gathers hang on in an autograd graph, and whether a forward of the model is running."""
+
+    def __init__(self, trainable: Tensor, frozen: Tensor) -> None:
+        self.trainable = trainable
+        self.frozen = frozen
+        self.depth = 0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Mark an eager forward. In the outermost one, saved gathered weights are packed to their id, not kept."""
+        self.depth += 1
+        try:
+            if self.depth == 1:
+                with repack_gathered():
+                    yield
+            else:
+                yield
+        finally:
+            self.depth -= 1
+
+
+def install_accessors(model: Module, anchors: Anchors) -> None:
+    """Give every module below ``model`` whose parameters are in a store its accessors."""
+    for path, module in model.named_modules():
+        records = {
+            name: record
+            for name, parameter in module._parameters.items()
+            if parameter is not None and (record := record_of(parameter)) is not None
+        }
+        if records or module is model:
+            module.__class__ = _specialise(type(module), path, records, anchors)
+
+
+def is_optimized(module: Module) -> bool:
+    """Return whether accessors were installed on a module."""
+    return hasattr(type(module), "_zinf_anchors")
+
+
+def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter], anchors: Anchors) -> type[Module]:
+    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cls.__call__(self, *args, **kwargs)
+        with anchors.computing():
+            return cls.__call__(self, *args, **kwargs)
+
+    def set_attribute(self: Module, name: str, value: object) -> None:
+        if name in records and value is not self._parameters.get(name):
+            raise UnsupportedError(
+                f"cannot assign to '{_join(path, name)}': it lives in a store since optimize(); write into it instead, "
+                "for example with torch.no_grad(): module.weight.copy_(value)"
+            )
+        cls.__setattr__(self, name, value)
+
+    def refuse_copy(self: Module, memo: object) -> None:
+        raise UnsupportedError(
+            f"an optimized {cls.__name__} cannot be copied: its parameters live in one store; copy the model before "
+            "optimize(), or load its state_dict() into a new one"
+        )
+
+    namespace: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__call__": call,
+        "__setattr__": set_attribute,
+        "__deepcopy__": refuse_copy,
+        "_zinf_anchors": anchors,
+    }
+    for name, record in records.items():
+        namespace[name] = property(_accessor(name, record, anchors))
+    return type(cls)(cls.__name__, (cls,), namespace)
+
+
+def _accessor(name: str, record: StoredParameter, anchors: Anchors) -> Callable[[Module], Tensor]:
+    param, shape, device = record.param, tuple(record.compute.tensor.shape), record.compute.tensor.device
+    dtype = record.compute.tensor.dtype
+    anchor = anchors.trainable if record.gradient is not None else anchors.frozen
+
+    def get(self: Module) -> Tensor:
+        if torch.compiler.is_compiling():
+            gathered: Tensor = torch.ops.zinf.gather(anchor, param, shape, dtype, device)
+            return gathered
+        parameter = self._parameters[name]
+        assert parameter is not None
+        return gather_eagerly(record) if anchors.depth else parameter
+
+    return get
+
+
+def gather_eagerly(record: StoredParameter) -> Tensor:
+    """Return a parameter's gathered value outside of captured graphs, differentiable if it is trained."""
+    if record.gradient is None or not torch.is_grad_enabled() or not record.parameter.requires_grad:
+        return record.store.gather_value(record)
+    value: Tensor = EagerGather.apply(record.parameter, lambda: record.store.gather_value(record))
+    GATHERED.note(value, record)
+    return value
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def refuse_optimized(model: Module) -> None:
+    """Raise ConfigError if any module below ``model`` was optimized already."""
+    for path, module in model.named_modules():
+        if is_optimized(module):
+            raise ConfigError(
+                f"{path or type(module).__name__} was optimized already; call zinf_compile.optimize once per model, or "
+                "zinf_compile.close(model) and build it again"
+            )

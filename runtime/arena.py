@@ -1,0 +1,77 @@
+"""The device arena: one allocation, divided by the offsets a plan has bound."""
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from zinf_compile.errors import VerifyError
+
+
+class Arena:
+    """One page-aligned allocation on the compute device, grown between calls and never shrunk.
+
+    It knows which ranges are taken, and refuses to hand out a byte twice: a plan that lies is an error, not silent
+    corruption.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+        self._taken: dict[int, int] = {}  # offset -> end
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the allocation."""
+        return self._tensor.numel()
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Return the bytes now taken."""
+        return sum(end - offset for offset, end in self._taken.items())
+
+    def reserve(self, nbytes: int) -> None:
+        """Grow to at least ``nbytes``; VerifyError while anything is taken, since its address would change."""
+        if nbytes <= self.nbytes:
+            return
+        if self._taken:
+            raise VerifyError(f"the arena cannot grow to {nbytes} bytes while {self.taken_nbytes} are taken")
+        # An anonymous mapping is page-aligned, as O_DIRECT wants, and takes memory only where it is touched.
+        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def take(self, offset: int, nbytes: int) -> None:
+        """Mark bytes as taken; VerifyError if any of them already are, or lie outside."""
+        end = offset + nbytes
+        if offset < 0 or end > self.nbytes:
+            raise VerifyError(f"arena bytes [{offset}, {end}) lie outside its {self.nbytes}")
+        for other, other_end in self._taken.items():
+            if other < end and offset < other_end:
+                raise VerifyError(f"arena bytes [{offset}, {end}) are taken by [{other}, {other_end})")
+        self._taken[offset] = end
+
+    def give_back(self, offset: int) -> None:
+        """Mark the bytes taken at ``offset`` as free."""
+        if offset not in self._taken:
+            raise VerifyError(f"no arena bytes are taken at offset {offset}")
+        del self._taken[offset]
+
+    def view(self, offset: int, shape: torch.Size | list[int] | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return arena bytes as a tensor of this shape and dtype."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        return self._tensor[offset : offset + nbytes].view(dtype).view(shape)
+
+    def buffer(self, offset: int, nbytes: int) -> memoryview:
+        """Return arena bytes for I/O."""
+        assert self._memory is not None
+        return memoryview(self._memory)[offset : offset + nbytes]
+
+    def check_integrity(self, *, expect_idle: bool = False) -> None:
+        """Raise VerifyError if taken ranges overlap, or if any is left and the arena should be idle."""
+        ends = sorted(self._taken.items())
+        for (first, first_end), (second, _) in zip(ends, ends[1:], strict=False):
+            if second < first_end:
+                raise VerifyError(f"arena ranges at {first} and {second} overlap")
+        if expect_idle and ends:
+            raise VerifyError(f"{len(ends)} arena ranges are still taken, the first at offset {ends[0][0]}")

@@ -1,0 +1,75 @@
+"""What really happened: bytes moved per route, seconds waited per transfer, seconds per phase, memory now."""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from zinf_compile.hardware import route_name
+from zinf_compile.terms import Phase, Tier
+
+
+def anonymous_rss() -> int:
+    """Return the bytes of anonymous memory this process holds in RAM now."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon line; this needs Linux 4.5 or newer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Seconds that compute waited for one transfer, all times together."""
+
+    name: str
+    seconds: float
+    count: int
+
+
+class Meter:
+    """Counters of one store, safe to add to from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._moved: dict[str, int] = defaultdict(int)
+        self._stalls: dict[str, tuple[float, int]] = {}
+        self._phase_seconds: dict[Phase, list[float]] = defaultdict(list)
+
+    def add_moved(self, source: Tier, destination: Tier, nbytes: int) -> None:
+        """Count bytes that moved between two tiers."""
+        with self._lock:
+            self._moved[route_name(source, destination)] += nbytes
+
+    @contextmanager
+    def stall(self, name: str) -> Iterator[None]:
+        """Count the time spent inside as waiting for ``name``."""
+        start = time.perf_counter()
+        yield
+        seconds, count = self._stalls.get(name, (0.0, 0))
+        self._stalls[name] = (seconds + time.perf_counter() - start, count + 1)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Record the time spent inside as one run of a phase."""
+        start = time.perf_counter()
+        yield
+        self._phase_seconds[phase].append(time.perf_counter() - start)
+
+    @property
+    def moved(self) -> tuple[tuple[str, int], ...]:
+        """Return the bytes moved so far by route."""
+        with self._lock:
+            return tuple(sorted(self._moved.items()))
+
+    @property
+    def stalls(self) -> tuple[Stall, ...]:
+        """Return all stalls, the longest first."""
+        stalls = [Stall(name=name, seconds=seconds, count=count) for name, (seconds, count) in self._stalls.items()]
+        return tuple(sorted(stalls, key=lambda stall: -stall.seconds))
+
+    def phase_seconds(self, phase: Phase) -> tuple[float, ...]:
+        """Return the seconds of each run of a phase, in order."""
+        return tuple(self._phase_seconds[phase])

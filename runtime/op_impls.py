@@ -1,0 +1,75 @@
+"""The bodies of the ``zinf::`` operators. ``register`` is called once, when the first store is made."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zinf_compile import ops
+from zinf_compile.runtime.store import find_record, find_store
+
+
+def gather(anchor: Tensor, param: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the full value of a parameter; blocks until it is there."""
+    record = find_record(param)
+    return record.store.gather_value(record)
+
+
+def store_grad(grad: Tensor, param: int) -> Tensor:
+    """Move a gradient home; blocks until it is there."""
+    record = find_record(param)
+    record.store.store_gradient(record, grad)
+    record.store.transfers.wait_writes()
+    return torch.empty(0)
+
+
+def issue_gather(store: int, params: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """Start a transfer; the ticket is a tensor of one integer."""
+    ticket = find_store(store).transfers.issue_gather([find_record(param) for param in params], offsets)
+    return torch.tensor([ticket], dtype=torch.int64)
+
+
+def wait_gather(
+    ticket: Tensor, store: int, offset: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Block until a transfer has landed; return a view of arena bytes."""
+    owner = find_store(store)
+    if owner.transfers.wait_gather(int(ticket)):
+        owner.sample_memory()
+    return owner.arena.view(offset, tuple(shape), dtype)
+
+
+def release(ticket: Tensor, store: int) -> None:
+    """Give a transfer's bytes back."""
+    find_store(store).transfers.release(int(ticket))
+
+
+def sink_grad(grad: Tensor, store: int, param: int) -> None:
+    """Copy a gradient out and let it go home in the background."""
+    owner = find_store(store)
+    owner.store_gradient(find_record(param), grad)
+    owner.sample_memory()
+
+
+def wait_sinks(store: int) -> None:
+    """Block until every gradient is home."""
+    find_store(store).transfers.wait_writes()
+
+
+@functools.cache
+def register() -> torch.library.Library:
+    """Register the bodies above; the library must stay alive as long as they are used."""
+    library = torch.library.Library("zinf", "IMPL")
+    for op, body in (
+        (ops.GATHER, gather),
+        (ops.STORE_GRAD, store_grad),
+        (ops.ISSUE_GATHER, issue_gather),
+        (ops.WAIT_GATHER, wait_gather),
+        (ops.RELEASE, release),
+        (ops.SINK_GRAD, sink_grad),
+        (ops.WAIT_SINKS, wait_sinks),
+    ):
+        # Some ops take no tensor, so that no device key would choose them: one body serves every device.
+        library.impl(op, body, "CompositeExplicitAutograd")
+    return library

@@ -1,0 +1,360 @@
+"""The streamed step: the user's own optimizer, chunk by chunk, from and to the store.
+
+Before a step of any optimizer, a hook looks for parameters that live in a store. Each of their chunks is read into
+staging memory, updated by a shadow of the user's optimizer, and written back, while the next chunks are read and the
+last ones written. During the step itself those parameters have no gradient, so the user's optimizer passes over them;
+afterwards their gradients are shown again.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zinf_compile.errors import CapacityError, StoreError
+from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.shadow import check_supported, copy_scalars, is_element_wise, probe_state, shadow_step
+from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
+from zinf_compile.runtime.staging import StagingBuffer
+from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.transfers import return_when_done, wait_all
+from zinf_compile.terms import Phase, format_bytes
+
+_READ_AHEAD = 2  # chunks being read while one is updated; the rest of staging holds what is being written
+_GRADIENT, _MASTER, _COMPUTE = "gradient", "master copy", "compute copy"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Job:
+    """One parameter to update: the options of its group, and the state its optimizer keeps for it."""
+
+    record: StoredParameter
+    grad: Tensor  # as the user sees it: its home tensor, or a tensor the user put there
+    group: dict[str, Any]
+    state: dict[str, Any]
+    old_scalars: dict[str, Any]
+    has_state: bool
+    writes: list[Future[None]] = field(default_factory=list)
+    is_updated: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        return self.record.master.tensor.numel()
+
+    def staged_slots(self) -> dict[str, Slot]:
+        """Return the slots on nvme that a chunk of this parameter passes through, by role."""
+        record = self.record
+        slots = {_MASTER: record.master, **record.states}
+        if record.has_compute_copy:
+            slots[_COMPUTE] = record.compute
+        if record.gradient is not None and _is_home(self.grad, record.gradient):
+            slots[_GRADIENT] = record.gradient
+        return {role: slot for role, slot in slots.items() if not slot.in_memory}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Chunk:
+    """Elements [start, stop) of a job on their way through staging."""
+
+    job: _Job
+    start: int
+    stop: int
+    lease: StagingBuffer | None
+    views: dict[str, memoryview]  # of the lease, by role
+    reads: list[Future[None]]
+
+    def tensor(self, role: str, slot: Slot) -> Tensor:
+        """Return this chunk of a slot: staged, or in place where its home is memory."""
+        if role in self.views:
+            return torch.frombuffer(self.views[role], dtype=slot.tensor.dtype, count=self.stop - self.start)
+        return slot.tensor.view(-1)[self.start : self.stop]
+
+
+def _is_home(grad: Tensor, slot: Slot) -> bool:
+    return grad.data_ptr() == slot.tensor.data_ptr()
+
+
+class StreamedStep:
+    """One step of one optimizer over the parameters of one store."""
+
+    def __init__(self, store: Store, optimizer: Optimizer) -> None:
+        self._store = store
+        self._optimizer = optimizer
+        self._element_wise = is_element_wise(optimizer)
+
+    def run(self) -> None:
+        """Update every parameter that has a gradient. A StoreError closes the store and marks half updates as torn."""
+        jobs = list(self._jobs())
+        for job in jobs:
+            self._check_fits(job)
+        pending: deque[_Chunk] = deque()
+        try:
+            for job in jobs:
+                for start in range(0, job.num_elements, self._chunk_elements(job)):
+                    stop = min(job.num_elements, start + self._chunk_elements(job))
+                    self._make_room(job, stop - start, pending)
+                    pending.append(self._read(job, start, stop))
+            while pending:
+                self._update(pending.popleft())
+            wait_all([write for job in jobs for write in job.writes])
+        except StoreError as error:
+            self._abandon(pending)
+            self._store.fail(error)
+            raise
+        finally:
+            for job in jobs:
+                failed = any(not write.done() or write.exception() is not None for write in job.writes)
+                job.record.torn = bool(job.writes) and (failed or not job.is_updated)
+        self._store.update_count += 1
+        self._store.sample_memory()
+
+    def _jobs(self) -> Iterator[_Job]:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                record = record_of(parameter)
+                if record is None or record.store is not self._store:
+                    continue
+                self._store.check_usable(record)
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                state = self._optimizer.state[parameter]
+                had_state = bool(state)
+                if self._element_wise:
+                    self._make_state_slots(record, group)
+                self._take_state_home(record, state)
+                yield _Job(
+                    record=record,
+                    grad=grad,
+                    group=group,
+                    state=state,
+                    old_scalars=copy_scalars(state, parameter.shape),
+                    has_state=had_state,
+                )
+
+    def _make_state_slots(self, record: StoredParameter, group: dict[str, Any]) -> None:
+        """Give every per-element state tensor a slot before the first step, so that chunks have somewhere to go."""
+        tier = self._store.placements[record.name].optimizer_state
+        for wanted in probe_state(self._optimizer, group, record.master.tensor.dtype):
+            if wanted.key not in record.states:
+                record.states[wanted.key] = self._store.new_slot(
+                    f"{record.name} ({wanted.key})", record.master.tensor.shape, wanted.dtype, tier
+                )
+
+    def _take_state_home(self, record: StoredParameter, state: dict[str, Any]) -> None:
+        """Write state that somebody else put there, as ``load_state_dict`` does, to its slot, and show the slot."""
+        shape = record.master.tensor.shape
+        tier = self._store.placements[record.name].optimizer_state
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != shape or value.dim() == 0:
+                continue
+            slot = record.states.get(key)
+            if slot is None or slot.tensor.dtype != value.dtype:
+                slot = self._store.new_slot(f"{record.name} ({key})", shape, value.dtype, tier)
+                record.states[key] = slot
+            if value.data_ptr() != slot.tensor.data_ptr():
+                self._store.transfers.write_value(slot, value)
+                self._store.transfers.wait_writes()
+                state[key] = slot.tensor
+
+    def _chunk_elements(self, job: _Job) -> int:
+        if not self._element_wise:
+            return max(1, job.num_elements)
+        wanted = self._store.chunk_elements
+        slots = job.staged_slots()
+        if not slots:
+            return wanted
+        per_element = sum(slot.tensor.dtype.itemsize for slot in slots.values())
+        fitting = self._store.staging.capacity // per_element
+        return min(wanted, max(ALIGN, fitting - fitting % ALIGN))
+
+    def _check_fits(self, job: _Job) -> None:
+        needed = self._lease_nbytes(job, min(job.num_elements, self._chunk_elements(job)))
+        if needed > self._store.staging.capacity:
+            why = "" if self._element_wise else f", because {type(self._optimizer).__name__} needs whole tensors"
+            raise CapacityError(
+                f"updating '{job.record.name}' needs {format_bytes(needed)} of staging at once{why}; host_memory leaves "
+                f"{format_bytes(self._store.staging.capacity)}; raise host_memory to {-(-2 * needed // 2**20)}MiB"
+            )
+
+    @staticmethod
+    def _lease_nbytes(job: _Job, num_elements: int) -> int:
+        return sum(
+            -(-num_elements * slot.tensor.dtype.itemsize // ALIGN) * ALIGN for slot in job.staged_slots().values()
+        )
+
+    def _make_room(self, job: _Job, num_elements: int, pending: deque[_Chunk]) -> None:
+        """Update chunks that have been read until the next one may be: a lease must never wait for this very thread."""
+        needed = self._lease_nbytes(job, num_elements)
+        staging = self._store.staging
+        while pending and (len(pending) >= _READ_AHEAD or staging.leased_nbytes + needed > staging.capacity):
+            self._update(pending.popleft())
+
+    def _read(self, job: _Job, start: int, stop: int) -> _Chunk:
+        chunk = _Chunk(job=job, start=start, stop=stop, lease=None, views={}, reads=[])
+        nbytes = self._lease_nbytes(job, stop - start)
+        if nbytes == 0:
+            return chunk
+        if self._store.staging.leased_nbytes + nbytes > self._store.staging.capacity:
+            with self._store.meter.stall("optimizer state on its way home"):
+                chunk.lease = self._store.staging.lease(nbytes)
+        else:
+            chunk.lease = self._store.staging.lease(nbytes)
+        cursor = 0
+        for role, slot in job.staged_slots().items():
+            offset, padded = slot.byte_range(start, stop)
+            chunk.views[role] = chunk.lease.view[cursor : cursor + padded]
+            cursor += padded
+            if role in (_MASTER, _GRADIENT) or (role != _COMPUTE and job.has_state):
+                chunk.reads += self._store.transfers.read(slot, offset, chunk.views[role])
+        return chunk
+
+    def _update(self, chunk: _Chunk) -> None:
+        job, record, transfers = chunk.job, chunk.job.record, self._store.transfers
+        try:
+            if not all(read.done() for read in chunk.reads):
+                with self._store.meter.stall("optimizer state on its way in"):
+                    wait_all(chunk.reads)
+            wait_all(chunk.reads)
+            self._compute(chunk)
+        except BaseException:
+            self._return(chunk)
+            raise
+        writes: list[Future[None]] = []
+        for role, slot in job.staged_slots().items():
+            if role != _GRADIENT:
+                offset, _ = slot.byte_range(chunk.start, chunk.stop)
+                writes += transfers.write(slot, offset, chunk.views[role])
+        record.torn = bool(writes)
+        job.writes += writes
+        job.is_updated = chunk.stop == job.num_elements
+        if chunk.lease is None:
+            return
+        if writes:
+            return_when_done(self._store.staging, chunk.lease, writes)
+        else:
+            self._return(chunk)
+
+    def _compute(self, chunk: _Chunk) -> None:
+        """Run the user's optimizer on a chunk whose reads are done."""
+        job, record = chunk.job, chunk.job.record
+        shape = None if self._element_wise else record.master.tensor.shape
+        master = _shaped(chunk.tensor(_MASTER, record.master), shape)
+        gradient = self._gradient(chunk)
+        state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in job.old_scalars.items()}
+        if job.has_state:
+            state |= {key: _shaped(chunk.tensor(key, slot), shape) for key, slot in record.states.items()}
+        updated = master.detach()
+        new_state = shadow_step(self._optimizer, job.group, updated, _shaped(gradient, shape).to(master.dtype), state)
+        for key, slot in record.states.items():
+            staged = chunk.tensor(key, slot)
+            if new_state[key].data_ptr() != staged.data_ptr():
+                staged.copy_(new_state[key].detach().reshape(-1))
+        if record.has_compute_copy:
+            chunk.tensor(_COMPUTE, record.compute).copy_(master.detach().reshape(-1))
+        if chunk.stop == job.num_elements:
+            self._show_state(job, new_state)
+
+    def _gradient(self, chunk: _Chunk) -> Tensor:
+        record = chunk.job.record
+        assert record.gradient is not None
+        if _is_home(chunk.job.grad, record.gradient):
+            return chunk.tensor(_GRADIENT, record.gradient)
+        return chunk.job.grad.reshape(-1)[chunk.start : chunk.stop]
+
+    def _show_state(self, job: _Job, new_state: dict[str, Any]) -> None:
+        """Let ``optimizer.state`` show home tensors and the entries that are not per element."""
+        record = job.record
+        for key, value in new_state.items():
+            # State of a whole-tensor optimizer that has no slot yet is taken home at the beginning of its next step.
+            job.state[key] = record.states[key].tensor if key in record.states else value
+
+    def _return(self, chunk: _Chunk) -> None:
+        for read in chunk.reads:
+            read.exception()  # waits: the buffer must not be reused under a read
+        if chunk.lease is not None:
+            self._store.staging.return_(chunk.lease)
+            chunk.lease = None
+
+    def _abandon(self, pending: deque[_Chunk]) -> None:
+        while pending:
+            self._return(pending.popleft())
+
+
+class _HiddenGradients:
+    """The gradients taken from parameters for the time of a step."""
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def hide(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if record_of(parameter) is not None and parameter.grad is not None:
+                    self._hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def show(self) -> None:
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden.clear()
+
+
+def _stores_of(optimizer: Optimizer) -> list[Store]:
+    stores: dict[int, Store] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (record := record_of(parameter)) is not None:
+                stores[record.store.store_id] = record.store
+    return list(stores.values())
+
+
+@functools.cache
+def install_step_hooks() -> None:
+    """Let every optimizer of the process stream the parameters that live in a store. Called once."""
+    hidden: dict[int, _HiddenGradients] = {}
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        stores = _stores_of(optimizer)
+        if not stores:
+            return None
+        check_supported(optimizer)
+        result = _call_closure_first(args, kwargs)
+        with torch.no_grad():
+            for store in stores:
+                store.check_usable()
+                with store.meter.phase(Phase.STEP):
+                    StreamedStep(store, optimizer).run()
+        hidden[id(optimizer)] = _HiddenGradients()
+        hidden[id(optimizer)].hide(optimizer)
+        return result
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with suppress(KeyError):
+            hidden.pop(id(optimizer)).show()
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _call_closure_first(args: Any, kwargs: Any) -> Any:
+    """Evaluate ``step(closure)``'s closure now, since it makes the gradients; return arguments that give its loss."""
+    optimizer, *rest = args
+    closure: Callable[[], Any] | None = rest[0] if rest else kwargs.get("closure")
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return (optimizer, lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
+
+
+def _shaped(tensor: Tensor, shape: torch.Size | None) -> Tensor:
+    return tensor if shape is None else tensor.view(shape)

@@ -1,0 +1,86 @@
+"""Slots: one stored tensor each, on one tier, with the home tensor people see; and the record of a parameter's slots."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.nvme.layout import Extent
+from zinf_compile.terms import Tier
+
+if TYPE_CHECKING:
+    from zinf_compile.runtime.store import Store
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Slot:
+    """One tensor's home. On nvme it has an extent of the store file, and ``tensor`` is a mapping of it."""
+
+    name: str  # "layers.3.up.weight (gradient)", for messages
+    tier: Tier
+    tensor: Tensor  # the home tensor
+    extent: Extent | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the tensor."""
+        return self.tensor.numel() * self.tensor.dtype.itemsize
+
+    @property
+    def in_memory(self) -> bool:
+        """Return whether the home is RAM, so that the home tensor may be computed on."""
+        return self.tier is not Tier.NVME
+
+    def byte_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the file offset and the sector-rounded length of elements [start, stop); start must be aligned."""
+        assert self.extent is not None
+        itemsize = self.tensor.dtype.itemsize
+        nbytes = (stop - start) * itemsize
+        return self.extent.offset + start * itemsize, -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
+class StoredParameter:
+    """A parameter and all that belongs to it. ``master`` is ``compute`` itself where there is only one copy."""
+
+    param: int  # the id in the graph
+    name: str
+    parameter: torch.nn.Parameter
+    store: "Store"
+    compute: Slot
+    master: Slot
+    gradient: Slot | None
+    states: dict[str, Slot] = field(default_factory=dict)
+    synced_version: int = 0  # of the parameter, when the compute copy was last made from the master
+    exposed: bool = False  # a writable alias of the master was handed out since
+    torn: bool = False  # an update of it began and did not finish
+
+    @property
+    def has_compute_copy(self) -> bool:
+        """Return whether compute and master are two slots."""
+        return self.compute is not self.master
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Return every slot once."""
+        slots = [self.compute, *([self.master] if self.has_compute_copy else [])]
+        return (*slots, *([self.gradient] if self.gradient is not None else []), *self.states.values())
+
+
+RECORD = "_zinf_record"  # the attribute of a parameter that leads to its StoredParameter
+
+
+def record_of(parameter: object) -> StoredParameter | None:
+    """Return the record of a parameter that some store holds; None for any other object."""
+    if not isinstance(parameter, Tensor):
+        return None
+    record = getattr(parameter, RECORD, None)
+    assert record is None or isinstance(record, StoredParameter)
+    return record
+
+
+def map_tensor(buffer: memoryview, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor over mapped file bytes."""
+    return torch.frombuffer(buffer, dtype=dtype, count=shape.numel()).view(shape)

@@ -1,0 +1,347 @@
+"""The store: where the parameters of one model live, and the one object that owns its file, buffers and threads."""
+
+import ctypes
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zinf_compile.config import Config
+from zinf_compile.errors import StoreError
+from zinf_compile.facts import ParameterFact
+from zinf_compile.plan import Placement
+from zinf_compile.runtime.arena import Arena
+from zinf_compile.runtime.home import HomeParameter, torn_error
+from zinf_compile.runtime.meter import Meter, anonymous_rss
+from zinf_compile.runtime.nvme.engine import ALIGN, Engine
+from zinf_compile.runtime.nvme.layout import FileLayout
+from zinf_compile.runtime.nvme.posix import PosixEngine
+from zinf_compile.runtime.slots import RECORD, Slot, StoredParameter, map_tensor
+from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.runtime.transfers import Transfers
+from zinf_compile.terms import Tier
+
+_ids = itertools.count(1)  # of stores and parameters, unique in the process: an id in a graph never means two things
+_stores: "weakref.WeakValueDictionary[int, Store]" = weakref.WeakValueDictionary()
+_records: "weakref.WeakValueDictionary[int, StoredParameter]" = weakref.WeakValueDictionary()
+
+
+def find_store(store_id: int) -> "Store":
+    """Return the store an op names."""
+    return _stores[store_id]
+
+
+def find_record(param: int) -> StoredParameter:
+    """Return the parameter an op names; StoreError after its model is gone."""
+    record = _records.get(param)
+    if record is None:
+        raise StoreError(f"parameter number {param} belongs to a model that no longer exists")
+    return record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedParameter:
+    """A parameter to adopt, with its facts."""
+
+    parameter: Parameter
+    fact: ParameterFact
+
+
+class Store:
+    """The homes of one model's parameters, gradients and optimizer state."""
+
+    def __init__(self, config: Config, *, engine: Engine | None = None) -> None:
+        self.config = config
+        self.store_id = next(_ids)
+        self.session: object = None  # who made this store; the runtime does not look at it
+        self.records: dict[str, StoredParameter] = {}
+        self.facts: dict[str, ParameterFact] = {}
+        self.placements: dict[str, Placement] = {}
+        self.meter = Meter()
+        self.staging = StagingPool(max(config.staging_memory, 0))
+        self.arena = Arena()
+        self.engine = engine
+        if engine is None and config.nvme is not None:
+            self.engine = PosixEngine(config.nvme)
+        self.layout = FileLayout()
+        self.transfers = Transfers(engine=self.engine, staging=self.staging, arena=self.arena, meter=self.meter)
+        self.chunk_elements = 2**20  # of the streamed step; a plan sets it
+        self.device_peak = 0  # measured: the most bytes of RAM held for the device tier
+        self._unexplained_rss: int | None = None  # Python, torch, compiled graphs: what was held before the first run
+        self._homes_nbytes = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.NVME: 0}
+        self.forward_update_count = 0  # at the last forward of a captured graph
+        self.update_count = 0  # of optimizer steps; backward compares it with its forward's
+        self._failure: str | None = None
+        _stores[self.store_id] = self
+        self._finalizer = weakref.finalize(self, _close, self.transfers, self.staging, self.engine)
+
+    # Placement
+
+    def adopt(self, parameters: Sequence[NamedParameter], placements: Sequence[Placement], *, as_home: bool) -> None:
+        """Move parameters home, one at a time, freeing what they occupied.
+
+        Reserves the disk space of all of them first, so that a disk too small is an error before anything has moved.
+        With ``as_home`` they become ``HomeParameter``; else they keep their class.
+        """
+        homes = {placement.parameter: placement for placement in placements}
+        if self.engine is not None:
+            on_nvme = sum(_padded_nbytes(placement) for placement in placements)
+            self.engine.reserve(self.layout.end + on_nvme)
+        compute = {}
+        for item in parameters:  # compute copies first and in module order, so that a block's are one read
+            dtype = _torch_dtype(item.fact.compute_dtype)
+            compute[item.fact.name] = self.new_slot(
+                item.fact.name, item.parameter.shape, dtype, homes[item.fact.name].compute
+            )
+        for item in parameters:
+            self._adopt_one(item, homes[item.fact.name], compute[item.fact.name], as_home=as_home)
+        self.transfers.wait_writes()
+        _return_freed_memory()
+
+    def _adopt_one(self, item: NamedParameter, placement: Placement, compute: Slot, *, as_home: bool) -> None:
+        parameter, fact = item.parameter, item.fact
+        master, gradient = compute, None
+        if fact.has_compute_copy and fact.trainable:
+            master = self.new_slot(f"{fact.name} (master copy)", parameter.shape, parameter.dtype, placement.master)
+            self.transfers.write_value(master, parameter.data)
+        if fact.trainable:
+            gradient = self.new_slot(
+                f"{fact.name} (gradient)", parameter.shape, compute.tensor.dtype, placement.gradient
+            )
+        self.transfers.write_value(compute, parameter.data)
+        record = StoredParameter(
+            param=next(_ids),
+            name=fact.name,
+            parameter=parameter,
+            store=self,
+            compute=compute,
+            master=master,
+            gradient=gradient,
+        )
+        if master.tensor.dtype == parameter.dtype:
+            parameter.data = master.tensor
+        if gradient is not None and gradient.tensor.dtype != parameter.dtype:
+            parameter.grad_dtype = gradient.tensor.dtype
+        setattr(parameter, RECORD, record)
+        if as_home:
+            parameter.__class__ = HomeParameter
+        if gradient is not None:
+            parameter.register_post_accumulate_grad_hook(_take_gradient_home)
+        record.synced_version = _version(parameter)
+        self.records[fact.name] = record
+        self.facts[fact.name] = fact
+        self.placements[fact.name] = placement
+        _records[record.param] = record
+
+    def new_slot(self, name: str, shape: torch.Size, dtype: torch.dtype, tier: Tier) -> Slot:
+        """Return a slot with undefined content; on nvme its extent is reserved on the disk."""
+        if tier is not Tier.NVME or shape.numel() == 0:
+            self._homes_nbytes[tier] += shape.numel() * dtype.itemsize
+            # Touched now, so that what a home costs is seen when it is made and not in the middle of a step.
+            return Slot(name=name, tier=tier, tensor=torch.empty(shape, dtype=dtype).zero_())
+        assert self.engine is not None
+        self._homes_nbytes[tier] += shape.numel() * dtype.itemsize
+        extent = self.layout.allocate(shape.numel() * dtype.itemsize)
+        self.engine.reserve(self.layout.end)
+        mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
+        return Slot(name=name, tier=tier, tensor=map_tensor(mapped, shape, dtype), extent=extent)
+
+    def place_again(self, placements: Iterable[Placement]) -> None:
+        """Move compute copies, master copies and gradients to the homes of a new plan."""
+        for placement in placements:
+            record = self.records[placement.parameter]
+            self._move(record, "compute", placement.compute)
+            if record.has_compute_copy:
+                self._move(record, "master", placement.master)
+            if record.gradient is not None:
+                self._move(record, "gradient", placement.gradient)
+            for key in record.states:
+                self._move_state(record, key, placement.optimizer_state)
+            self.placements[placement.parameter] = placement
+        self.transfers.wait_writes()
+        _return_freed_memory()
+
+    def _move(self, record: StoredParameter, role: str, tier: Tier) -> None:
+        slot: Slot = getattr(record, role)
+        moved = self._moved_slot(slot, tier)
+        if moved is slot:
+            return
+        grad = record.parameter.grad
+        if role == "gradient" and grad is not None and grad.data_ptr() == slot.tensor.data_ptr():
+            record.parameter.grad = moved.tensor
+        if slot is record.master:
+            record.master = moved
+            record.parameter.data = moved.tensor
+        setattr(record, role, moved)
+
+    def _move_state(self, record: StoredParameter, key: str, tier: Tier) -> None:
+        """Optimizer state keeps its tensors, which the optimizer holds: only where it lives in RAM is relabelled."""
+        slot = record.states[key]
+        if slot.in_memory and tier is not Tier.NVME:
+            self._relabel(slot, tier)
+
+    def _relabel(self, slot: Slot, tier: Tier) -> None:
+        self._homes_nbytes[slot.tier] -= slot.nbytes
+        self._homes_nbytes[tier] += slot.nbytes
+        slot.tier = tier
+
+    def _moved_slot(self, slot: Slot, tier: Tier) -> Slot:
+        if slot.tier is tier:
+            return slot
+        if slot.in_memory and tier is not Tier.NVME:  # on a CPU both tiers are RAM: nothing moves but the accounting
+            self._relabel(slot, tier)
+            return slot
+        moved = self.new_slot(slot.name, slot.tensor.shape, slot.tensor.dtype, tier)
+        self._homes_nbytes[slot.tier] -= slot.nbytes
+        if slot.in_memory:
+            self.transfers.write_value(moved, slot.tensor)
+            self.transfers.wait_writes()
+        else:
+            self.transfers.read_value(slot, moved.tensor)
+            assert slot.extent is not None
+            self.layout.free(slot.extent)
+        return moved
+
+    # Values
+
+    def gather_value(self, record: StoredParameter) -> Tensor:
+        """Return the full compute copy: the resident tensor itself, or fresh memory filled from its home. Blocks."""
+        self.check_usable(record)
+        self.refresh_one(record)
+        slot = record.compute
+        if slot.tier is Tier.DEVICE:
+            return slot.tensor.detach()
+        value = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
+        self.transfers.read_value(slot, value)
+        return value
+
+    def store_gradient(self, record: StoredParameter, grad: Tensor) -> None:
+        """Start moving a gradient home, or adding it to the one there; ``wait_writes`` ends it."""
+        self.check_usable(record)
+        slot, parameter = record.gradient, record.parameter
+        if slot is None:
+            raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
+        with torch.no_grad():
+            if parameter.grad is None:
+                self.transfers.write_value(slot, grad, Tier.DEVICE)
+                parameter.grad = slot.tensor
+            elif parameter.grad.data_ptr() == slot.tensor.data_ptr():
+                self.transfers.write_value(slot, grad, Tier.DEVICE, add=True)
+            else:  # the user put a gradient there: it is theirs, and accumulates in place as in PyTorch
+                parameter.grad.add_(grad.to(parameter.grad.dtype))
+
+    def refresh_stale(self) -> None:
+        """Make every compute copy again whose master the user has written since."""
+        for record in self.records.values():
+            self.refresh_one(record)
+
+    def refresh_one(self, record: StoredParameter) -> None:
+        """Make one compute copy again if its master was written since."""
+        version = _version(record.parameter)
+        if version == record.synced_version and not record.exposed:
+            return
+        if record.has_compute_copy:
+            self.transfers.write_value(record.compute, record.master.tensor)
+            self.transfers.wait_writes()
+        record.synced_version, record.exposed = version, False
+
+    # Life
+
+    def check_usable(self, record: StoredParameter | None = None) -> None:
+        """Raise StoreError if the store was closed or has failed, or if ``record`` holds half an update."""
+        if self._failure is not None:
+            raise StoreError(self._failure)
+        if record is not None and record.torn:
+            raise torn_error(record)
+
+    def fail(self, error: StoreError) -> None:
+        """Close after an I/O error; everything that asks for the store from now on is told why."""
+        self._shut(f"the store was closed by an earlier error: {error}")
+
+    def close(self) -> None:
+        """Finish what is in flight and give back the file, the threads and the buffers. Safe to call twice."""
+        self._shut("the store of this model is closed; build and optimize the model again to train it")
+
+    def _shut(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+            with suppress(StoreError):  # a write that failed was reported by the step it belonged to
+                self.transfers.wait_writes()
+            self._finalizer()
+
+    def check_integrity(self) -> None:
+        """Raise VerifyError if a buffer is leaked or two things share bytes while nothing runs."""
+        self.staging.check_integrity(expect_idle=True)
+        self.arena.check_integrity(expect_idle=True)
+        self.layout.check_integrity()
+
+    # Measuring
+
+    def nbytes_on(self, tier: Tier) -> int:
+        """Return the bytes all slots keep on a tier."""
+        return self._homes_nbytes[tier]
+
+    def begin_memory(self) -> None:
+        """Take what this process holds beside our homes as not ours. Called once, before the first graph runs."""
+        if self._unexplained_rss is None:
+            self._unexplained_rss = anonymous_rss() - self._homes_in_ram() - self.staging.held_nbytes
+
+    def sample_memory(self) -> None:
+        """Look at what the process holds now; what is neither explained nor on the host tier is the device's."""
+        if self._unexplained_rss is not None:
+            ours = anonymous_rss() - self._unexplained_rss
+            device = ours - self._homes_nbytes[Tier.HOST] - self.staging.held_nbytes
+            self.device_peak = max(self.device_peak, device)
+
+    def _homes_in_ram(self) -> int:
+        return self._homes_nbytes[Tier.DEVICE] + self._homes_nbytes[Tier.HOST]
+
+
+def _take_gradient_home(parameter: Tensor) -> None:
+    """After autograd accumulated into a parameter itself (outside of captured graphs), move a fresh gradient home."""
+    record = parameter.__dict__[RECORD]
+    assert isinstance(record, StoredParameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, slot = parameter.grad, record.gradient
+        if grad is None or slot is None or grad.data_ptr() == slot.tensor.data_ptr():
+            return
+        record.store.check_usable(record)
+        record.store.transfers.write_value(slot, grad, Tier.DEVICE)
+        record.store.transfers.wait_writes()
+        parameter.grad = slot.tensor
+
+
+def _version(parameter: Parameter) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _padded_nbytes(placement: Placement) -> int:
+    """Return the file bytes a parameter takes on nvme; every tensor is rounded up to whole sectors."""
+    num_tensors = 5  # compute and master copy, gradient, two moments: at most one sector is lost on each
+    on_nvme = placement.nbytes_on(Tier.NVME)
+    return on_nvme + num_tensors * ALIGN if on_nvme else 0
+
+
+def _return_freed_memory() -> None:
+    """Give the memory of freed small tensors back to the system: glibc would keep it for later allocations."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _close(transfers: Transfers, staging: StagingPool, engine: Engine | None) -> None:
+    transfers.close()
+    staging.close()
+    if engine is not None:
+        engine.close()

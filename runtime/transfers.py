@@ -1,0 +1,244 @@
+"""The movement of bytes: gathers into the arena and gradients out of compute, on background threads.
+
+One pool of threads does all disk calls. Compute (the thread that runs the model) issues and waits; on a CPU it is
+synchronous, so what it did before an issue is done, and arena bytes released before an issue may be written by it.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zinf_compile.errors import StoreError, VerifyError
+from zinf_compile.runtime.arena import Arena
+from zinf_compile.runtime.meter import Meter
+from zinf_compile.runtime.nvme.engine import ALIGN, Engine
+from zinf_compile.runtime.slots import Slot, StoredParameter
+from zinf_compile.runtime.staging import StagingBuffer, StagingPool
+from zinf_compile.terms import Tier
+
+_NUM_THREADS = 4  # enough calls in flight for a disk's full bandwidth; more only take cores from compute
+_BLOCK_NBYTES = 4 * 2**20  # one call: long enough for full bandwidth, short enough to spread a parameter over threads
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GatherInFlight:
+    """One issued transfer: what it moves, where to, and the calls that are not yet known to be done."""
+
+    name: str
+    records: tuple[StoredParameter, ...]
+    offset: int
+    futures: list[Future[None]]
+
+
+class Transfers:
+    """Everything in flight for one store."""
+
+    def __init__(self, *, engine: Engine | None, staging: StagingPool, arena: Arena, meter: Meter) -> None:
+        self._engine = engine
+        self._staging = staging
+        self._arena = arena
+        self._meter = meter
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zinf-transfer")
+        self._gathers: dict[int, GatherInFlight] = {}
+        self._next_ticket = 0
+        self._writes: list[Future[None]] = []
+
+    # Gathers
+
+    def issue_gather(self, records: Sequence[StoredParameter], offsets: Sequence[int]) -> int:
+        """Start moving compute copies into consecutive arena bytes; return the ticket to wait with."""
+        first, last = offsets[0], offsets[-1]
+        end = last + -(-records[-1].compute.nbytes // ALIGN) * ALIGN
+        self._arena.take(first, end - first)
+        name = records[0].name if len(records) == 1 else f"{records[0].name} and {len(records) - 1} more"
+        futures: list[Future[None]] = []
+        for run in _file_runs([record.compute for record in records], offsets):
+            futures += self.read(
+                run.slot, run.file_offset, self._arena.buffer(run.arena_offset, run.nbytes), Tier.DEVICE
+            )
+        for slot, offset in zip((record.compute for record in records), offsets, strict=True):
+            if slot.in_memory:
+                destination = self._arena.view(offset, slot.tensor.shape, slot.tensor.dtype)
+                futures.append(self._pool.submit(_copy, destination, slot.tensor))
+                self._meter.add_moved(slot.tier, Tier.DEVICE, slot.nbytes)
+        self._next_ticket += 1
+        self._gathers[self._next_ticket] = GatherInFlight(
+            name=name, records=tuple(records), offset=first, futures=futures
+        )
+        return self._next_ticket
+
+    def wait_gather(self, ticket: int) -> bool:
+        """Block until a transfer has landed; return whether this was its first wait. Raises its first StoreError."""
+        gather = self._gathers[ticket]
+        if not gather.futures:
+            return False
+        if all(future.done() for future in gather.futures):
+            wait_all(gather.futures)
+        else:
+            with self._meter.stall(gather.name):
+                wait_all(gather.futures)
+        gather.futures.clear()
+        return True
+
+    def release(self, ticket: int) -> None:
+        """Let later transfers use the bytes. Compute calls this after the last op that reads them."""
+        gather = self._gathers.pop(ticket)
+        if gather.futures:
+            raise VerifyError(f"transfer of {gather.name} is released before it was waited for")
+        self._arena.give_back(gather.offset)
+
+    def abandon_gathers(self) -> None:
+        """Wait for and forget whatever is in flight, after compute failed between an issue and its release."""
+        for ticket in list(self._gathers):
+            for future in self._gathers[ticket].futures:
+                future.exception()
+            self._gathers[ticket].futures.clear()
+            self.release(ticket)
+
+    # Plain reads and writes
+
+    def read(self, slot: Slot, offset: int, buffer: memoryview, destination: Tier = Tier.HOST) -> list[Future[None]]:
+        """Start reading file bytes of a slot; the buffer is filled when every future is done."""
+        self._meter.add_moved(Tier.NVME, destination, len(buffer))
+        return self._submit(self._file().read, slot, offset, buffer)
+
+    def write(self, slot: Slot, offset: int, buffer: memoryview, source: Tier = Tier.HOST) -> list[Future[None]]:
+        """Start writing file bytes of a slot; the buffer is free when every future is done."""
+        self._meter.add_moved(source, Tier.NVME, len(buffer))
+        return self._submit(self._file().write, slot, offset, buffer)
+
+    def _submit(
+        self, call: Callable[[int, memoryview], None], slot: Slot, offset: int, buffer: memoryview
+    ) -> list[Future[None]]:
+        return [
+            self._pool.submit(_named_call, call, slot.name, offset + start, buffer[start : start + _BLOCK_NBYTES])
+            for start in range(0, len(buffer), _BLOCK_NBYTES)
+        ]
+
+    def _file(self) -> Engine:
+        if self._engine is None:
+            raise VerifyError("a slot is on nvme, and the store has no nvme folder")
+        return self._engine
+
+    # Values: whole tensors in and out, a staging buffer at a time
+
+    def piece_elements(self, dtype: torch.dtype) -> int:
+        """Return how many elements move per staging buffer: a quarter of staging, in whole sectors, 16 MiB at most."""
+        nbytes = min(self._staging.capacity // 4, 4 * _BLOCK_NBYTES)
+        return max(ALIGN, nbytes - nbytes % ALIGN) // dtype.itemsize
+
+    def write_value(self, slot: Slot, value: Tensor, source: Tier = Tier.HOST, *, add: bool = False) -> None:
+        """Start writing ``value`` to a slot, or adding it. ``value`` is copied at once; ``wait_writes`` makes it home."""
+        if slot.in_memory:
+            if add:
+                slot.tensor.add_(value.to(slot.tensor.dtype))
+            else:
+                slot.tensor.copy_(value)
+            self._meter.add_moved(source, slot.tier, slot.nbytes)
+            return
+        dtype, flat = slot.tensor.dtype, value.reshape(-1)
+        piece = self.piece_elements(dtype)
+        for start in range(0, flat.numel(), piece):
+            stop = min(flat.numel(), start + piece)
+            offset, nbytes = slot.byte_range(start, stop)
+            lease = self._staging.lease(nbytes)
+            staged = torch.frombuffer(lease.view, dtype=dtype, count=stop - start)
+            if add:
+                wait_all(self.read(slot, offset, lease.view))
+                staged.add_(flat[start:stop].to(dtype))
+            else:
+                staged.copy_(flat[start:stop])
+            del staged
+            futures = self.write(slot, offset, lease.view, source)
+            return_when_done(self._staging, lease, futures)
+            self._writes += futures
+
+    def wait_writes(self) -> None:
+        """Block until every value written so far is home; raise the StoreError of the first that failed."""
+        writes, self._writes = self._writes, []
+        if writes and not all(future.done() for future in writes):
+            with self._meter.stall("gradients on their way home"):
+                wait_all(writes)
+        else:
+            wait_all(writes)
+
+    def read_value(self, slot: Slot, destination: Tensor) -> None:
+        """Fill ``destination``, a contiguous tensor of the slot's dtype, with the whole value; blocks."""
+        if slot.in_memory:
+            destination.copy_(slot.tensor)
+            return
+        flat = destination.view(-1)
+        piece = self.piece_elements(slot.tensor.dtype)
+        for start in range(0, flat.numel(), piece):
+            stop = min(flat.numel(), start + piece)
+            offset, nbytes = slot.byte_range(start, stop)
+            with self._staging.lease(nbytes) as lease:
+                wait_all(self.read(slot, offset, lease.view, Tier.DEVICE))
+                flat[start:stop].copy_(torch.frombuffer(lease.view, dtype=flat.dtype, count=stop - start))
+
+    def close(self) -> None:
+        """Wait for every call in flight and end the threads."""
+        self._pool.shutdown(wait=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileRun:
+    """Bytes that are consecutive both in the file and in the arena: one read, however many parameters it covers."""
+
+    slot: Slot  # the first one, for messages
+    file_offset: int
+    arena_offset: int
+    nbytes: int
+
+
+def _file_runs(slots: Sequence[Slot], offsets: Sequence[int]) -> list[_FileRun]:
+    runs: list[_FileRun] = []
+    for slot, offset in zip(slots, offsets, strict=True):
+        if slot.in_memory:
+            continue
+        file_offset, nbytes = slot.byte_range(0, slot.tensor.numel())
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.file_offset + last.nbytes == file_offset
+            and last.arena_offset + last.nbytes == offset
+        ):
+            runs[-1] = replace(last, nbytes=last.nbytes + nbytes)
+        else:
+            runs.append(_FileRun(slot=slot, file_offset=file_offset, arena_offset=offset, nbytes=nbytes))
+    return runs
+
+
+def wait_all(futures: Sequence[Future[None]]) -> None:
+    """Wait for all futures, then raise the first error among them: nothing is in flight when this returns."""
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def return_when_done(staging: StagingPool, lease: StagingBuffer, futures: Sequence[Future[None]]) -> None:
+    """Return a staging buffer when the last of its calls is done, whether they succeed or not."""
+    done = itertools.count(1)  # callbacks come from different threads, and next() on a count is atomic
+
+    def count_down(_: Future[None]) -> None:
+        if next(done) == len(futures):
+            staging.return_(lease)
+
+    for future in futures:
+        future.add_done_callback(count_down)
+
+
+def _copy(destination: Tensor, source: Tensor) -> None:
+    destination.copy_(source)
+
+
+def _named_call(call: Callable[[int, memoryview], None], name: str, offset: int, buffer: memoryview) -> None:
+    """Call the engine; an error names the parameter as well as the file and the offset."""
+    try:
+        call(offset, buffer)
+    except StoreError as error:
+        raise StoreError(f"{name}: {error}") from error

@@ -1,0 +1,69 @@
+"""``zinf show`` and ``zinf diff``, called as the dispatcher calls them."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from zinf_compile.cli import diff, show
+from zinf_compile.errors import ConfigError, PlanFileError
+from zinf_compile.plan import Plan
+from zinf_compile.printing import dump_plan
+
+
+def run(command: ModuleType, *arguments: Path | str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words: Sequence[str] = [str(argument) for argument in arguments]
+    status: int = command.run(parser.parse_args(words))
+    return status
+
+
+@pytest.fixture
+def saved(small_plan: Plan, tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    small_plan.save(path)
+    return path
+
+
+def test_show_prints_the_plan_as_wide_as_the_terminal(
+    small_plan: Plan, saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for columns, width in (("100", 100), ("20", 80), ("400", 140)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert run(show, saved) == 0
+        assert capsys.readouterr().out == dump_plan(small_plan, width=width) + "\n"
+
+
+def test_show_writes_a_trace(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert run(show, saved, "--trace", trace) == 0
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert f"trace written to {trace}" in capsys.readouterr().out
+
+
+def test_diff_of_equal_plans_is_0(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(diff, saved, saved) == 0
+    assert capsys.readouterr().out == "the plans are equal\n"
+
+
+def test_diff_of_different_plans_is_1(
+    small_plan: Plan, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.json"
+    replace(small_plan, name="other", prefetch_nbytes=800).save(other)
+    assert run(diff, saved, other) == 1
+    assert capsys.readouterr().out == "name: small -> other\nprefetch: 400 B -> 800 B\n"
+
+
+def test_a_file_that_is_no_plan_is_an_error(saved: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(PlanFileError, match=r"broken\.json is damaged at line 1 column 2"):
+        run(diff, saved, broken)
+    with pytest.raises(ConfigError, match=r"absent\.json cannot be read"):
+        run(show, tmp_path / "absent.json")

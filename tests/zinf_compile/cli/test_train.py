@@ -1,0 +1,177 @@
+"""`zinf train` from its command line."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zinf_compile
+from zinf_compile.cli import presets, train
+from zinf_compile.cli.main import main
+from zinf_compile.cli.presets import PRESETS, STATE_BYTES, load_example
+from zinf_compile.config import parse_size
+
+TEXT = "".join(f"the square of {number} is {number * number};\n" for number in range(200))
+
+needs_optimize = pytest.mark.skipif(not hasattr(zinf_compile, "optimize"), reason="zinf_compile.optimize is not there")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    text = tmp_path_factory.mktemp("text") / "squares.txt"
+    text.write_text(TEXT)
+    return ["train", "--preset", "tiny", "--seq", "16", "--sample", "0", "--text", str(text)]
+
+
+def _losses(printed: str) -> list[str]:
+    return re.findall(r"^step .* loss (\d+\.\d{3})", printed, flags=re.MULTILINE)
+
+
+def test_plain_training_learns(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*tiny, "--plain", "--steps", "12"]) == 0
+    losses = [float(loss) for loss in _losses(capsys.readouterr().out)]
+    assert len(losses) == 12
+    assert 5.3 < losses[0] < 6.2  # ln 256 = 5.5
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_first_lines_say_what_is_trained_and_the_last_ones_a_sample(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*tiny, "--plain", "--steps", "1", "--sample", "5", "--prompt", "class "]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "model: a GPT of 459,392 parameters, 2 layers, hidden 128, 2 heads, vocabulary 256"
+    assert lines[1].startswith("model states: 7.0 MiB = 16 bytes a parameter (4 fp32 parameter + 8 fp32 AdamW moments")
+    assert "class " in lines[lines.index("sample:") + 1]
+
+
+def test_the_same_seed_prints_the_same_losses(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for seed in ("1", "1", "2"):
+        assert main([*tiny, "--plain", "--steps", "2", "--seed", seed]) == 0
+        printed.append(_losses(capsys.readouterr().out))
+    assert printed[0] == printed[1] != printed[2]
+
+
+def test_params_and_clip_and_bfloat16(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--params", "200K", "--clip", "1.0", "--compute-dtype", "bfloat16"]
+    assert main([*tiny, "--plain", "--steps", "2", *options]) == 0
+    out = capsys.readouterr().out
+    assert "a GPT of 180,672 parameters" in out
+    assert len(_losses(out)) == 2
+
+
+def test_the_plain_counterpart_of_a_compute_dtype_is_a_bfloat16_model() -> None:
+    example = load_example(None)
+    model = example.GPT(example.GPTConfig(256, 1, 64, 1, 8))
+    tokens = torch.arange(8)[None]
+    wrapped = train.InComputeDtype(model, torch.bfloat16)
+    loss = wrapped(tokens, tokens)
+    loss.backward()
+    assert model.head.weight.grad.dtype == torch.float32
+    assert torch.equal(loss, model.to(torch.bfloat16)(tokens, tokens))
+
+
+@needs_optimize
+def test_within_a_budget_the_losses_are_those_of_plain(
+    tiny: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*tiny, "--plain", "--steps", "3"]) == 0
+    plain = _losses(capsys.readouterr().out)
+    plan = tmp_path / "plan.json"
+    assert main([*tiny, "--steps", "3", "--nvme", str(tmp_path), "--save-plan", str(plan), "--sample", "2"]) == 0
+    out = capsys.readouterr().out
+    assert _losses(out) == plain
+    assert re.search(r"the model states are \d+\.\d times the budget", out)
+    assert plan.is_file()
+
+
+@needs_optimize
+def test_the_temporary_folder_is_gone_afterwards(
+    tiny: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if train._filesystem_of(tmp_path) == "tmpfs":
+        pytest.skip("the temporary folder of the tests is in memory")
+    assert main([*tiny, "--steps", "1"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_is_status_130(
+    tiny: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(step: int, steps: int) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "_warm_up_cosine", interrupt)
+    assert main([*tiny, "--plain", "--steps", "1"]) == 130
+    assert "stopped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text", "/absent"], "the text /absent does not exist"),
+        (["--seq", "99999999"], "lower --seq"),
+        (["--steps", "0"], "--steps 0 is not a positive number"),
+        (["--sample", "-1"], "--sample -1 is negative"),
+        (["--sample", "1", "--prompt", ""], "--prompt is empty"),
+        (["--params", "many"], "--params many is not a number of parameters"),
+        (["--params", "1K"], "no GPT with a vocabulary of 256"),
+        (["--device-memory", "lots"], "is not a size"),
+        (["--model", "/absent.py"], "the model file /absent.py does not exist"),
+        (["--model", __file__], "has no GPT, GPTConfig"),
+        (["--tokenizer", "/absent.json"], "the tokenizer file /absent.json does not exist"),
+        (["--plain", "--save-plan", "plan.json"], "nothing to save with --plain"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_status_2(
+    tiny: list[str], capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main([*tiny, *options]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("zinf train: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_without_the_examples_folder_the_message_says_to_pass_model(
+    tiny: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presets, "_EXAMPLE", tmp_path / "gpt.py")
+    assert main([*tiny, "--plain"]) == 2
+    assert "pass --model" in capsys.readouterr().err
+
+
+def test_a_folder_in_memory_is_refused(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "_filesystem_of", lambda folder: "tmpfs")
+    assert main([*tiny, "--steps", "1"]) == 2
+    assert "pass --nvme with a folder on a disk" in capsys.readouterr().err
+
+
+def test_float16_is_not_offered(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*tiny, "--compute-dtype", "float16"])
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("name", ["demo", "small", "medium", "large"])
+def test_model_states_of_a_preset_are_four_times_its_budget(name: str) -> None:
+    example, preset = load_example(None), PRESETS[name]
+    config = example.GPTConfig(256, preset.layers, preset.hidden, preset.hidden // 64, preset.seq)
+    states = example.num_parameters(config) * sum(STATE_BYTES[preset.compute_dtype].values())
+    budget = parse_size(preset.device_memory, option="device") + parse_size(preset.host_memory, option="host")
+    assert states >= 4 * budget
+
+
+def test_help_needs_no_torch() -> None:
+    script = "import sys; from zinf_compile.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    out = subprocess.run([sys.executable, "-c", script + "assert 'torch' not in sys.modules"], capture_output=True)
+    assert out.returncode == 0, out.stderr.decode()
+    assert all(command in out.stdout.decode() for command in ("train", "show", "diff"))

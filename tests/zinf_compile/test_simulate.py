@@ -1,0 +1,185 @@
+"""Timelines computed by hand. Nothing here is measured: rates are chosen so that seconds are small whole numbers."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from zinf_compile.plan import GatherTransfer, GradientSink, Plan
+from zinf_compile.plan_verify import verify_plan
+from zinf_compile.simulate import COMPUTE_LANE, Event, Timeline, simulate
+from zinf_compile.terms import Phase, Tier
+
+
+def spell(events: tuple[Event, ...], lane: str) -> list[tuple[str, float, float]]:
+    return [(event.name, event.start_seconds, event.end_seconds) for event in events if event.lane == lane]
+
+
+def make_inference(plan: Plan, *transfers: GatherTransfer) -> Plan:
+    """Return the forward half of a plan, with these transfers."""
+    return replace(
+        plan,
+        num_ticks=plan.num_forward_ticks,
+        spans=tuple(span for span in plan.spans if span.phase is Phase.FORWARD),
+        transfers=transfers,
+        sinks=(),
+    )
+
+
+def check_consistent(timeline: Timeline) -> None:
+    """Assert what every timeline promises: no overlap within a lane, and phases that add up."""
+    lanes: dict[str, list[Event]] = defaultdict(list)
+    for event in (*timeline.events, *timeline.stalls):
+        assert 0 <= event.start_seconds <= event.end_seconds
+        lanes[event.lane].append(event)
+    for events in lanes.values():
+        events.sort(key=lambda event: (event.start_seconds, event.end_seconds))
+        for before, after in pairwise(events):
+            assert before.end_seconds <= after.start_seconds
+    assert sum(event.seconds for event in lanes[COMPUTE_LANE]) == pytest.approx(timeline.step_seconds)
+    stalls = [stall for phase in Phase for stall in timeline.stalls_in(phase)]
+    assert stalls == sorted(timeline.stalls, key=lambda stall: stall.start_seconds)
+
+
+def test_the_hand_made_plans_are_valid(small_plan: Plan, layered_plan: Plan) -> None:
+    verify_plan(small_plan)
+    verify_plan(layered_plan)
+
+
+def test_a_hidden_transfer_costs_nothing(small_plan: Plan) -> None:
+    hidden = replace(small_plan.transfers[1], issue=0, need_by=3)  # 2 s of disk, 3 s of compute before it
+    timeline = simulate(make_inference(small_plan, hidden))
+    assert spell(timeline.events, "nvme -> device") == [("layers.1", 0.0, 2.0)]
+    assert timeline.stalls == ()
+    assert timeline.phase_seconds == ((Phase.FORWARD, 6.0),)
+
+
+def test_a_late_transfer_stalls_by_what_is_missing(small_plan: Plan) -> None:
+    late = replace(small_plan.transfers[1], issue=2, need_by=3, nbytes=350)  # 3.5 s of disk, 1 s of compute before it
+    timeline = simulate(make_inference(small_plan, late))
+    assert spell(timeline.events, "nvme -> device") == [("layers.1", 2.0, 5.5)]
+    assert spell(timeline.stalls, COMPUTE_LANE) == [("stall: layers.1", 3.0, 5.5)]
+    assert timeline.stall_seconds == 2.5
+    assert timeline.phase_seconds == ((Phase.FORWARD, 8.5),)
+
+
+def test_a_stall_splits_the_span_it_falls_into(small_plan: Plan) -> None:
+    late = replace(small_plan.transfers[1], issue=3, need_by=4)
+    timeline = simulate(make_inference(small_plan, late))
+    assert spell(timeline.events, COMPUTE_LANE)[2:] == [
+        ("layers.1 (forward)", 3.0, 4.0),
+        ("layers.1 (forward)", 5.0, 6.0),
+        ("loss (forward)", 6.0, 7.0),
+    ]
+    assert spell(timeline.stalls, COMPUTE_LANE) == [("stall: layers.1", 4.0, 5.0)]
+
+
+def test_a_route_moves_one_transfer_at_a_time(small_plan: Plan) -> None:
+    first = replace(small_plan.transfers[0], issue=0, need_by=3)
+    second = replace(small_plan.transfers[1], issue=0, need_by=3)
+    timeline = simulate(make_inference(small_plan, first, second))
+    assert spell(timeline.events, "nvme -> device") == [("layers.0", 0.0, 2.0), ("layers.1", 2.0, 4.0)]
+    assert spell(timeline.stalls, COMPUTE_LANE) == [("stall: layers.1", 3.0, 4.0)]
+
+
+def test_routes_without_the_disk_move_at_the_same_time(small_plan: Plan) -> None:
+    disk = replace(small_plan.transfers[0], issue=0, need_by=3)
+    memory = replace(small_plan.transfers[1], issue=0, need_by=3, source=Tier.HOST)
+    timeline = simulate(make_inference(small_plan, disk, memory))
+    assert spell(timeline.events, "nvme -> device") == [("layers.0", 0.0, 2.0)]
+    assert spell(timeline.events, "host -> device") == [("layers.1", 0.0, 0.2)]
+    assert timeline.stalls == ()
+
+
+def test_two_transfers_needed_at_one_tick_are_waited_for_in_turn(small_plan: Plan) -> None:
+    first = replace(small_plan.transfers[0], issue=1, need_by=1)
+    second = replace(small_plan.transfers[1], issue=1, need_by=1)
+    timeline = simulate(make_inference(small_plan, first, second))
+    assert spell(timeline.stalls, COMPUTE_LANE) == [("stall: layers.0", 1.0, 3.0), ("stall: layers.1", 3.0, 5.0)]
+
+
+def test_inference_has_no_backward_and_no_step(small_plan: Plan) -> None:
+    timeline = simulate(make_inference(small_plan, *small_plan.transfers[:2]))
+    assert timeline.phase_seconds == ((Phase.FORWARD, 7.0),)
+    assert timeline.stalls_in(Phase.BACKWARD) == ()
+    check_consistent(timeline)
+
+
+def test_the_small_plan_by_hand(small_plan: Plan) -> None:
+    timeline = simulate(small_plan)
+    # Reads of 2 s and writes of 4 s share the disk: the read of layers.0 ends at 11, the first gradient leaves then.
+    assert spell(timeline.events, "nvme -> device") == [
+        ("layers.0", 0.0, 2.0),
+        ("layers.1", 2.0, 4.0),
+        ("layers.1", 7.0, 9.0),
+        ("layers.0", 9.0, 11.0),
+    ]
+    assert spell(timeline.events, "device -> nvme") == [
+        ("gradient layers.1.weight", 11.0, 15.0),
+        ("gradient layers.0.weight", 15.0, 19.0),
+    ]
+    assert spell(timeline.events, "device -> host") == [("gradient embed.weight", 14.0, 14.064)]
+    assert spell(timeline.stalls, COMPUTE_LANE) == [
+        ("stall: layers.0", 1.0, 2.0),
+        ("stall: layers.1", 8.0, 9.0),
+        ("stall: gradient layers.0.weight", 14.0, 19.0),
+        ("stall: optimizer state", 31.0, 59.0),
+    ]
+    assert timeline.phase_seconds == ((Phase.FORWARD, 7.0), (Phase.BACKWARD, 12.0), (Phase.STEP, 40.0))
+    assert timeline.step_seconds == 59.0
+    check_consistent(timeline)
+
+
+def test_sinks_delay_the_end_of_backward(small_plan: Plan) -> None:
+    without = simulate(replace(small_plan, sinks=()))
+    last = GradientSink(parameter="embed.weight", tick=11, destination=Tier.HOST, nbytes=1500)
+    delayed = simulate(replace(small_plan, sinks=(last,)))
+    assert dict(without.phase_seconds)[Phase.BACKWARD] == 7.0
+    assert dict(delayed.phase_seconds)[Phase.BACKWARD] == 8.5
+    assert delayed.stalls_in(Phase.BACKWARD)[-1].name == "stall: gradient embed.weight"
+
+
+def test_a_gradient_that_stays_on_the_device_does_not_move(small_plan: Plan) -> None:
+    stays = GradientSink(parameter="embed.weight", tick=11, destination=Tier.DEVICE, nbytes=10**9)
+    assert simulate(replace(small_plan, sinks=(stays,))) == simulate(replace(small_plan, sinks=()))
+
+
+def test_a_gradient_being_written_holds_up_the_next_read(small_plan: Plan) -> None:
+    sink = GradientSink(parameter="layers.1.weight", tick=7, destination=Tier.NVME, nbytes=200)
+    read = replace(small_plan.transfers[3], issue=8)
+    timeline = simulate(replace(small_plan, sinks=(sink,), transfers=(*small_plan.transfers[:3], read)))
+    assert spell(timeline.events, "device -> nvme") == [("gradient layers.1.weight", 10.0, 14.0)]
+    assert spell(timeline.events, "nvme -> device")[-1] == ("layers.0", 14.0, 16.0)
+
+
+def test_a_step_bounded_by_the_disk_takes_reads_and_writes(small_plan: Plan) -> None:
+    timeline = simulate(small_plan)  # 1600 bytes at 100, 1200 bytes at 50, 120 elements at 10
+    assert dict(timeline.phase_seconds)[Phase.STEP] == 16.0 + 24.0
+    assert [stall.seconds for stall in timeline.stalls_in(Phase.STEP)] == [28.0]
+
+
+def test_a_step_bounded_by_the_update_does_not_stall(small_plan: Plan) -> None:
+    timeline = simulate(replace(small_plan, step=replace(small_plan.step, num_elements=500)))
+    assert dict(timeline.phase_seconds)[Phase.STEP] == 50.0
+    assert timeline.stalls_in(Phase.STEP) == ()
+    check_consistent(timeline)
+
+
+def test_memory_is_what_stands_plus_the_span(small_plan: Plan) -> None:
+    memory = simulate(small_plan).memory
+    device = [(point.seconds, point.nbytes) for point in memory if point.tier is Tier.DEVICE]
+    assert device[0] == (0.0, 752 - 160 + 40)
+    assert max(nbytes for _, nbytes in device) == small_plan.tier(Tier.DEVICE).predicted_peak
+    assert device[-1] == (19.0, 752 - 160)
+    others = {point.tier: point.nbytes for point in memory if point.tier is not Tier.DEVICE}
+    assert others == {Tier.HOST: 1040, Tier.NVME: 1600}
+
+
+def test_a_hundred_layers_are_consistent(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan(100, ticks_per_layer=33)
+    timeline = simulate(plan)
+    check_consistent(timeline)
+    moved = sum(event.nbytes for event in timeline.events if event.lane == "nvme -> device")
+    assert moved == sum(transfer.nbytes for transfer in plan.transfers if transfer.source is Tier.NVME)

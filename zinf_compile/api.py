@@ -1,0 +1,123 @@
+"""What users call: ``optimize`` a model, ask for its ``report``, ``close`` it."""
+
+import statistics
+
+from torch.nn import Module
+
+from zinf_compile.backend import Session, check_devices, session_of_store
+from zinf_compile.config import make_config
+from zinf_compile.errors import ConfigError
+from zinf_compile.ops import make_anchor
+from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, TierReport
+from zinf_compile.runtime.accessors import Anchors, install_accessors, refuse_optimized
+from zinf_compile.runtime.slots import record_of
+from zinf_compile.simulate import simulate
+from zinf_compile.terms import Tier
+
+
+def optimize(model: Module, **options: object) -> Module:
+    """Let ``model`` train within memory budgets: its parameters, gradients and optimizer state move to their homes.
+
+    Changes the model in place and returns it. The training loop stays as it is.
+
+    Options, all with defaults:
+        device_memory, host_memory: budgets in bytes or as "8GiB"; by default they share the memory that is free.
+        nvme: folder on a local disk for what fits neither; by default there is no nvme tier.
+        nvme_memory: budget on that disk; by default what is free.
+        compute_dtype: dtype of forward and backward, such as torch.bfloat16; the optimizer keeps updating the
+            parameters in their own dtype. By default the parameters' own.
+        compute: "aten", the lowered graph as it is.
+        prefetch_memory: how far transfers run ahead of compute; by default the planner chooses.
+        recompute: True to recompute every block's activations in backward, False never to; by default as needed.
+        capture: False to run the model's own forward eagerly, gathering parameters as it goes.
+
+    Raises ConfigError for options that cannot be used, UnsupportedError for a model this version cannot hold, and
+    CapacityError, before anything has moved, for budgets that are too small.
+    """
+    if not isinstance(model, Module):
+        raise ConfigError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
+    refuse_optimized(model)
+    config = make_config(options)
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if (record := record_of(parameter)) is not None:
+            raise ConfigError(f"parameter '{name}' is already in the store of another model, as '{record.name}'")
+    check_devices(parameters)
+    session = Session(config, type(model).__name__)
+    try:
+        session.adopt(parameters, as_home=True)
+    except BaseException:
+        session.store.close()
+        raise
+    anchors = Anchors(make_anchor(requires_grad=True), make_anchor(requires_grad=False))
+    install_accessors(model, anchors)
+    if config.capture:
+        model.compile(backend=session.compile, dynamic=False)
+    return model
+
+
+def report(model: Module) -> Report:
+    """Return what was planned for ``model`` beside what was measured so far.
+
+    Raises ConfigError for a model that neither ``optimize`` nor ``torch.compile(backend="zinf")`` has seen.
+    """
+    session = _session_of(model)
+    store, meter = session.store, session.store.meter
+    plans = tuple(program.plan for program in session.programs if program.plan is not None)
+    measured = {
+        Tier.DEVICE: max(store.device_peak, store.nbytes_on(Tier.DEVICE)),
+        Tier.HOST: store.nbytes_on(Tier.HOST) + store.staging.peak_nbytes,
+        Tier.NVME: store.layout.end,
+    }
+    capacity = {
+        Tier.DEVICE: session.config.device_memory,
+        Tier.HOST: session.config.host_memory,
+        Tier.NVME: session.config.nvme_memory,
+    }
+    phases = []
+    longest = max(plans, key=lambda plan: plan.num_ticks, default=None)
+    for phase, seconds in simulate(longest).phase_seconds if longest is not None else ():
+        runs = meter.phase_seconds(phase)
+        if runs:
+            phases.append(
+                PhaseReport(
+                    phase=phase,
+                    predicted_seconds=seconds,
+                    measured_seconds=statistics.median(runs),
+                    count=len(runs),
+                )
+            )
+    return Report(
+        model=session.model_name,
+        plans=plans,
+        tiers=tuple(
+            TierReport(
+                tier=tier,
+                capacity=capacity[tier],
+                predicted_peak=max((plan.tier(tier).predicted_peak for plan in plans), default=store.nbytes_on(tier)),
+                measured_peak=measured[tier],
+            )
+            for tier in Tier
+        ),
+        phases=tuple(phases),
+        moved=tuple(RouteReport(route=route, nbytes=nbytes) for route, nbytes in meter.moved),
+        stalls=tuple(
+            StallReport(transfer=stall.name, seconds=stall.seconds, count=stall.count) for stall in meter.stalls
+        ),
+        graph_breaks=tuple(session.graph_breaks),
+    )
+
+
+def close(model: Module) -> None:
+    """Give back the file, threads and buffers of a model. Its parameters can be read, and no longer trained."""
+    _session_of(model).store.close()
+
+
+def _session_of(model: Module) -> Session:
+    for parameter in model.parameters():
+        if (record := record_of(parameter)) is not None:
+            return session_of_store(record.store)
+    raise ConfigError(
+        f"{type(model).__name__} has no parameter in a store; call zinf_compile.optimize(model), or run a model compiled "
+        "with torch.compile(model, backend='zinf') once"
+    )

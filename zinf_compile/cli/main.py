@@ -1,0 +1,47 @@
+"""The `zinf` command: picks a subcommand and imports only that one, so `zinf --help` needs no torch."""
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from zinf_compile.errors import ZinfError
+
+_COMMANDS = {
+    "train": "train a GPT on text within memory budgets, and show predicted beside measured",
+    "show": "print a saved plan, or what it decided for one parameter",
+    "diff": "compare two saved plans",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `zinf` with these arguments (default: the process's) and return its exit status.
+
+    An error raised on purpose is one sentence on stderr and status 2; Ctrl-C is 130.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = _make_parser(words).parse_args(words)
+    try:
+        status: int = args.run(args)
+    except ZinfError as error:
+        print(f"zinf {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"zinf {args.command}: stopped", file=sys.stderr)
+        return 130  # the shell's 128 + SIGINT
+    return status
+
+
+def _make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zinf", description="ZeRO-Infinity as a PyTorch compiler.")
+    parser.add_argument("--version", action="version", version=f"zinf {importlib.metadata.version('zinf_compile')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for name, summary in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name == chosen:
+            module = importlib.import_module(f"zinf_compile.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser

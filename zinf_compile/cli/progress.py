@@ -1,0 +1,60 @@
+"""How a training run shows itself: a bar on a terminal, a line every few steps anywhere else."""
+
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+import zinf_compile
+from zinf_compile.terms import format_bytes
+
+_NUM_LINES = 20  # lines of a run that is not on a terminal: enough for a curve, few enough for a log
+
+
+class StepResult(NamedTuple):
+    """``step`` counts from 1; ``loss`` is in nats per token."""
+
+    step: int
+    loss: float
+    seconds: float
+
+
+def show_progress(
+    results: Iterable[StepResult], *, steps: int, tokens_per_step: int, model: nn.Module | None
+) -> Iterator[StepResult]:
+    """Pass the results on while showing them; ``model`` is the optimized one, None when plain."""
+    if not sys.stdout.isatty():
+        every = max(1, steps // _NUM_LINES)
+        for result in results:
+            if result.step == 1 or result.step == steps or result.step % every == 0:
+                print(f"step {result.step:>4}/{steps}  {_describe(result, tokens_per_step, model)}", flush=True)
+            yield result
+        return
+    columns = (
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
+    with Progress(*columns) as bar:
+        task = bar.add_task("training", total=steps, status="first step: capturing and planning" if model else "")
+        for result in results:
+            bar.update(task, completed=result.step, status=_describe(result, tokens_per_step, model))
+            yield result
+
+
+def process_peak() -> int:
+    """The most memory this process has had resident so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
+
+
+def _describe(result: StepResult, tokens_per_step: int, model: nn.Module | None) -> str:
+    if model is None:
+        peaks = f"process {format_bytes(process_peak())}"
+    else:
+        tiers = zinf_compile.report(model).tiers
+        peaks = ", ".join(f"{tier.tier.value} {format_bytes(tier.measured_peak)}" for tier in tiers)
+    return f"loss {result.loss:.3f}  {tokens_per_step / result.seconds:,.0f} tokens/s  peak: {peaks}"

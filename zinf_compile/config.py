@@ -1,0 +1,159 @@
+"""Config: what the user asked for, parsed and checked once. Sizes become bytes here and nowhere else."""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from zinf_compile.errors import ConfigError, UnsupportedError
+from zinf_compile.terms import format_bytes
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+_COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def parse_size(size: int | str, *, option: str) -> int:
+    """Return a size in bytes from an int or a string such as ``"8GiB"`` or ``"1.5 GB"``; ConfigError otherwise."""
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise ConfigError(f"{option}={size!r} is not a size; give bytes as an int or a string such as '8GiB'")
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+        if match is None or match["unit"].lower() not in units:
+            raise ConfigError(
+                f"{option}={size!r} is not a size; write a number and one of {', '.join(u for u in _UNITS if u)}, "
+                "for example '8GiB'"
+            )
+        size = int(float(match["number"]) * units[match["unit"].lower()])
+    if size < 0:
+        raise ConfigError(f"{option}={size} is negative; a budget is a number of bytes, 0 or more")
+    return size
+
+
+def free_memory() -> int:
+    """Return the bytes of RAM this process may still take: the smaller of the machine's and the cgroup's."""
+    with open("/proc/meminfo") as meminfo:
+        amounts = dict(line.split(":", 1) for line in meminfo)
+    free = int(amounts["MemAvailable"].split()[0]) * 1024
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),  # cgroup v2
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),  # v1
+    ):
+        try:
+            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
+        except OSError:
+            continue
+        if limit != "max":
+            free = min(free, max(0, int(limit) - int(usage)))
+    return free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The options of ``optimize`` after parsing; every budget in bytes."""
+
+    device_memory: int
+    host_memory: int
+    nvme: str | None  # folder of the store file; None: there is no nvme tier
+    nvme_memory: int | None  # None: what the disk has free
+    compute_dtype: str | None = None  # None: compute in each parameter's own dtype
+    compute: str = "aten"
+    prefetch_memory: int | None = None  # bytes read ahead of compute; None: the planner's choice
+    recompute: bool | None = None  # None: only where needed to fit; True: always; False: never
+    capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
+
+    @property
+    def staging_memory(self) -> int:
+        """Return the share of host memory for staging buffers: half, but no more than is useful to keep a disk busy."""
+        return min(self.host_memory // 2, _MAX_STAGING)
+
+
+_MAX_STAGING = 192 * 2**20  # bandwidth times latency of a fast disk is far below; more only delays write-back
+
+
+def make_config(options: Mapping[str, object]) -> Config:
+    """Return a Config from the keyword options of ``optimize``; ConfigError names what is wrong and the nearest name."""
+    known = {field.name for field in fields(Config)}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown option {name!r}; {hint}")
+    given = {name: option for name, option in options.items() if option is not None}
+    sizes = {
+        name: parse_size(given[name], option=name)  # type: ignore[arg-type]  # parse_size checks the type itself
+        for name in ("device_memory", "host_memory", "nvme_memory", "prefetch_memory")
+        if name in given
+    }
+    # Without a stated budget the two RAM tiers share what is free, leaving a fifth for Python, torch and the page cache.
+    free = free_memory() * 4 // 5 if "device_memory" not in sizes or "host_memory" not in sizes else 0
+    left = max(0, free - sizes.get("device_memory", 0) - sizes.get("host_memory", 0))
+    if "device_memory" not in sizes:
+        sizes["device_memory"] = left if "host_memory" in sizes else left // 2
+    if "host_memory" not in sizes:
+        sizes["host_memory"] = left - (left // 2 if "device_memory" not in given else 0)
+    return Config(
+        device_memory=sizes["device_memory"],
+        host_memory=sizes["host_memory"],
+        nvme=_check_folder(given.get("nvme")),
+        nvme_memory=sizes.get("nvme_memory"),
+        compute_dtype=_check_dtype(given.get("compute_dtype")),
+        compute=_check_compute(given.get("compute", "aten")),
+        prefetch_memory=sizes.get("prefetch_memory"),
+        recompute=_check_bool(given.get("recompute"), option="recompute"),
+        capture=_check_bool(given.get("capture"), option="capture") is not False,
+    )
+
+
+def _check_folder(folder: object) -> str | None:
+    if folder is None:
+        return None
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"nvme={folder!r} is not a path; give a folder on a local disk")
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"nvme='{path}' is not a folder; create it first, on a local disk")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"nvme='{path}' cannot be written by this user; choose another folder or change its mode")
+    return str(path)
+
+
+def _check_dtype(dtype: object) -> str | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in _COMPUTE_DTYPES:
+        raise ConfigError(
+            f"compute_dtype={dtype!r} is not supported; use one of torch.{', torch.'.join(_COMPUTE_DTYPES)}"
+        )
+    return name
+
+
+def _check_compute(compute: object) -> str:
+    if compute == "inductor":
+        raise UnsupportedError(
+            "compute='inductor' is not available in this version; leave it out, or say compute='aten'"
+        )
+    if compute != "aten":
+        raise ConfigError(f"compute={compute!r} is unknown; this version has compute='aten'")
+    return "aten"
+
+
+def _check_bool(flag: object, *, option: str) -> bool | None:
+    if flag is None or isinstance(flag, bool):
+        return flag
+    raise ConfigError(f"{option}={flag!r} is neither True nor False")
+
+
+def describe_budgets(config: Config) -> str:
+    """Return the budgets in words, for messages."""
+    nvme = "no nvme" if config.nvme is None else f"nvme {config.nvme}"
+    return f"device {format_bytes(config.device_memory)}, host {format_bytes(config.host_memory)}, {nvme}"

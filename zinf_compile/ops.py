@@ -1,0 +1,103 @@
+"""The ``zinf::`` operators: schemas, fake implementations, autograd formulas and side-effect marks. No bodies.
+
+Semantics live in two ops, which are slow and correct anywhere, with no compiler at all::
+
+    w     = zinf::gather(anchor, param, shape, dtype, device)      the full value of a parameter, ready on the device
+    token = zinf::store_grad(grad, param)                          its gradient leaves; the token is the anchor's gradient
+
+Lowering replaces them by ops that overlap movement with compute. A *ticket* ties them together by data, so that no
+reordering can separate a transfer from its wait::
+
+    ticket = zinf::issue_gather(store, params, offsets)            start one transfer into the arena, return at once
+    w      = zinf::wait_gather(ticket, store, offset, shape, ...)  block until it is there; a view of arena bytes
+    zinf::release(ticket, store)                                   the bytes may be reused from here on
+    zinf::sink_grad(grad, store, param)                            copy the gradient out; it is home after wait_sinks
+    zinf::wait_sinks(store)                                        every gradient sunk so far is home
+
+``runtime/op_impls.py`` implements them. An op with a schema and a fake but no implementation traces, lints and plans.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_LIBRARY = torch.library.Library("zinf", "DEF")
+
+_LIBRARY.define("gather(Tensor anchor, int param, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
+_LIBRARY.define("store_grad(Tensor grad, int param) -> Tensor")
+_LIBRARY.define("issue_gather(int store, int[] params, int[] offsets) -> Tensor")
+_LIBRARY.define(
+    "wait_gather(Tensor ticket, int store, int offset, SymInt[] shape, ScalarType dtype, Device device) -> Tensor"
+)
+_LIBRARY.define("release(Tensor ticket, int store) -> ()")
+_LIBRARY.define("sink_grad(Tensor grad, int store, int param) -> ()")
+_LIBRARY.define("wait_sinks(int store) -> ()")
+
+GATHER = torch.ops.zinf.gather.default
+STORE_GRAD = torch.ops.zinf.store_grad.default
+ISSUE_GATHER = torch.ops.zinf.issue_gather.default
+WAIT_GATHER = torch.ops.zinf.wait_gather.default
+RELEASE = torch.ops.zinf.release.default
+SINK_GRAD = torch.ops.zinf.sink_grad.default
+WAIT_SINKS = torch.ops.zinf.wait_sinks.default
+
+ALL_OPS = (GATHER, STORE_GRAD, ISSUE_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS)
+
+# FX dead-code elimination deletes a node without users unless its target is known to have an effect.
+for _op in (STORE_GRAD, ISSUE_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS):
+    fx.node.has_side_effect(_op)
+
+
+def make_anchor(*, requires_grad: bool) -> Tensor:
+    """Return the zero-element tensor that gives gathers a place in the autograd graph."""
+    return torch.empty(0, requires_grad=requires_grad)
+
+
+@torch.library.register_fake("zinf::gather", lib=_LIBRARY)
+def _gather_fake(anchor: Tensor, param: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@torch.library.register_fake("zinf::store_grad", lib=_LIBRARY)
+def _store_grad_fake(grad: Tensor, param: int) -> Tensor:
+    return torch.empty(0)
+
+
+@torch.library.register_fake("zinf::issue_gather", lib=_LIBRARY)
+def _issue_gather_fake(store: int, params: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    return torch.empty(1, dtype=torch.int64)
+
+
+@torch.library.register_fake("zinf::wait_gather", lib=_LIBRARY)
+def _wait_gather_fake(
+    ticket: Tensor, store: int, offset: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@torch.library.register_fake("zinf::release", lib=_LIBRARY)
+def _release_fake(ticket: Tensor, store: int) -> None:
+    return None
+
+
+@torch.library.register_fake("zinf::sink_grad", lib=_LIBRARY)
+def _sink_grad_fake(grad: Tensor, store: int, param: int) -> None:
+    return None
+
+
+@torch.library.register_fake("zinf::wait_sinks", lib=_LIBRARY)
+def _wait_sinks_fake(store: int) -> None:
+    return None
+
+
+def _gather_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.param = inputs[1]
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    return torch.ops.zinf.store_grad(grad, ctx.param), None, None, None, None
+
+
+torch.library.register_autograd("zinf::gather", _gather_backward, setup_context=_gather_setup_context, lib=_LIBRARY)

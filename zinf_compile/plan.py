@@ -1,0 +1,175 @@
+"""The Plan: who lives where, what moves when, which bytes of the arena. A value: hashable, comparable, printable.
+
+One plan describes one captured graph (forward and backward of a training graph, or forward alone) and the optimizer
+step after it. Positions in time are ticks of the flattened node order; seconds come from simulating the plan.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from zinf_compile.facts import UseFact
+from zinf_compile.hardware import Hardware
+from zinf_compile.terms import ActivationPolicy, LiveRange, Phase, Tier
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The homes of one parameter's copies, its gradient and its optimizer state, with their bytes."""
+
+    parameter: str
+    compute: Tier  # what a gather moves; the device tier means resident
+    master: Tier  # what the optimizer updates; equals ``compute`` where there is only one copy
+    gradient: Tier
+    optimizer_state: Tier
+    compute_nbytes: int
+    master_nbytes: int  # 0 where the compute copy is the master copy, and for frozen parameters
+    gradient_nbytes: int
+    optimizer_state_nbytes: int
+
+    def nbytes_on(self, tier: Tier) -> int:
+        """Return the bytes this parameter keeps on a tier between uses."""
+        homes = (
+            (self.compute, self.compute_nbytes),
+            (self.master, self.master_nbytes),
+            (self.gradient, self.gradient_nbytes),
+            (self.optimizer_state, self.optimizer_state_nbytes),
+        )
+        return sum(nbytes for home, nbytes in homes if home is tier)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherTransfer:
+    """One transfer of some parameters' compute copies from their home into consecutive arena bytes."""
+
+    name: str  # "layers.3" or "layers.3.mlp.up.weight"; with the phase it is unique up to repeats
+    phase: Phase
+    source: Tier
+    parameters: tuple[str, ...]
+    offsets: tuple[int, ...]  # absolute in the arena, one per parameter
+    offset: int
+    nbytes: int
+    issue: int  # tick before which the transfer is started
+    need_by: int  # tick that first reads it
+    release: int  # tick before which its bytes are free again
+
+    @property
+    def live(self) -> LiveRange:
+        """Return the ticks in which its arena bytes are taken."""
+        return LiveRange(start=self.issue, end=self.release)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSink:
+    """A gradient leaves the device for its home."""
+
+    parameter: str
+    tick: int  # the node after which it leaves
+    destination: Tier
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSpan:
+    """A run of consecutive ops of one module: its ticks, estimated seconds, and the most bytes its values take."""
+
+    module: str
+    phase: Phase
+    start: int
+    end: int
+    seconds: float
+    peak_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPlan:
+    """What backward's inputs cost."""
+
+    policy: ActivationPolicy
+    saved_nbytes: int
+    peak_nbytes: int  # most bytes of activations and temporaries live at one tick
+    peak_tick: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """The streamed optimizer step: parameters in the order the next forward gathers them, chunk by chunk."""
+
+    chunk_elements: int
+    num_chunks: int
+    staging_nbytes: int
+    nbytes_read: int  # from nvme
+    nbytes_written: int  # to nvme
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPlan:
+    """A tier's budget and the peak the plan promises, with what makes it up."""
+
+    tier: Tier
+    capacity: int | None  # None: whatever the disk has
+    predicted_peak: int
+    parts: tuple[tuple[str, int], ...]  # ("arena", bytes), ...; they sum to the predicted peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that was decided for one captured graph."""
+
+    version: int
+    name: str
+    compute_dtype: str | None
+    hardware: Hardware
+    num_forward_ticks: int
+    num_ticks: int
+    placements: tuple[Placement, ...]  # in module order
+    uses: tuple[UseFact, ...]  # of every parameter this graph reads, sorted by name
+    transfers: tuple[GatherTransfer, ...]  # by issue tick, then need-by tick
+    sinks: tuple[GradientSink, ...]  # by tick
+    spans: tuple[ComputeSpan, ...]  # by start tick, covering every tick
+    activations: ActivationPlan
+    arena_nbytes: int
+    prefetch_nbytes: int  # how far transfers may run ahead of compute
+    step: StepPlan
+    tiers: tuple[TierPlan, ...]
+
+    def tier(self, tier: Tier) -> TierPlan:
+        """Return the plan of one tier."""
+        return next(plan for plan in self.tiers if plan.tier is tier)
+
+    def placement(self, parameter: str) -> Placement:
+        """Return where one parameter lives; KeyError if the model has no such parameter."""
+        for placement in self.placements:
+            if placement.parameter == parameter:
+                return placement
+        raise KeyError(parameter)
+
+    def phase_of(self, tick: int) -> Phase:
+        """Return the phase a tick belongs to."""
+        return Phase.FORWARD if tick < self.num_forward_ticks else Phase.BACKWARD
+
+    def __str__(self) -> str:
+        from zinf_compile.printing import dump_plan
+
+        return dump_plan(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, with its version."""
+        from zinf_compile.plan_io import save_plan
+
+        save_plan(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> "Plan":
+        """Return the plan saved at ``path``; PlanFileError if it is damaged or of another version."""
+        from zinf_compile.plan_io import load_plan
+
+        return load_plan(path)
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Write the predicted timeline as a Chrome trace: lanes for compute and each route, counters for each tier."""
+        from zinf_compile.views.chrome_trace import save_chrome_trace
+
+        save_chrome_trace(self, path)

@@ -1,0 +1,112 @@
+"""Prove a plan before anything runs: capacity, no two live values on one byte, every read after its transfer."""
+
+from collections import defaultdict
+
+from zinf_compile.errors import VerifyError
+from zinf_compile.plan import GatherTransfer, Plan
+from zinf_compile.terms import Tier, format_bytes
+
+
+def verify_plan(plan: Plan) -> None:
+    """Raise VerifyError if the plan breaks a promise; the message names the transfer, parameter or tier."""
+    _verify_capacity(plan)
+    _verify_spans(plan)
+    for transfer in plan.transfers:
+        _verify_transfer(plan, transfer)
+    _verify_no_overlap(plan)
+    _verify_reads(plan)
+    _verify_sinks(plan)
+
+
+def _verify_capacity(plan: Plan) -> None:
+    for tier in plan.tiers:
+        total = sum(nbytes for _, nbytes in tier.parts)
+        if total != tier.predicted_peak:
+            raise VerifyError(
+                f"{tier.tier}: the parts add up to {total} bytes, the predicted peak is {tier.predicted_peak}"
+            )
+        if tier.capacity is not None and tier.predicted_peak > tier.capacity:
+            raise VerifyError(
+                f"{tier.tier}: predicted peak {format_bytes(tier.predicted_peak)} is over its capacity "
+                f"{format_bytes(tier.capacity)}"
+            )
+    parts = dict(plan.tier(Tier.DEVICE).parts)
+    resident = sum(placement.nbytes_on(Tier.DEVICE) for placement in plan.placements)
+    for part, nbytes in (
+        ("arena", plan.arena_nbytes),
+        ("activations", plan.activations.peak_nbytes),
+        ("residents", resident),
+    ):
+        if parts.get(part) != nbytes:
+            raise VerifyError(f"device: part '{part}' says {parts.get(part)} bytes, the plan needs {nbytes}")
+
+
+def _verify_spans(plan: Plan) -> None:
+    tick = 0
+    for span in plan.spans:
+        if span.start != tick or span.end <= span.start:
+            raise VerifyError(
+                f"span of {span.module} covers [{span.start}, {span.end}), expected it to begin at {tick}"
+            )
+        tick = span.end
+    if tick != plan.num_ticks:
+        raise VerifyError(f"spans end at tick {tick}, the graph has {plan.num_ticks} ticks")
+
+
+def _verify_transfer(plan: Plan, transfer: GatherTransfer) -> None:
+    where = f"transfer '{transfer.name}' ({transfer.phase}, needed at tick {transfer.need_by})"
+    if not 0 <= transfer.issue <= transfer.need_by < transfer.release <= plan.num_ticks:
+        raise VerifyError(f"{where}: issue {transfer.issue}, need-by and release {transfer.release} are out of order")
+    if plan.phase_of(transfer.issue) is not transfer.phase or plan.phase_of(transfer.release - 1) is not transfer.phase:
+        raise VerifyError(f"{where}: it reaches beyond its phase, from tick {transfer.issue} to {transfer.release}")
+    if not 0 <= transfer.offset <= transfer.offset + transfer.nbytes <= plan.arena_nbytes:
+        raise VerifyError(
+            f"{where}: bytes [{transfer.offset}, +{transfer.nbytes}) leave the arena of {plan.arena_nbytes}"
+        )
+    cursor = transfer.offset
+    for name, offset in zip(transfer.parameters, transfer.offsets, strict=True):
+        placement = plan.placement(name)
+        if placement.compute is not transfer.source:
+            raise VerifyError(f"{where}: '{name}' lives on {placement.compute}, not on {transfer.source}")
+        if offset < cursor or offset + placement.compute_nbytes > transfer.offset + transfer.nbytes:
+            raise VerifyError(f"{where}: '{name}' at offset {offset} does not fit its transfer")
+        cursor = offset + placement.compute_nbytes
+
+
+def _verify_no_overlap(plan: Plan) -> None:
+    """Sweep over ticks, keeping the transfers that are live: any two of them must be disjoint in bytes."""
+    live: list[GatherTransfer] = []
+    for transfer in sorted(plan.transfers, key=lambda item: item.issue):
+        live = [other for other in live if other.release > transfer.issue]
+        for other in live:
+            if other.offset < transfer.offset + transfer.nbytes and transfer.offset < other.offset + other.nbytes:
+                raise VerifyError(
+                    f"transfers '{other.name}' and '{transfer.name}' are both live at tick {transfer.issue} and share "
+                    f"arena bytes [{max(other.offset, transfer.offset)}, "
+                    f"{min(other.offset + other.nbytes, transfer.offset + transfer.nbytes)})"
+                )
+        live.append(transfer)
+
+
+def _verify_reads(plan: Plan) -> None:
+    held: dict[str, list[GatherTransfer]] = defaultdict(list)
+    for transfer in plan.transfers:
+        for name in transfer.parameters:
+            held[name].append(transfer)
+    for use in plan.uses:
+        if plan.placement(use.parameter).compute is Tier.DEVICE:
+            continue
+        for tick in use.ticks:
+            covering = [item for item in held[use.parameter] if item.need_by <= tick < item.release]
+            if len(covering) != 1:
+                raise VerifyError(
+                    f"'{use.parameter}' is read at tick {tick}, where {len(covering)} transfers hold it instead of one"
+                )
+
+
+def _verify_sinks(plan: Plan) -> None:
+    for sink in plan.sinks:
+        if not plan.num_forward_ticks <= sink.tick < plan.num_ticks:
+            raise VerifyError(f"gradient of '{sink.parameter}' leaves at tick {sink.tick}, which is not in backward")
+        if plan.placement(sink.parameter).gradient is not sink.destination:
+            raise VerifyError(f"gradient of '{sink.parameter}' goes to {sink.destination}, which is not its home")

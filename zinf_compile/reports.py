@@ -1,0 +1,80 @@
+"""The report: what the plans predicted beside what was measured."""
+
+from dataclasses import dataclass
+
+from zinf_compile.plan import Plan
+from zinf_compile.terms import Phase, Tier, format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """One tier's budget, promised peak and measured peak, in bytes; ``capacity`` is None for all the disk has free."""
+
+    tier: Tier
+    capacity: int | None
+    predicted_peak: int
+    measured_peak: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """One phase's predicted seconds beside the median of the measured ones."""
+
+    phase: Phase
+    predicted_seconds: float
+    measured_seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteReport:
+    """Bytes moved over a route so far."""
+
+    route: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallReport:
+    """Seconds compute has waited for one transfer so far, over all its runs."""
+
+    transfer: str
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What ``zinf_compile.report`` returns; ``print(report)`` shows all of it."""
+
+    model: str
+    plans: tuple[Plan, ...]
+    tiers: tuple[TierReport, ...]
+    phases: tuple[PhaseReport, ...]
+    moved: tuple[RouteReport, ...]
+    stalls: tuple[StallReport, ...]
+    graph_breaks: tuple[str, ...]  # "file:line: reason"
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {len(self.plans)} captured graph(s), {len(self.graph_breaks)} graph break(s)", ""]
+        lines.append(f"{'tier':8}{'capacity':>12}{'predicted':>12}{'measured':>12}")
+        for tier in self.tiers:
+            capacity = "-" if tier.capacity is None else format_bytes(tier.capacity)
+            peaks = (format_bytes(tier.predicted_peak), format_bytes(tier.measured_peak))
+            lines.append(f"{tier.tier:8}{capacity:>12}{peaks[0]:>12}{peaks[1]:>12}")
+        if self.phases:
+            lines += ["", f"{'phase':10}{'predicted':>11}{'measured':>11}   runs"]
+        for phase in self.phases:
+            lines.append(
+                f"{phase.phase:10}{phase.predicted_seconds:10.3f}s{phase.measured_seconds:10.3f}s   {phase.count}"
+            )
+        if self.moved:
+            lines += ["", "moved"]
+        lines += [f"  {moved.route:18}{format_bytes(moved.nbytes):>12}" for moved in self.moved]
+        if self.stalls:
+            lines += ["", f"stalls, {sum(stall.seconds for stall in self.stalls):.3f} s in all; the longest"]
+        lines += [f"  {stall.seconds:8.3f} s in {stall.count:4} waits  {stall.transfer}" for stall in self.stalls[:5]]
+        if self.graph_breaks:
+            lines += ["", "graph breaks, where code runs eagerly"]
+        lines += [f"  {where}" for where in self.graph_breaks]
+        return "\n".join(lines)

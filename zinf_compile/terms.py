@@ -1,0 +1,81 @@
+"""The glossary: one word, one meaning. Read this file first.
+
+value          a tensor the plan manages, known by a stable name (``layers.3.mlp.up.weight``)
+role           what a value is for: parameter, gradient, optimizer_state or activation
+tier           where bytes rest: device, host or nvme. On a CPU machine the device tier is a budgeted share of RAM
+home           the tier a value rests in between uses
+gather         make the full value of a parameter ready on the device
+release        give a gathered value's bytes back
+transfer       one asynchronous movement; it has an issue point, a need-by point and a release point
+prefetch       to issue a transfer before its first use
+route          the pair of tiers a transfer moves between
+staging buffer page-aligned host memory, leased for a movement and returned
+arena          one allocation on the device, divided by planned offsets
+tick           a position in the step's flattened node order: forward nodes first, then backward nodes
+live range     half-open [start, end) in ticks
+working set    the bytes live on a tier at a tick; its maximum is the peak
+chunk          one piece of a parameter and its optimizer state in the streamed step
+master copy    what the optimizer updates, in the parameter's own dtype
+compute copy   what a gather moves, in ``compute_dtype``; the master copy itself where the dtypes agree
+resident       home tier is the device: used in place, never moved
+block          the repeated module a parameter belongs to (``layers.3``); a block's small parameters move together
+stall          seconds that compute waits for a transfer
+step           one optimizer step
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """Where bytes rest, from fastest and smallest to slowest and largest."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class Role(StrEnum):
+    """What a value is for."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+    ACTIVATION = "activation"
+
+
+class Phase(StrEnum):
+    """The parts of a training step, in order."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+class ActivationPolicy(StrEnum):
+    """How the values that backward needs are had again."""
+
+    SAVE = "save"  # torch's min-cut choice: save, recomputing only what is nearly free
+    RECOMPUTE_BLOCKS = "recompute_blocks"  # save what enters each block, recompute the block in backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class LiveRange:
+    """Half-open interval of ticks in which bytes hold something that is still needed."""
+
+    start: int
+    end: int
+
+    def overlaps(self, other: "LiveRange") -> bool:
+        """Return whether both are live at some tick."""
+        return self.start < other.end and other.start < self.end
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return a size as a person reads it: ``1536`` gives ``'1.5 KiB'``."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
