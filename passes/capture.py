@@ -15,6 +15,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import JointInputs
+from zinf_compile.passes.fx_edit import set_missing_values
 from zinf_compile.passes.pipeline import edit_joint_graph
 from zinf_compile.terms import ActivationPolicy
 
@@ -52,6 +53,8 @@ def compile_graph(
             forward, backward = min_cut_rematerialization_partition(
                 candidate, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
             )
+            set_missing_values(forward.graph)
+            set_missing_values(backward.graph)
             return CapturedGraph(forward=forward, backward=backward, num_outputs=num_fwd_outputs, policy=policy)
 
         chosen = compiler.choose(split)

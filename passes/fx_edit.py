@@ -1,4 +1,4 @@
-"""Small edits of an FX graph: insert a node with its fake value and a readable name; find views."""
+"""Small edits of an FX graph: insert a node with its fake value and a readable name; find views; dump as text."""
 
 import re
 from collections.abc import Callable
@@ -7,10 +7,16 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
 
 from zinf_compile.ops import ALL_OPS
 
 _NOT_IN_NAMES = re.compile(r"\W+")
+_UNSAFE_VIEWS = (  # they say that they make new storage, and never do
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+)
 
 
 def insert_call(
@@ -19,13 +25,24 @@ def insert_call(
     """Insert ``target(*args)`` before a node and return it, with ``meta["val"]`` and a name made from ``name``."""
     with graph.inserting_before(before):
         node = graph.create_node("call_function", target, args, name=node_name(name))
-    values = fx.node.map_arg(args, lambda arg: arg.meta["val"])
-    fake_mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
-    if fake_mode is None:
-        fake_mode = _fake_mode_of(graph)
-    with fake_mode:
-        node.meta["val"] = target(*values)
+    set_value(node, _fake_mode_of(graph))
     return node
+
+
+def set_value(node: fx.Node, fake_mode: FakeTensorMode) -> None:
+    """Set ``meta["val"]`` of a call by running it on the fake values of its arguments."""
+    assert callable(node.target)
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: arg.meta["val"])
+    with fake_mode:
+        node.meta["val"] = node.target(*args, **kwargs)
+
+
+def set_missing_values(graph: fx.Graph) -> None:
+    """Set ``meta["val"]`` of every call that has none: torch's partitioner wraps random ops and leaves theirs out."""
+    fake_mode = _fake_mode_of(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            set_value(node, fake_mode)
 
 
 def node_name(name: str) -> str:
@@ -34,13 +51,13 @@ def node_name(name: str) -> str:
     return cleaned if cleaned and not cleaned[0].isdigit() else f"p_{cleaned}"
 
 
-def _fake_mode_of(graph: fx.Graph) -> Any:
+def _fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """Return the fake mode a graph was traced under, or a fresh one for a graph without tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and (mode := detect_fake_mode([value])) is not None:
             return mode
-    return torch._subclasses.FakeTensorMode()
+    return FakeTensorMode()
 
 
 def view_source(node: fx.Node) -> fx.Node | None:
@@ -48,14 +65,16 @@ def view_source(node: fx.Node) -> fx.Node | None:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target in ALL_OPS:
         return None
-    if target is torch.ops.aten._unsafe_view.default:  # says it makes new storage, and never does
+    if target in _UNSAFE_VIEWS:
         return _as_node(node.args[0])
     schema = target._schema
     if not schema.returns or schema.returns[0].alias_info is None:
         return None
     aliased = schema.returns[0].alias_info.before_set
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set & aliased:
+        alias = argument.alias_info
+        # "(a -> *)" stands for a list of views, which has no alias set of its own: split, unbind
+        if alias is not None and (alias.before_set & aliased or "*" in alias.after_set):
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             return _as_node(given)
     return None
@@ -63,3 +82,29 @@ def view_source(node: fx.Node) -> fx.Node | None:
 
 def _as_node(argument: object) -> fx.Node | None:
     return argument if isinstance(argument, fx.Node) else None
+
+
+def dump_graph(graph: fx.Graph) -> str:
+    """Return a graph as text, one line a node, ``name = target(args)``, as passes write it in their docstrings."""
+    return "".join(f"{_dump_node(node)}\n" for node in graph.nodes)
+
+
+def _dump_node(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {_dump_argument(node.args[0])}"
+    if node.op in ("placeholder", "get_attr"):
+        return f"{node.name} = {node.op}[{node.target}]"
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    if isinstance(target, torch._ops.OpOverload):
+        name = str(target).removesuffix(".default")
+    arguments = [_dump_argument(argument) for argument in node.args]
+    arguments += [f"{keyword}={_dump_argument(argument)}" for keyword, argument in node.kwargs.items()]
+    return f"{node.name} = {name}({', '.join(arguments)})"
+
+
+def _dump_argument(argument: object) -> str:
+    if isinstance(argument, list | tuple):
+        items = ", ".join(map(_dump_argument, argument))
+        return f"[{items}]" if isinstance(argument, list) else f"({items})"
+    return str(argument).removeprefix("torch.")

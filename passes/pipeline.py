@@ -5,6 +5,7 @@ from torch import fx
 from zinf_compile.passes.contract import JointInputs, LowerInputs, Pass, PrepareInputs, run_pipeline
 from zinf_compile.passes.joint.merge_gradients import MERGE_GRADIENTS
 from zinf_compile.passes.joint.tag_recompute import TAG_RECOMPUTE
+from zinf_compile.passes.lowering.bind_outputs import BIND_OUTPUTS
 from zinf_compile.passes.lowering.box_inputs import BOX_INPUTS
 from zinf_compile.passes.lowering.release_transfers import RELEASE_TRANSFERS
 from zinf_compile.passes.lowering.sink_gradients import SINK_GRADIENTS
@@ -21,6 +22,7 @@ JOINT: tuple[Pass[JointInputs], ...] = (
 
 LOWER: tuple[Pass[LowerInputs], ...] = (
     START_TRANSFERS,
+    BIND_OUTPUTS,
     SINK_GRADIENTS,
     RELEASE_TRANSFERS,
     BOX_INPUTS,

@@ -1,5 +1,7 @@
 """What may be said of a graph, each with the check that proves it."""
 
+import operator
+
 from torch import fx
 
 from zinf_compile.errors import VerifyError
@@ -65,7 +67,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     readers = []
     for user in node.users:
         readers.append(user)
-        if view_source(user) is not None or user.target.__class__.__name__ == "builtin_function_or_method":
+        if view_source(user) is node or user.target is operator.getitem:
             readers.extend(_readers(user))
     return readers
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import Module
 
-from zinf_compile.errors import ConfigError, UnsupportedError
+from zinf_compile.errors import ConfigError, UnsupportedError, ZinfError
 from zinf_compile.runtime.home import EagerGather
 from zinf_compile.runtime.saved_tensors import GATHERED, repack_gathered
 from zinf_compile.runtime.slots import StoredParameter, record_of
@@ -65,7 +66,12 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
         if torch.compiler.is_compiling():
             return cls.__call__(self, *args, **kwargs)
         with anchors.computing():
-            return cls.__call__(self, *args, **kwargs)
+            try:
+                return cls.__call__(self, *args, **kwargs)
+            except BackendCompilerFailed as error:  # Dynamo wraps what a backend raises
+                if isinstance(error.inner_exception, ZinfError):
+                    raise error.inner_exception from None
+                raise
 
     def set_attribute(self: Module, name: str, value: object) -> None:
         if name in records and value is not self._parameters.get(name):
@@ -74,6 +80,16 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
                 "for example with torch.no_grad(): module.weight.copy_(value)"
             )
         cls.__setattr__(self, name, value)
+
+    def delete_attribute(self: Module, name: str) -> None:
+        if name in records:
+            raise UnsupportedError(f"cannot delete '{_join(path, name)}': it lives in a store since optimize()")
+        cls.__delattr__(self, name)
+
+    def refuse_pickling(self: Module, protocol: object) -> None:
+        raise UnsupportedError(
+            f"an optimized {cls.__name__} cannot be pickled: its parameters live in one store; save its state_dict()"
+        )
 
     def refuse_copy(self: Module, memo: object) -> None:
         raise UnsupportedError(
@@ -87,7 +103,9 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
         "__doc__": cls.__doc__,
         "__call__": call,
         "__setattr__": set_attribute,
+        "__delattr__": delete_attribute,
         "__deepcopy__": refuse_copy,
+        "__reduce_ex__": refuse_pickling,
         "_zinf_anchors": anchors,
     }
     for name, record in records.items():

@@ -59,8 +59,23 @@ class Arena:
 
     def view(self, offset: int, shape: torch.Size | list[int] | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return arena bytes as a tensor of this shape and dtype."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        return self._tensor[offset : offset + nbytes].view(dtype).view(shape)
+        return self._elements(offset, torch.Size(shape).numel(), dtype).view(shape)
+
+    def strided_view(
+        self, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """Return arena bytes as a dense tensor of these strides."""
+        return self._elements(offset, torch.Size(shape).numel(), dtype).as_strided(shape, stride)
+
+    def _elements(self, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return arena bytes as a flat tensor over a storage of its own, as traced code takes every value to be.
+
+        In a view of the whole arena, an ``as_strided`` that states its storage offset would find other bytes.
+        """
+        if num_elements == 0:
+            return torch.empty(0, dtype=dtype)
+        assert self._memory is not None
+        return torch.frombuffer(self._memory, dtype=dtype, count=num_elements, offset=offset)
 
     def buffer(self, offset: int, nbytes: int) -> memoryview:
         """Return arena bytes for I/O."""

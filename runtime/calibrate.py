@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from zinf_compile.hardware import Hardware, Rate, route_name
+from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.transfers import wait_all
@@ -81,12 +82,13 @@ def _measure_optimizer() -> float:
 def _measure_disk(store: Store) -> tuple[float, float]:
     """Return read and write bytes per second of the store's engine, through staging, as real transfers go."""
     nbytes = min(_DISK_NBYTES, store.staging.capacity // 2)
+    nbytes -= nbytes % ALIGN
     extent = store.layout.allocate(nbytes)
     try:
         assert store.engine is not None
         store.engine.reserve(store.layout.end)
         slot = Slot(name="calibration", tier=Tier.NVME, tensor=torch.empty(0), extent=extent)
-        with store.staging.lease(nbytes) as lease:
+        with store.closing_on_error(), store.staging.lease(nbytes) as lease:
             view = lease.view
             write = _best_seconds(lambda: wait_all(store.transfers.write(slot, extent.offset, view)))
             read = _best_seconds(lambda: wait_all(store.transfers.read(slot, extent.offset, view)))

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zinf_compile.errors import StoreError
+from zinf_compile.errors import StoreError, UnsupportedError
 from zinf_compile.runtime.slots import StoredParameter, record_of
 
 _DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
+_DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ALIASES = frozenset({_DATA_GET, Tensor.detach, Tensor.numpy, Tensor.untyped_storage, Tensor.data_ptr})
 
 
@@ -30,14 +32,43 @@ class HomeParameter(Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func`` on the home tensors as plain tensors; StoreError for a parameter with half an update."""
+        kwargs = kwargs or {}
         for arg in args:
             if isinstance(arg, HomeParameter) and (record := record_of(arg)) is not None:
                 if record.torn:
                     raise torn_error(record)
                 if func in _ALIASES:
                     record.exposed = True
+                if func in _SET_REQUIRES_GRAD and record.gradient is None and False not in (*args[1:], *kwargs.values()):
+                    raise UnsupportedError(
+                        f"cannot unfreeze '{record.name}': the store keeps no gradient for what was frozen at optimize(); "
+                        "call requires_grad_(True) before optimize()"
+                    )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            if func == _DATA_SET:
+                return _set_data(*args)
+            return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        if (record := record_of(self)) is not None and record.torn:
+            raise torn_error(record)
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)}"
+
+
+def _set_data(parameter: Tensor, value: Tensor) -> None:
+    """``parameter.data = value`` writes into the home tensor: with other memory it would no longer be in the store."""
+    record = record_of(parameter)
+    assert record is not None
+    if value.shape != parameter.shape or value.dtype != parameter.dtype or value.device != parameter.device:
+        raise UnsupportedError(
+            f"cannot make '{record.name}', {tuple(parameter.shape)} {parameter.dtype} on {parameter.device}, into "
+            f"{tuple(value.shape)} {value.dtype} on {value.device}: it lives in a store since optimize(); convert the "
+            "model before, and for the dtype of compute say compute_dtype"
+        )
+    if value.data_ptr() != parameter.data_ptr() or value.stride() != parameter.stride():
+        parameter.detach().copy_(value)
+        record.exposed = True
 
 
 def torn_error(record: StoredParameter) -> StoreError:

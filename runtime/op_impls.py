@@ -20,7 +20,8 @@ def store_grad(grad: Tensor, param: int) -> Tensor:
     """Move a gradient home; blocks until it is there."""
     record = find_record(param)
     record.store.store_gradient(record, grad)
-    record.store.transfers.wait_writes()
+    with record.store.closing_on_error():
+        record.store.transfers.wait_writes()
     return torch.empty(0)
 
 
@@ -57,6 +58,18 @@ def wait_sinks(store: int) -> None:
     find_store(store).transfers.wait_writes()
 
 
+def arena_view(
+    store: int,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return arena bytes for an op to write its result into."""
+    return find_store(store).arena.strided_view(offset, tuple(shape), tuple(stride), dtype)
+
+
 @functools.cache
 def register() -> torch.library.Library:
     """Register the bodies above; the library must stay alive as long as they are used."""
@@ -69,6 +82,7 @@ def register() -> torch.library.Library:
         (ops.RELEASE, release),
         (ops.SINK_GRAD, sink_grad),
         (ops.WAIT_SINKS, wait_sinks),
+        (ops.ARENA_VIEW, arena_view),
     ):
         # Some ops take no tensor, so that no device key would choose them: one body serves every device.
         library.impl(op, body, "CompositeExplicitAutograd")

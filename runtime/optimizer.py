@@ -7,6 +7,7 @@ afterwards their gradients are shown again.
 """
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -43,7 +44,8 @@ class _Job:
     old_scalars: dict[str, Any]
     has_state: bool
     writes: list[Future[None]] = field(default_factory=list)
-    is_updated: bool = False
+    is_begun: bool = False  # some of its elements may have changed
+    is_updated: bool = False  # all of them have
 
     @property
     def num_elements(self) -> int:
@@ -92,7 +94,8 @@ class StreamedStep:
 
     def run(self) -> None:
         """Update every parameter that has a gradient. A StoreError closes the store and marks half updates as torn."""
-        jobs = list(self._jobs())
+        with self._store.closing_on_error():
+            jobs = list(self._jobs())
         for job in jobs:
             self._check_fits(job)
         pending: deque[_Chunk] = deque()
@@ -105,14 +108,15 @@ class StreamedStep:
             while pending:
                 self._update(pending.popleft())
             wait_all([write for job in jobs for write in job.writes])
-        except StoreError as error:
+        except BaseException as error:  # an error of the user's optimizer too: nothing may stay in flight
             self._abandon(pending)
-            self._store.fail(error)
+            if isinstance(error, StoreError):
+                self._store.fail(error)
             raise
         finally:
             for job in jobs:
-                failed = any(not write.done() or write.exception() is not None for write in job.writes)
-                job.record.torn = bool(job.writes) and (failed or not job.is_updated)
+                failed = any([write.exception() is not None for write in job.writes])  # waits for each
+                job.record.torn = job.is_begun and (failed or not job.is_updated)
         self._store.update_count += 1
         self._store.sample_memory()
 
@@ -126,8 +130,10 @@ class StreamedStep:
                 grad = parameter.grad
                 if grad is None:
                     continue
-                state = self._optimizer.state[parameter]
+                # Not state[parameter], which would make an entry where the user's optimizer makes none.
+                state = self._optimizer.state.get(parameter, {})
                 had_state = bool(state)
+                self._own_states(record)
                 if self._element_wise:
                     self._make_state_slots(record, group)
                 self._take_state_home(record, state)
@@ -140,26 +146,39 @@ class StreamedStep:
                     has_state=had_state,
                 )
 
+    def _own_states(self, record: StoredParameter) -> None:
+        """Make ``record.states`` this optimizer's: another one keeps its own, and its slots are reused once it is gone."""
+        if record.states_owner is not None:
+            if record.states_owner() is self._optimizer:
+                return
+            record.other_states.append((record.states_owner, record.states))
+        mine = next((states for owner, states in record.other_states if owner() is self._optimizer), {})
+        record.other_states = [(owner, states) for owner, states in record.other_states if states is not mine]
+        record.states, record.states_owner = mine, weakref.ref(self._optimizer)
+
+    def _state_slot(self, record: StoredParameter, key: str, dtype: torch.dtype) -> Slot:
+        """Return a slot for a state tensor: one left by an optimizer that is gone, else a new one."""
+        for owner, states in record.other_states:
+            if owner() is None and key in states and states[key].tensor.dtype == dtype:
+                return states.pop(key)
+        tier = self._store.placements[record.name].optimizer_state
+        return self._store.new_slot(f"{record.name} ({key})", record.master.tensor.shape, dtype, tier)
+
     def _make_state_slots(self, record: StoredParameter, group: dict[str, Any]) -> None:
         """Give every per-element state tensor a slot before the first step, so that chunks have somewhere to go."""
-        tier = self._store.placements[record.name].optimizer_state
         for wanted in probe_state(self._optimizer, group, record.master.tensor.dtype):
             if wanted.key not in record.states:
-                record.states[wanted.key] = self._store.new_slot(
-                    f"{record.name} ({wanted.key})", record.master.tensor.shape, wanted.dtype, tier
-                )
+                record.states[wanted.key] = self._state_slot(record, wanted.key, wanted.dtype)
 
     def _take_state_home(self, record: StoredParameter, state: dict[str, Any]) -> None:
         """Write state that somebody else put there, as ``load_state_dict`` does, to its slot, and show the slot."""
         shape = record.master.tensor.shape
-        tier = self._store.placements[record.name].optimizer_state
         for key, value in state.items():
             if not isinstance(value, Tensor) or value.shape != shape or value.dim() == 0:
                 continue
             slot = record.states.get(key)
             if slot is None or slot.tensor.dtype != value.dtype:
-                slot = self._store.new_slot(f"{record.name} ({key})", shape, value.dtype, tier)
-                record.states[key] = slot
+                slot = record.states[key] = self._state_slot(record, key, value.dtype)
             if value.data_ptr() != slot.tensor.data_ptr():
                 self._store.transfers.write_value(slot, value)
                 self._store.transfers.wait_writes()
@@ -224,6 +243,7 @@ class StreamedStep:
                 with self._store.meter.stall("optimizer state on its way in"):
                     wait_all(chunk.reads)
             wait_all(chunk.reads)
+            job.is_begun = record.torn = True
             self._compute(chunk)
         except BaseException:
             self._return(chunk)
@@ -233,7 +253,6 @@ class StreamedStep:
             if role != _GRADIENT:
                 offset, _ = slot.byte_range(chunk.start, chunk.stop)
                 writes += transfers.write(slot, offset, chunk.views[role])
-        record.torn = bool(writes)
         job.writes += writes
         job.is_updated = chunk.stop == job.num_elements
         if chunk.lease is None:
@@ -273,6 +292,8 @@ class StreamedStep:
     def _show_state(self, job: _Job, new_state: dict[str, Any]) -> None:
         """Let ``optimizer.state`` show home tensors and the entries that are not per element."""
         record = job.record
+        if new_state:
+            self._optimizer.state[record.parameter] = job.state
         for key, value in new_state.items():
             # State of a whole-tensor optimizer that has no slot yet is taken home at the beginning of its next step.
             job.state[key] = record.states[key].tensor if key in record.states else value

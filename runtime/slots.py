@@ -1,5 +1,6 @@
 """Slots: one stored tensor each, on one tier, with the home tensor people see; and the record of a parameter's slots."""
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,9 @@ class StoredParameter:
     compute: Slot
     master: Slot
     gradient: Slot | None
-    states: dict[str, Slot] = field(default_factory=dict)
+    states: dict[str, Slot] = field(default_factory=dict)  # of the optimizer that stepped it last
+    states_owner: "weakref.ref[torch.optim.Optimizer] | None" = None  # that optimizer
+    other_states: "list[tuple[weakref.ref[torch.optim.Optimizer], dict[str, Slot]]]" = field(default_factory=list)
     synced_version: int = 0  # of the parameter, when the compute copy was last made from the master
     exposed: bool = False  # a writable alias of the master was handed out since
     torn: bool = False  # an update of it began and did not finish

@@ -3,8 +3,8 @@
 import ctypes
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -98,9 +98,10 @@ class Store:
             compute[item.fact.name] = self.new_slot(
                 item.fact.name, item.parameter.shape, dtype, homes[item.fact.name].compute
             )
-        for item in parameters:
-            self._adopt_one(item, homes[item.fact.name], compute[item.fact.name], as_home=as_home)
-        self.transfers.wait_writes()
+        with self.closing_on_error():
+            for item in parameters:
+                self._adopt_one(item, homes[item.fact.name], compute[item.fact.name], as_home=as_home)
+            self.transfers.wait_writes()
         _return_freed_memory()
 
     def _adopt_one(self, item: NamedParameter, placement: Placement, compute: Slot, *, as_home: bool) -> None:
@@ -123,8 +124,7 @@ class Store:
             master=master,
             gradient=gradient,
         )
-        if master.tensor.dtype == parameter.dtype:
-            parameter.data = master.tensor
+        parameter.data = master.tensor  # of a frozen parameter that is the compute copy, in its dtype
         if gradient is not None and gradient.tensor.dtype != parameter.dtype:
             parameter.grad_dtype = gradient.tensor.dtype
         setattr(parameter, RECORD, record)
@@ -163,7 +163,8 @@ class Store:
             for key in record.states:
                 self._move_state(record, key, placement.optimizer_state)
             self.placements[placement.parameter] = placement
-        self.transfers.wait_writes()
+        with self.closing_on_error():
+            self.transfers.wait_writes()
         _return_freed_memory()
 
     def _move(self, record: StoredParameter, role: str, tier: Tier) -> None:
@@ -176,7 +177,8 @@ class Store:
             record.parameter.grad = moved.tensor
         if slot is record.master:
             record.master = moved
-            record.parameter.data = moved.tensor
+            with torch._C.DisableTorchFunctionSubclass():
+                record.parameter.data = moved.tensor
         setattr(record, role, moved)
 
     def _move_state(self, record: StoredParameter, key: str, tier: Tier) -> None:
@@ -199,10 +201,12 @@ class Store:
         moved = self.new_slot(slot.name, slot.tensor.shape, slot.tensor.dtype, tier)
         self._homes_nbytes[slot.tier] -= slot.nbytes
         if slot.in_memory:
-            self.transfers.write_value(moved, slot.tensor)
-            self.transfers.wait_writes()
+            with self.closing_on_error():
+                self.transfers.write_value(moved, slot.tensor)
+                self.transfers.wait_writes()
         else:
-            self.transfers.read_value(slot, moved.tensor)
+            with self.closing_on_error():
+                self.transfers.read_value(slot, moved.tensor)
             assert slot.extent is not None
             self.layout.free(slot.extent)
         return moved
@@ -217,7 +221,8 @@ class Store:
         if slot.tier is Tier.DEVICE:
             return slot.tensor.detach()
         value = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
-        self.transfers.read_value(slot, value)
+        with self.closing_on_error():
+            self.transfers.read_value(slot, value)
         return value
 
     def store_gradient(self, record: StoredParameter, grad: Tensor) -> None:
@@ -226,7 +231,7 @@ class Store:
         slot, parameter = record.gradient, record.parameter
         if slot is None:
             raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
-        with torch.no_grad():
+        with torch.no_grad(), self.closing_on_error():
             if parameter.grad is None:
                 self.transfers.write_value(slot, grad, Tier.DEVICE)
                 parameter.grad = slot.tensor
@@ -246,8 +251,9 @@ class Store:
         if version == record.synced_version and not record.exposed:
             return
         if record.has_compute_copy:
-            self.transfers.write_value(record.compute, record.master.tensor)
-            self.transfers.wait_writes()
+            with self.closing_on_error():
+                self.transfers.write_value(record.compute, record.master.tensor)
+                self.transfers.wait_writes()
         record.synced_version, record.exposed = version, False
 
     # Life
@@ -259,8 +265,19 @@ class Store:
         if record is not None and record.torn:
             raise torn_error(record)
 
+    @contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """Close when a read or write inside fails."""
+        try:
+            yield
+        except StoreError as error:
+            self.fail(error)
+            raise
+
     def fail(self, error: StoreError) -> None:
         """Close after an I/O error; everything that asks for the store from now on is told why."""
+        for record in self.records.values():  # a master copy that did not get home has no value
+            record.torn = record.torn or record.master in self.transfers.failed_slots
         self._shut(f"the store was closed by an earlier error: {error}")
 
     def close(self) -> None:
@@ -311,8 +328,9 @@ def _take_gradient_home(parameter: Tensor) -> None:
         if grad is None or slot is None or grad.data_ptr() == slot.tensor.data_ptr():
             return
         record.store.check_usable(record)
-        record.store.transfers.write_value(slot, grad, Tier.DEVICE)
-        record.store.transfers.wait_writes()
+        with record.store.closing_on_error():
+            record.store.transfers.write_value(slot, grad, Tier.DEVICE)
+            record.store.transfers.wait_writes()
         parameter.grad = slot.tensor
 
 

@@ -45,7 +45,8 @@ class Transfers:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zinf-transfer")
         self._gathers: dict[int, GatherInFlight] = {}
         self._next_ticket = 0
-        self._writes: list[Future[None]] = []
+        self._writes: list[tuple[Slot, Future[None]]] = []
+        self.failed_slots: list[Slot] = []  # whose value did not get home: what they hold is undefined
 
     # Gathers
 
@@ -86,9 +87,10 @@ class Transfers:
 
     def release(self, ticket: int) -> None:
         """Let later transfers use the bytes. Compute calls this after the last op that reads them."""
-        gather = self._gathers.pop(ticket)
+        gather = self._gathers[ticket]
         if gather.futures:
             raise VerifyError(f"transfer of {gather.name} is released before it was waited for")
+        del self._gathers[ticket]
         self._arena.give_back(gather.offset)
 
     def abandon_gathers(self) -> None:
@@ -142,34 +144,47 @@ class Transfers:
             return
         dtype, flat = slot.tensor.dtype, value.reshape(-1)
         piece = self.piece_elements(dtype)
+        if add:  # the sum reads what an earlier call may still be writing
+            wait_all([future for written, future in self._writes if written is slot])
         for start in range(0, flat.numel(), piece):
             stop = min(flat.numel(), start + piece)
             offset, nbytes = slot.byte_range(start, stop)
             lease = self._staging.lease(nbytes)
             staged = torch.frombuffer(lease.view, dtype=dtype, count=stop - start)
             if add:
-                wait_all(self.read(slot, offset, lease.view))
+                try:
+                    wait_all(self.read(slot, offset, lease.view))
+                except StoreError:
+                    self._staging.return_(lease)
+                    raise
                 staged.add_(flat[start:stop].to(dtype))
             else:
                 staged.copy_(flat[start:stop])
             del staged
             futures = self.write(slot, offset, lease.view, source)
             return_when_done(self._staging, lease, futures)
-            self._writes += futures
+            self._writes += [(slot, future) for future in futures]
 
     def wait_writes(self) -> None:
         """Block until every value written so far is home; raise the StoreError of the first that failed."""
-        writes, self._writes = self._writes, []
-        if writes and not all(future.done() for future in writes):
-            with self._meter.stall("gradients on their way home"):
+        pending = self._writes.copy()
+        self._writes.clear()
+        writes = [future for _, future in pending]
+        try:
+            if writes and not all(future.done() for future in writes):
+                with self._meter.stall("gradients on their way home"):
+                    wait_all(writes)
+            else:
                 wait_all(writes)
-        else:
-            wait_all(writes)
+        except StoreError:
+            self.failed_slots += [slot for slot, future in pending if future.exception() is not None]
+            raise
 
     def read_value(self, slot: Slot, destination: Tensor) -> None:
         """Fill ``destination``, a contiguous tensor of the slot's dtype, with the whole value; blocks."""
         if slot.in_memory:
             destination.copy_(slot.tensor)
+            self._meter.add_moved(slot.tier, Tier.DEVICE, slot.nbytes)
             return
         flat = destination.view(-1)
         piece = self.piece_elements(slot.tensor.dtype)

@@ -246,6 +246,7 @@ def zinf(
     if fresh:
         session.adopt({_readable_name(name): parameter for name, parameter in fresh.items()}, as_home=False)
     handles = {name: _handle(parameter) for name, parameter in parameters.items()}
+    graph_module = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))  # Dynamo keeps reading its own
     prepare_graph(graph_module, PrepareInputs(handles=handles))
     anchors = [make_anchor(requires_grad=True), make_anchor(requires_grad=False)] if parameters else []
     compiled = session.compile(graph_module, [*anchors, *inputs])

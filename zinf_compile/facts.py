@@ -1,6 +1,8 @@
 """Facts: what is true of a captured graph, before anything is decided. Names, integers and enums; no torch types."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from zinf_compile.terms import ActivationPolicy, LiveRange, Phase
 
@@ -50,6 +52,7 @@ class ValueFact:
     nbytes: int
     live: LiveRange
     saved: bool  # crosses from forward to backward
+    bindable: bool = False  # its op can write it into given memory, and it does not outlive its graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +89,11 @@ class GraphFacts:
         """Return the phase a tick belongs to."""
         return Phase.FORWARD if tick < self.num_forward_ticks else Phase.BACKWARD
 
-    def live_nbytes(self) -> list[int]:
-        """Return the bytes of activations and temporaries live at each tick."""
-        change = [0] * (self.num_ticks + 1)
-        for value in self.values:
-            change[value.live.start] += value.nbytes
-            change[value.live.end] -= value.nbytes
-        working_set, live = [], 0
-        for tick in range(self.num_ticks):
-            live += change[tick]
-            working_set.append(live)
-        return working_set
+
+def working_set(values: Iterable[ValueFact], num_ticks: int) -> list[int]:
+    """Return the bytes of ``values`` live at each tick."""
+    change = [0] * (num_ticks + 1)
+    for value in values:
+        change[value.live.start] += value.nbytes
+        change[value.live.end] -= value.nbytes
+    return list(accumulate(change[:-1]))

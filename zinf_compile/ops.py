@@ -13,6 +13,7 @@ reordering can separate a transfer from its wait::
     zinf::release(ticket, store)                                   the bytes may be reused from here on
     zinf::sink_grad(grad, store, param)                            copy the gradient out; it is home after wait_sinks
     zinf::wait_sinks(store)                                        every gradient sunk so far is home
+    m      = zinf::arena_view(store, offset, shape, stride, ...)   arena bytes for an op to write its result into
 
 ``runtime/op_impls.py`` implements them. An op with a schema and a fake but no implementation traces, lints and plans.
 """
@@ -34,6 +35,9 @@ _LIBRARY.define(
 _LIBRARY.define("release(Tensor ticket, int store) -> ()")
 _LIBRARY.define("sink_grad(Tensor grad, int store, int param) -> ()")
 _LIBRARY.define("wait_sinks(int store) -> ()")
+_LIBRARY.define(
+    "arena_view(int store, int offset, SymInt[] shape, SymInt[] stride, ScalarType dtype, Device device) -> Tensor"
+)
 
 GATHER = torch.ops.zinf.gather.default
 STORE_GRAD = torch.ops.zinf.store_grad.default
@@ -42,8 +46,9 @@ WAIT_GATHER = torch.ops.zinf.wait_gather.default
 RELEASE = torch.ops.zinf.release.default
 SINK_GRAD = torch.ops.zinf.sink_grad.default
 WAIT_SINKS = torch.ops.zinf.wait_sinks.default
+ARENA_VIEW = torch.ops.zinf.arena_view.default
 
-ALL_OPS = (GATHER, STORE_GRAD, ISSUE_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS)
+ALL_OPS = (GATHER, STORE_GRAD, ISSUE_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS, ARENA_VIEW)
 
 # FX dead-code elimination deletes a node without users unless its target is known to have an effect.
 for _op in (STORE_GRAD, ISSUE_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS):
@@ -90,6 +95,18 @@ def _sink_grad_fake(grad: Tensor, store: int, param: int) -> None:
 @torch.library.register_fake("zinf::wait_sinks", lib=_LIBRARY)
 def _wait_sinks_fake(store: int) -> None:
     return None
+
+
+@torch.library.register_fake("zinf::arena_view", lib=_LIBRARY)
+def _arena_view_fake(
+    store: int,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _gather_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -71,8 +71,18 @@ class GradientSink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoundValue:
+    """A value that its op writes to fixed arena bytes. It is the result of the node at tick ``live.start``."""
+
+    name: str
+    offset: int
+    nbytes: int
+    live: LiveRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSpan:
-    """A run of consecutive ops of one module: its ticks, estimated seconds, and the most bytes its values take."""
+    """A run of consecutive ops of one module: its ticks, estimated seconds, and the most bytes that unbound values take."""
 
     module: str
     phase: Phase
@@ -88,7 +98,7 @@ class ActivationPlan:
 
     policy: ActivationPolicy
     saved_nbytes: int
-    peak_nbytes: int  # most bytes of activations and temporaries live at one tick
+    peak_nbytes: int  # most bytes of values outside of the arena live at one tick
     peak_tick: int
 
 
@@ -127,6 +137,7 @@ class Plan:
     placements: tuple[Placement, ...]  # in module order
     uses: tuple[UseFact, ...]  # of every parameter this graph reads, sorted by name
     transfers: tuple[GatherTransfer, ...]  # by issue tick, then need-by tick
+    bound: tuple[BoundValue, ...]  # by tick
     sinks: tuple[GradientSink, ...]  # by tick
     spans: tuple[ComputeSpan, ...]  # by start tick, covering every tick
     activations: ActivationPlan

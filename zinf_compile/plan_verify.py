@@ -1,10 +1,11 @@
 """Prove a plan before anything runs: capacity, no two live values on one byte, every read after its transfer."""
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from zinf_compile.errors import VerifyError
 from zinf_compile.plan import GatherTransfer, Plan
-from zinf_compile.terms import Tier, format_bytes
+from zinf_compile.terms import LiveRange, Tier, format_bytes
 
 
 def verify_plan(plan: Plan) -> None:
@@ -73,19 +74,42 @@ def _verify_transfer(plan: Plan, transfer: GatherTransfer) -> None:
         cursor = offset + placement.compute_nbytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ArenaUse:
+    """Arena bytes that hold something from tick ``start`` to ``end``."""
+
+    name: str
+    offset: int
+    nbytes: int
+    live: LiveRange
+
+
+def _arena_uses(plan: Plan) -> list[_ArenaUse]:
+    moved = [
+        _ArenaUse(name=f"transfer '{item.name}'", offset=item.offset, nbytes=item.nbytes, live=item.live)
+        for item in plan.transfers
+    ]
+    computed = [
+        _ArenaUse(name=f"value '{item.name}'", offset=item.offset, nbytes=item.nbytes, live=item.live)
+        for item in plan.bound
+    ]
+    return sorted([*moved, *computed], key=lambda use: use.live.start)
+
+
 def _verify_no_overlap(plan: Plan) -> None:
-    """Sweep over ticks, keeping the transfers that are live: any two of them must be disjoint in bytes."""
-    live: list[GatherTransfer] = []
-    for transfer in sorted(plan.transfers, key=lambda item: item.issue):
-        live = [other for other in live if other.release > transfer.issue]
+    """Sweep over ticks, keeping what is live: any two of them must be disjoint in bytes."""
+    live: list[_ArenaUse] = []
+    for use in _arena_uses(plan):
+        if not 0 <= use.offset <= use.offset + use.nbytes <= plan.arena_nbytes:
+            raise VerifyError(f"{use.name}: bytes [{use.offset}, +{use.nbytes}) leave the arena of {plan.arena_nbytes}")
+        live = [other for other in live if other.live.end > use.live.start]
         for other in live:
-            if other.offset < transfer.offset + transfer.nbytes and transfer.offset < other.offset + other.nbytes:
+            if other.offset < use.offset + use.nbytes and use.offset < other.offset + other.nbytes:
                 raise VerifyError(
-                    f"transfers '{other.name}' and '{transfer.name}' are both live at tick {transfer.issue} and share "
-                    f"arena bytes [{max(other.offset, transfer.offset)}, "
-                    f"{min(other.offset + other.nbytes, transfer.offset + transfer.nbytes)})"
+                    f"{other.name} and {use.name} are both live at tick {use.live.start} and share arena bytes "
+                    f"[{max(other.offset, use.offset)}, {min(other.offset + other.nbytes, use.offset + use.nbytes)})"
                 )
-        live.append(transfer)
+        live.append(use)
 
 
 def _verify_reads(plan: Plan) -> None:

@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     tuning.add_argument("--pipeline-write", action="store_true", help="write the previous sub-group late")
     tuning.add_argument("--aio-queue-depth", type=int, default=32)
     tuning.add_argument("--aio-threads", type=int, default=1, help="intra_op_parallelism")
-    tuning.add_argument("--mmap-threshold-bytes", type=int, default=_MIB, help="of malloc; 0: glibc's own choice")
+    tuning.add_argument("--mmap-threshold-bytes", type=int, default=0, help="of malloc; 0: glibc's own choice")
     arguments = parser.parse_args()
     if arguments.offload == "nvme" and arguments.nvme is None:
         parser.error("--offload nvme needs --nvme DIR")
@@ -116,7 +116,7 @@ def set_mmap_threshold(nbytes: int) -> None:
     """Makes malloc give every block of at least ``nbytes`` its own mapping, returned to the system when freed.
 
     glibc raises its threshold to 32 MiB by itself. Parameters, gradients and activations then share a heap whose holes
-    cost DeepSpeed about a third of its peak.
+    cost DeepSpeed half of its peak; 1 MiB avoids that, at the price of touching fresh pages for every large tensor.
     """
     m_mmap_threshold = -3  # <malloc.h>
     if nbytes and not ctypes.CDLL(None).mallopt(m_mmap_threshold, nbytes):

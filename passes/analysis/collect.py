@@ -15,6 +15,7 @@ from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops
 from zinf_compile.passes.analysis.modules import block_of, module_path
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
 from zinf_compile.passes.contract import NODE_FACTS, NodeFacts
+from zinf_compile.passes.out_forms import has_out_form
 from zinf_compile.terms import ActivationPolicy, LiveRange
 
 
@@ -118,11 +119,10 @@ def _collect_values(
     """Return what compute allocates. Not counted: gathered parameters, and what the caller passes in and keeps."""
     forward_inputs = set(captured.forward.graph.find_nodes(op="placeholder"))
     saved = {roots[node] for node in _saved_nodes(captured)}
-    returned = {
-        roots[node]
-        for node in _output_args(captured.forward.graph)[: captured.num_outputs]
-        if isinstance(node, fx.Node)
-    }
+    results = _output_args(captured.forward.graph)[: captured.num_outputs]
+    if captured.backward is not None:
+        results += _output_args(captured.backward.graph)
+    returned = {roots[node] for node in results if isinstance(node, fx.Node)}
     births: dict[StorageRoot, int] = {}
     ends: dict[StorageRoot, int] = {}
     for node in nodes:
@@ -136,26 +136,28 @@ def _collect_values(
     for root, birth in births.items():
         if root.is_gathered or root.node in forward_inputs or root.nbytes == 0:
             continue
-        suffix = f".{root.index}" if root.index else ""
-        end = len(nodes) if root in returned else ends[root]  # the caller may hold a result as long as it likes
+        suffix = "".join(f".{index}" for index in root.path)
+        is_saved, is_returned = root in saved, root in returned
+        end = len(nodes) if is_returned else ends[root]  # the caller may hold a result as long as it likes
         values.append(
             ValueFact(
                 name=f"{root.node.name}{suffix}",
                 nbytes=root.nbytes,
                 live=LiveRange(start=birth, end=end),
-                saved=root in saved,
+                saved=is_saved,
+                bindable=not (is_saved or is_returned or root.path) and has_out_form(root.node),
             )
         )
     return tuple(sorted(values, key=lambda value: (value.live.start, value.name)))
 
 
 def _collect_uses(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) -> tuple[UseFact, ...]:
-    """Return the ticks at which each parameter's bytes are read, by the gather itself or through a view of it."""
+    """Return the ticks at which each parameter's bytes are read, directly or through a view. Making a view reads none."""
     ticks: dict[str, set[int]] = {}
     for node in nodes:
         for used in node.all_input_nodes:
             root = roots[used]
             facts = root.node.meta[NODE_FACTS]
-            if root.is_gathered and facts.parameter is not None:
+            if root.is_gathered and facts.parameter is not None and roots.get(node) != root:
                 ticks.setdefault(facts.parameter, set()).add(_tick(node))
     return tuple(UseFact(parameter=name, ticks=tuple(sorted(found))) for name, found in sorted(ticks.items()))

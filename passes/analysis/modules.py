@@ -4,7 +4,7 @@ import re
 
 from torch import fx
 
-_ROOT = re.compile(r"^L\[['\"]\w+['\"]\]\.?")
+_ROOT = re.compile(r"^[LG]\[['\"]\w+['\"]\]\.?")
 _INDEXED = re.compile(r"(?:\._modules)?\[['\"]?(\w+)['\"]?\]")
 
 

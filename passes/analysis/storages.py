@@ -12,10 +12,10 @@ from zinf_compile.passes.fx_edit import view_source
 
 @dataclass(frozen=True, slots=True)
 class StorageRoot:
-    """The node that allocated a storage, and which of its outputs it is."""
+    """The node that allocated a storage, and the way to it through the tuples the node returns."""
 
     node: fx.Node
-    index: int = 0
+    path: tuple[int, ...] = ()
 
     @property
     def is_gathered(self) -> bool:
@@ -26,8 +26,8 @@ class StorageRoot:
     def nbytes(self) -> int:
         """Return the bytes of the storage, with symbolic sizes at their hints; 0 if it is not a tensor."""
         value = self.node.meta.get("val")
-        if isinstance(value, list | tuple):
-            value = value[self.index] if self.index < len(value) else None
+        for index in self.path:
+            value = value[index]
         return tensor_nbytes(value) if isinstance(value, torch.Tensor) else 0
 
 
@@ -50,7 +50,7 @@ def tensor_nbytes(tensor: torch.Tensor) -> int:
 
 
 def find_roots(graph: fx.Graph) -> dict[fx.Node, StorageRoot]:
-    """Return the root of each node that holds a tensor; a node that returns several maps to its first."""
+    """Return the root of each node; that of one that returns several tensors stands for the tuple, and has no bytes."""
     roots: dict[fx.Node, StorageRoot] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -63,7 +63,7 @@ def find_roots(graph: fx.Graph) -> dict[fx.Node, StorageRoot]:
             if view_source(producer) is not None:  # a list of views of one tensor, as split returns
                 roots[node] = roots[producer]
             else:
-                roots[node] = StorageRoot(roots[producer].node, index)
+                roots[node] = StorageRoot(roots[producer].node, (*roots[producer].path, index))
         else:
             roots[node] = StorageRoot(node)
     return roots

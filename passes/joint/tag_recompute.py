@@ -11,6 +11,7 @@ Regions of the user's own ``torch.utils.checkpoint`` keep their tags.
 """
 
 import itertools
+import operator
 
 import torch
 from torch import fx
@@ -41,7 +42,8 @@ def _is_forward_op(node: fx.Node) -> bool:
 
 
 def _is_cast_or_view_of_gather(node: fx.Node) -> bool:
-    source = node.args[0] if node.target is torch.ops.aten._to_copy.default else view_source(node)
+    wraps = node.target in (torch.ops.aten._to_copy.default, operator.getitem)
+    source = node.args[0] if wraps else view_source(node)
     if not isinstance(source, fx.Node) or "fwd_nn_module_stack" in node.meta:
         return False
     return source.target is GATHER or _is_cast_or_view_of_gather(source)
@@ -56,11 +58,25 @@ def _tag_blocks(nodes: list[fx.Node]) -> None:
         for node in members:
             if _REGION in node.meta:
                 continue
-            if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-                node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+            source = node.args[0] if node.target is operator.getitem else node
+            assert isinstance(source, fx.Node)
+            if _is_random(source):
+                if isinstance(node.meta["val"], torch.Tensor):  # of an op with several results, each result by itself
+                    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
                 continue
             node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta[_REGION] = regions.setdefault((block, run), len(regions))
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Return whether a node's result differs from call to call. Attention without dropout is marked so, and is not."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            return (argument.default_value if given is None else given) != 0
+    return True
 
 
 TAG_RECOMPUTE: Pass[JointInputs] = Pass(name="tag_recompute", run=_run)

@@ -6,6 +6,8 @@ Emitted::
     release = zinf.release(layers_1, store)
 """
 
+import bisect
+
 from torch import fx
 
 from zinf_compile.ops import ISSUE_GATHER, RELEASE
@@ -16,11 +18,15 @@ from zinf_compile.passes.properties import TRANSFERS_RELEASED, TRANSFERS_STARTED
 
 def _run(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
     graph = graph_module.graph
-    ticks = [(tick, node) for node in graph.nodes if (tick := node_facts(node).tick) is not None]
+    nodes = [node for node in graph.nodes if node_facts(node).tick is not None]
+    ticks = [node_facts(node).tick for node in nodes]
     for ticket in graph.find_nodes(op="call_function", target=ISSUE_GATHER):
         transfer = node_facts(ticket).transfer
         assert transfer is not None
-        before = next((node for tick, node in ticks if tick >= transfer.release), graph.output_node())
+        # Right behind the last node before the release tick: a transfer issued at that tick may take the same bytes.
+        last = bisect.bisect_left(ticks, transfer.release) - 1
+        reader = nodes[last] if last >= 0 and ticks[last] >= transfer.issue else ticket
+        before = reader if reader.op == "output" else reader.next
         insert_call(graph, before, RELEASE, (ticket, inputs.store_id), name=f"{transfer.name}_release")
 
 

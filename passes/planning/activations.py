@@ -1,12 +1,47 @@
-"""What backward's inputs cost under one activation policy."""
+"""Where compute's own values live: most in the arena, at offsets bound ahead of time; the rest where torch puts them."""
 
-from zinf_compile.facts import GraphFacts
-from zinf_compile.plan import ActivationPlan
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zinf_compile.facts import GraphFacts, ValueFact, working_set
+from zinf_compile.passes.planning.arena import Piece, plan_sequential
+from zinf_compile.plan import ActivationPlan, BoundValue
+
+# Smaller values are left to torch: together they are little, and binding costs a few microseconds each.
+_MIN_BOUND_NBYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundValues:
+    """Values with their arena offsets, and the arena bytes they need together."""
+
+    values: tuple[BoundValue, ...]
+    nbytes: int
+
+
+def unbound_values(graph: GraphFacts) -> list[ValueFact]:
+    """Return the values torch allocates: saved and returned ones, and results of ops that cannot write elsewhere."""
+    return [value for value in graph.values if not _is_bound(value)]
+
+
+def bind_values(graph: GraphFacts, *, base: int) -> BoundValues:
+    """Return arena offsets, from ``base`` on, for every value that can be bound."""
+    values: Sequence[ValueFact] = sorted(
+        (value for value in graph.values if _is_bound(value)), key=lambda value: (value.live.start, value.name)
+    )
+    layout = plan_sequential([Piece(nbytes=value.nbytes, live=value.live) for value in values])
+    return BoundValues(
+        values=tuple(
+            BoundValue(name=value.name, offset=base + offset, nbytes=value.nbytes, live=value.live)
+            for value, offset in zip(values, layout.offsets, strict=True)
+        ),
+        nbytes=layout.nbytes,
+    )
 
 
 def plan_activations(graph: GraphFacts) -> ActivationPlan:
-    """Return the bytes saved for backward and the peak of all that compute allocates, with its tick."""
-    live = graph.live_nbytes()
+    """Return the bytes saved for backward and the peak of what lies outside of the arena, with its tick."""
+    live = working_set(unbound_values(graph), graph.num_ticks)
     peak_tick = max(range(len(live)), key=live.__getitem__, default=0)
     return ActivationPlan(
         policy=graph.policy,
@@ -14,3 +49,7 @@ def plan_activations(graph: GraphFacts) -> ActivationPlan:
         peak_nbytes=live[peak_tick] if live else 0,
         peak_tick=peak_tick,
     )
+
+
+def _is_bound(value: ValueFact) -> bool:
+    return value.bindable and value.nbytes >= _MIN_BOUND_NBYTES

@@ -2,8 +2,9 @@
 
 from itertools import groupby
 
-from zinf_compile.facts import GraphFacts, OpFact
+from zinf_compile.facts import GraphFacts, OpFact, working_set
 from zinf_compile.hardware import Hardware
+from zinf_compile.passes.planning.activations import unbound_values
 from zinf_compile.plan import ComputeSpan
 
 
@@ -15,7 +16,7 @@ def op_seconds(op: OpFact, hardware: Hardware) -> float:
 
 def plan_spans(graph: GraphFacts, hardware: Hardware) -> tuple[ComputeSpan, ...]:
     """Return runs of consecutive ops of one module and phase, covering every tick."""
-    live = graph.live_nbytes()
+    live = working_set(unbound_values(graph), graph.num_ticks)
     spans = []
     for (module, phase), run in groupby(graph.ops, key=lambda op: (op.module, graph.phase_of(op.tick))):
         ops = list(run)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
-from zinf_compile.facts import GraphFacts, ParameterFact
+from zinf_compile.facts import GraphFacts, ParameterFact, working_set
 from zinf_compile.hardware import Hardware
-from zinf_compile.passes.planning.activations import plan_activations
+from zinf_compile.passes.planning.activations import bind_values, plan_activations
 from zinf_compile.passes.planning.costs import plan_spans
 from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.placement import plan_placement
@@ -67,6 +67,12 @@ def minimum_device_memory(request: Request) -> int:
     return min(_minimum(request, graph) for graph in request.candidates)
 
 
+def _compute_nbytes(request: Request, graph: GraphFacts) -> int:
+    """Return the device bytes that compute itself takes, however parameters move."""
+    bound = bind_values(graph, base=0).nbytes
+    return bound + plan_activations(graph).peak_nbytes + _workspace(request, graph)
+
+
 def _workspace(request: Request, graph: GraphFacts) -> int:
     """Return what kernels take beside their outputs: a matrix product may repack its largest weight."""
     used = {use.parameter for use in graph.uses}
@@ -82,7 +88,7 @@ def _look_aheads(config: Config) -> Sequence[LookAhead]:
 def _plan_graph(request: Request, graph: GraphFacts) -> Plan | None:
     """Return the plan of one candidate, or None if it does not fit the device."""
     config = request.config
-    room = config.device_memory - plan_activations(graph).peak_nbytes - _workspace(request, graph)
+    room = config.device_memory - _compute_nbytes(request, graph)
     num_uses = {use.parameter: len(use.ticks) for use in graph.uses}
     if room <= 0:
         return None
@@ -121,13 +127,15 @@ def _resident_nbytes(placements: Sequence[Placement]) -> int:
 def _build(request: Request, graph: GraphFacts, placements: tuple[Placement, ...], look_ahead: LookAhead) -> Plan:
     config = request.config
     moved = _transfers(request, graph, placements, look_ahead)
+    bound = bind_values(graph, base=moved.arena_nbytes)  # behind the bytes that transfers use
+    arena_nbytes = moved.arena_nbytes + bound.nbytes
     activations = plan_activations(graph)
     homes = {placement.parameter: placement for placement in placements}
     staging = config.staging_memory
     parts = {
         Tier.DEVICE: (
             ("residents", _resident_nbytes(placements)),
-            ("arena", moved.arena_nbytes),
+            ("arena", arena_nbytes),
             ("activations", activations.peak_nbytes),
             ("workspace", _workspace(request, graph)),
         ),
@@ -145,6 +153,7 @@ def _build(request: Request, graph: GraphFacts, placements: tuple[Placement, ...
         placements=placements,
         uses=tuple(sorted(graph.uses, key=lambda use: use.parameter)),
         transfers=moved.transfers,
+        bound=bound.values,
         sinks=tuple(
             GradientSink(
                 parameter=gradient.parameter,
@@ -156,7 +165,7 @@ def _build(request: Request, graph: GraphFacts, placements: tuple[Placement, ...
         ),
         spans=plan_spans(graph, request.hardware),
         activations=activations,
-        arena_nbytes=moved.arena_nbytes,
+        arena_nbytes=arena_nbytes,
         prefetch_nbytes=look_ahead.prefetch_nbytes,
         step=plan_step(request.parameters, placements, staging_nbytes=staging),
         tiers=tuple(
@@ -176,7 +185,7 @@ def _minimum(request: Request, graph: GraphFacts) -> int:
 
     The small residents may take an eighth of the budget, so the budget they are counted under is searched for.
     """
-    floor = plan_activations(graph).peak_nbytes + _workspace(request, graph)
+    floor = _compute_nbytes(request, graph)
     fixed = request.config.prefetch_memory
     look_ahead = _LOOK_AHEADS[-1] if fixed is None else LookAhead(prefetch_nbytes=fixed, group_nbytes=fixed // 4)
     needed = floor
@@ -191,16 +200,16 @@ def _minimum(request: Request, graph: GraphFacts) -> int:
 
 def _capacity_error(request: Request) -> CapacityError:
     graph = min(request.candidates, key=lambda candidate: _minimum(request, candidate))
-    activations = plan_activations(graph)
-    live = [value for value in graph.values if value.live.start <= activations.peak_tick < value.live.end]
-    largest = sorted(live, key=lambda value: (-value.nbytes, value.name))[:3]
-    peak_op = next((op for op in graph.ops if op.tick == activations.peak_tick), None)
-    where = f" (in {peak_op.module}, at {peak_op.name})" if peak_op is not None else ""
-    needed = -(-_minimum(request, graph) // _MIB)
+    live = working_set(graph.values, graph.num_ticks)
+    peak_tick = max(range(len(live)), key=live.__getitem__)
+    at_peak = [value for value in graph.values if value.live.start <= peak_tick < value.live.end]
+    largest = sorted(at_peak, key=lambda value: (-value.nbytes, value.name))[:3]
+    peak_op = next(op for op in graph.ops if op.tick == peak_tick)
+    minimum = _minimum(request, graph)
     return CapacityError(
-        f"{request.name} needs {format_bytes(_minimum(request, graph))} on device, device_memory is "
-        f"{format_bytes(request.config.device_memory)}; activations alone peak at "
-        f"{format_bytes(activations.peak_nbytes)}{where}, largest: "
+        f"{request.name} needs {format_bytes(minimum)} on device, device_memory is "
+        f"{format_bytes(request.config.device_memory)}; its activations alone peak at {format_bytes(live[peak_tick])} "
+        f"(in {peak_op.module}, at {peak_op.name}), largest: "
         + ", ".join(f"{value.name} {format_bytes(value.nbytes)}" for value in largest)
-        + f"; raise device_memory to {needed}MiB or make the batch smaller"
+        + f"; raise device_memory to {-(-minimum // _MIB)}MiB or make the batch smaller"
     )

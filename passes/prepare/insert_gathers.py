@@ -17,11 +17,15 @@ from zinf_compile.passes.properties import PARAMETERS_GATHERED
 
 
 def _run(graph_module: fx.GraphModule, inputs: PrepareInputs) -> None:
+    if not inputs.handles:
+        return
     graph = graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_before(placeholders[0]):
         anchor = graph.placeholder("zinf_anchor")
         frozen_anchor = graph.placeholder("zinf_frozen_anchor")
+    for node in (anchor, frozen_anchor):
+        node._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks every input of a Dynamo graph
     last = placeholders[-1]
     for placeholder in placeholders:
         handle = inputs.handles.get(placeholder.name)

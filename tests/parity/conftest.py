@@ -1,0 +1,298 @@
+"""The harness of the parity tests: train the same workload in plain PyTorch and under zinf_compile, compare every bit.
+
+A workload is a function without arguments that returns a model and the batches to train it on, the same at every call;
+``model(**batch)`` gives the loss, or an output that has it as ``.loss``. A placement says where parameters live:
+
+    nvme    parameters, gradients and optimizer state on disk; host memory only stages, the device holds what it must
+    host    all of it in host memory
+    mixed   some parameters resident on the device, some in host memory, some on disk
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zinf_compile
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from zinf_compile.config import Config, parse_size
+from zinf_compile.errors import CapacityError
+from zinf_compile.passes.planning import placement as placement_module
+from zinf_compile.reports import Report
+from zinf_compile.terms import Tier
+
+Batch = Mapping[str, Tensor]
+Workload = Callable[[], tuple[nn.Module, Sequence[Batch]]]
+Loss = Callable[[nn.Module, Batch], Tensor]
+
+_STAGING = 512 * 2**10  # the least a streamed AdamW step needs, with a margin for a separate compute copy
+_PLENTY = 64 * 2**20
+NEEDS = re.compile(r"needs (\d+(?:\.\d+)? \w+)")
+
+
+def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss that the model's own forward computes."""
+    output = model(**batch)
+    return output if isinstance(output, Tensor) else output.loss
+
+
+def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of most tests: a large rate, so that a wrong gradient shows soon."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+@dataclass
+class Trace:
+    """All numbers of a training run, by step where they change with steps: copies, not the live tensors."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)  # just before the optimizer step
+    parameters: list[dict[str, Tensor]] = field(default_factory=list)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    states: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def record_gradients(self, model: nn.Module) -> None:
+        """Keep what ``p.grad`` shows now."""
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        self.gradients.append({name: None if grad is None else grad.clone() for name, grad in grads.items()})
+
+    def record_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Keep parameters, buffers and optimizer state. ``clone`` and not ``detach``: a look must not refresh anything."""
+        with torch.no_grad():
+            self.parameters.append({name: parameter.clone() for name, parameter in model.named_parameters()})
+        self.buffers.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        if optimizer is not None:
+            states = optimizer.state_dict()["state"]
+            self.states.append(
+                {f"{index} {key}": value.clone() for index, state in states.items() for key, value in state.items()}
+            )
+
+
+def train(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    loss: Loss = plain_loss,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = make_adamw,
+    seed: int = 0,
+) -> Trace:
+    """Take one optimizer step per batch and return all numbers."""
+    trace, optimizer = Trace(), make_optimizer(model)
+    torch.manual_seed(seed)
+    for batch in batches:
+        value = loss(model, batch)
+        value.backward()
+        trace.losses.append(value.detach().clone())
+        trace.record_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.record_model(model, optimizer)
+    return trace
+
+
+def assert_same(ours: Trace, plain: Trace) -> None:
+    """Assert that two runs agree in every bit; the message names the first step, kind and name that does not."""
+    assert len(plain.losses) > 0
+    for step in range(len(plain.losses)):
+        assert_equal(ours.losses[step], plain.losses[step], f"step {step}: loss")
+        for kind in ("gradients", "parameters", "buffers", "states"):
+            assert len(getattr(ours, kind)) == len(getattr(plain, kind)), kind
+            if step >= len(getattr(plain, kind)):
+                continue
+            a, b = getattr(ours, kind)[step], getattr(plain, kind)[step]
+            assert a.keys() == b.keys(), f"step {step}: {kind} of other names: {a.keys() ^ b.keys()}"
+            for name in b:
+                assert_equal(a[name], b[name], f"step {step}: {kind} {name}")
+
+
+def assert_equal(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
+    """Assert that two tensors have the same shape, dtype and bits, or are both None."""
+    if ours is None or plain is None:
+        assert ours is plain, f"{what}: {'a gradient' if plain is None else 'no gradient'} where plain PyTorch has the other"
+        return
+    assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), f"{what}: {ours.shape} {ours.dtype}"
+    if not torch.equal(ours, plain):
+        apart = (ours.double() - plain.double()).abs()
+        pytest.fail(f"{what}: {int((apart != 0).sum())} of {apart.numel()} elements differ, by {apart.max():.3g} at most")
+
+
+def needed_device_memory(error: Exception) -> int:
+    """Return the device budget that a CapacityError asks for; any other error is raised again."""
+    if not isinstance(getattr(error, "inner_exception", error), CapacityError):
+        raise error
+    found = NEEDS.search(str(error))
+    assert found is not None, str(error)
+    needed = parse_size(found[1], option="device_memory")
+    assert needed < 2**20, f"tests of tiny models need {found[1]}, and budgets can be read to a tenth of it"
+    return needed + 103  # the message rounds to a tenth of a KiB
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> Iterator[None]:
+    """Kernels split work by the number of threads, so it is the same for all runs that are compared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def session_cache() -> dict[Any, Any]:
+    """What several tests share: the runs of plain PyTorch, and the smallest budgets."""
+    return {}
+
+
+class Parity:
+    """Runs workloads and compares them; one per test."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[Any, Any]) -> None:
+        self._folder = folder
+        self._monkeypatch = monkeypatch
+        self._cache = cache
+        self._models: list[nn.Module] = []
+        # These models are tiny: without this all they have would be resident, and half of host memory a home.
+        monkeypatch.setattr(placement_module, "RESIDENT_THRESHOLD", 0)
+        monkeypatch.setattr(Config, "staging_memory", property(lambda config: min(config.host_memory, _STAGING)))
+
+    train = staticmethod(train)
+    assert_same = staticmethod(assert_same)
+    assert_equal = staticmethod(assert_equal)
+
+    def close(self) -> None:
+        """Check that nothing leaked, and give back files and threads."""
+        for model in self._models:
+            store = next(model.parameters())._zinf_record.store
+            store.check_integrity()
+            zinf_compile.close(model)
+        self._models.clear()
+
+    def reference(self, workload: Workload, *, captured: bool, loss: Loss = plain_loss) -> Trace:
+        """Return the run in plain PyTorch: under torch's own ``aot_eager`` backend, or eager. Runs once a session."""
+        key = (workload, captured, loss)
+        if key not in self._cache:
+            model, batches = workload()
+            self._cache[key] = train(compile_plainly(model) if captured else model, batches, loss=loss)
+            torch._dynamo.reset()
+        return self._cache[key]
+
+    def budgets(self, workload: Workload, placement: str, **mode: Any) -> dict[str, Any]:
+        """Return the budgets with which a workload's parameters have the homes that a placement says."""
+        model, _ = workload()
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        device = self.smallest_device_memory(workload, **mode)
+        if placement == "nvme":
+            return {"device_memory": device, "host_memory": _STAGING, "nvme": self._folder}
+        if placement == "host":
+            return {"device_memory": device, "host_memory": _STAGING + _PLENTY}
+        assert placement == "mixed"
+        return {
+            "device_memory": device + nbytes // 8,
+            "host_memory": _STAGING + nbytes // 2,
+            "nvme": self._folder,
+        }
+
+    def smallest_device_memory(
+        self, workload: Workload, *, captured: bool, loss: Loss = plain_loss, **options: Any
+    ) -> int:
+        """Return the device budget that the errors of ``optimize`` and of the first call ask for, to a tenth of a KiB."""
+        key = ("device_memory", workload, captured, loss, *sorted(options.items()))
+        if key in self._cache:
+            return int(self._cache[key])
+        options = {"host_memory": _STAGING + _PLENTY, "capture": captured, **options}
+        model, batches = workload()
+        with pytest.raises(CapacityError) as refused:
+            zinf_compile.optimize(model, device_memory=0, **options)
+        device = needed_device_memory(refused.value)
+        zinf_compile.optimize(model, device_memory=device, **options)
+        if captured:
+            try:
+                loss(model, batches[0])
+            except (CapacityError, BackendCompilerFailed) as error:  # Dynamo wraps what a backend raises
+                device = needed_device_memory(error)
+            torch._dynamo.reset()
+        zinf_compile.close(model)
+        self._cache[key] = device
+        return device
+
+    def optimize(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Return the optimized model; it is closed when the test ends."""
+        zinf_compile.optimize(model, **options)
+        self._models.append(model)
+        return model
+
+    def optimized(
+        self, workload: Workload, placement: str = "nvme", *, captured: bool = True, loss: Loss = plain_loss, **options: Any
+    ) -> tuple[nn.Module, Sequence[Batch]]:
+        """Return an optimized workload in a placement."""
+        budgets = self.budgets(workload, placement, captured=captured, loss=loss, **options)
+        model, batches = workload()
+        return self.optimize(model, **budgets, capture=captured, **options), batches
+
+    def check(
+        self, workload: Workload, placement: str, *, captured: bool, loss: Loss = plain_loss, **options: Any
+    ) -> Report:
+        """Train a workload in one placement and mode, and compare it with plain PyTorch; return the report."""
+        model, batches = self.optimized(workload, placement, captured=captured, loss=loss, **options)
+        ours = train(model, batches, loss=loss)
+        assert_same(ours, self.reference(workload, captured=captured, loss=loss))
+        report = zinf_compile.report(model)
+        self.assert_streamed(report, placement, captured=captured)
+        return report
+
+    def assert_streamed(self, report: Report, placement: str, *, captured: bool) -> None:
+        """Assert that parameters did come from where the placement says, at every use."""
+        moved = {route.route: route.nbytes for route in report.moved}
+        expected = {"nvme": {"nvme"}, "host": {"host"}, "mixed": {"nvme", "host"}}[placement]
+        for tier in ("nvme", "host"):
+            assert (moved.get(f"{tier} -> device", 0) > 0) == (tier in expected), f"{placement}: {moved}"
+            assert (moved.get(f"device -> {tier}", 0) > 0) or tier not in expected or placement == "mixed", moved
+        if "nvme" in expected:
+            assert moved["host -> nvme"] > 0, moved  # the streamed step
+        if not captured:
+            return
+        training = [plan for plan in report.plans if plan.num_forward_ticks < plan.num_ticks and plan.uses]
+        assert training
+        assert all(plan.transfers for plan in training)
+        for plan in training:
+            homes = {tier: sum(p.compute_nbytes for p in plan.placements if p.compute is tier) for tier in Tier}
+            if placement == "mixed":
+                assert min(homes.values()) > 0, homes
+            else:
+                assert homes[Tier(placement)] >= 0.9 * sum(homes.values()), homes
+
+
+def compile_plainly(model: nn.Module) -> nn.Module:
+    """Compile a model with torch's own backend that runs the captured ATen graphs as they are."""
+    model.compile(backend="aot_eager", dynamic=False)
+    return model
+
+
+@pytest.fixture
+def parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session_cache: dict[Any, Any]) -> Iterator[Parity]:
+    """The harness."""
+    harness = Parity(tmp_path, monkeypatch, session_cache)
+    yield harness
+    harness.close()
+
+
+@pytest.fixture(params=["nvme", "host", "mixed"])
+def placement(request: pytest.FixtureRequest) -> str:
+    """Where parameters live."""
+    return str(request.param)
+
+
+@pytest.fixture(params=["captured", "eager"])
+def captured(request: pytest.FixtureRequest) -> bool:
+    """Whether the model is captured, or its own forward runs eagerly."""
+    return request.param == "captured"

@@ -1,0 +1,62 @@
+"""What the run-time tests share: few threads, a guard against hanging, and models that are closed afterwards."""
+
+import faulthandler
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_compile
+from zinf_compile.runtime.slots import record_of
+from zinf_compile.runtime.store import Store
+
+HANG_SECONDS = 100  # far above what any test here takes
+
+
+@pytest.fixture(autouse=True)
+def guard() -> Iterator[None]:
+    """One compute thread, since OpenMP spins where cores are shared, and a traceback of every thread instead of a test run that never ends."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def store_of() -> Callable[[nn.Module], Store]:
+    """Return the store of an optimized model."""
+
+    def find(model: nn.Module) -> Store:
+        record = next(record for parameter in model.parameters() if (record := record_of(parameter)) is not None)
+        return record.store
+
+    return find
+
+
+@pytest.fixture
+def optimize(tmp_path: Path, store_of: Callable[[nn.Module], Store]) -> Iterator[Callable[..., nn.Module]]:
+    """Return ``zinf_compile.optimize`` that runs eagerly; afterwards every store is checked and closed.
+
+    With ``tiny=True`` everything but the small parameters lives on nvme, and staging is as small as it may be.
+    """
+    models: list[nn.Module] = []
+
+    def call(model: nn.Module, *, tiny: bool = False, **options: object) -> nn.Module:
+        budgets: dict[str, object] = {"device_memory": "32MiB", "host_memory": "64MiB"}
+        if tiny:
+            budgets = {"device_memory": "8MiB", "host_memory": "512KiB", "nvme": tmp_path}
+        zinf_compile.optimize(model, **{"capture": False, **budgets, **options})
+        models.append(model)
+        return model
+
+    yield call
+    for model in models:
+        store_of(model).check_integrity()
+        zinf_compile.close(model)
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("zinf-transfer")]
+    assert not names, f"transfer threads outlive their store: {names}"

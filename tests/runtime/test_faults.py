@@ -1,0 +1,255 @@
+"""A disk that fails: whenever it happens, the error says what and where, nothing hangs, and no torn value is shown."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zinf_compile
+from zinf_compile.errors import StoreError
+from zinf_compile.runtime import store as store_module
+from zinf_compile.runtime.nvme.memory import Fault, MemoryEngine, Operation
+from zinf_compile.runtime.slots import record_of
+from zinf_compile.runtime.store import Store
+
+NUM_STEPS = 2
+WHERE = r"^\d\.\w+( \([\w ]+\))?: (read|write) of the store file in memory .* at offset \d+ failed after \d+ of \d+ bytes"
+TORN = r"parameter '\d\.\w+' was being updated when a read or write failed, and holds neither its old nor its new value"
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(261, 263), nn.Tanh(), nn.Linear(263, 261))
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One training run over a disk in memory: how far it came, and what ended it."""
+
+    engine: MemoryEngine
+    model: nn.Module
+    phase: str = "nothing"
+    error: StoreError | None = None
+    optimizer: Optimizer | None = None
+    stores: tuple[Store, ...] = ()
+    # Every value each parameter has had, before training and after each step.
+    values: list[dict[str, Tensor]] | None = None
+
+
+def run_training(monkeypatch: pytest.MonkeyPatch, engine: MemoryEngine, *, capture: bool) -> Run:
+    stores: list[Store] = []
+    made = store_module.Store.__init__
+
+    def note(self: Store, *args: object, **kwargs: object) -> None:
+        made(self, *args, **kwargs)  # type: ignore[arg-type]
+        stores.append(self)
+
+    monkeypatch.setattr(store_module.Store, "__init__", note)
+    monkeypatch.setattr(store_module, "PosixEngine", lambda directory: engine)
+    run = Run(engine=engine, model=make_model(), values=[])
+    x = torch.ones(2, 261)
+    try:
+        run.phase = "placement"
+        zinf_compile.optimize(
+            run.model,
+            device_memory="1MiB",
+            host_memory="512KiB",
+            nvme="/tmp",  # a folder that exists; the engine does not look at it
+            capture=capture,
+        )
+        run.optimizer = torch.optim.AdamW(run.model.parameters())
+        for _ in range(NUM_STEPS):
+            run.phase = "forward"
+            loss = run.model(x).pow(2).sum()
+            run.phase = "backward"
+            loss.backward()
+            run.phase = "step"
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        run.phase = "the end"
+    except StoreError as error:
+        run.error = error.with_traceback(None)
+    run.stores = tuple(stores)
+    return run
+
+
+def plain_values() -> list[dict[str, Tensor]]:
+    """Return every value the parameters have in a run without faults, at first and after each step."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    values = [{name: value.clone() for name, value in model.state_dict().items()}]
+    for _ in range(NUM_STEPS):
+        model(torch.ones(2, 261)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append({name: value.clone() for name, value in model.state_dict().items()})
+    return values
+
+
+def check_closed(run: Run) -> None:
+    """The store is closed cleanly: nothing leased, taken or running."""
+    (store,) = run.stores
+    store.check_integrity()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("zinf-transfer")]
+    with pytest.raises(StoreError, match="the store is closed"):
+        run.engine.reserve(2**23)
+
+
+def check_values(run: Run, values: list[dict[str, Tensor]]) -> None:
+    """Every parameter reads as a value it has had, whole, or refuses to be read."""
+    num_readable = 0
+    for name, parameter in run.model.named_parameters():
+        try:
+            value = parameter.detach().clone()
+        except StoreError as error:
+            assert str(error).startswith(f"parameter '{name}' was being updated when a read or write failed")  # noqa: PT017
+            with pytest.raises(StoreError, match=TORN):
+                parameter.norm()
+            with pytest.raises(StoreError, match=TORN):
+                repr(parameter)
+            with pytest.raises(StoreError, match=TORN):
+                run.model.state_dict()
+        else:
+            num_readable += 1
+            assert any(torch.equal(value, known[name]) for known in values), f"{name} is half updated, and readable"
+    assert num_readable > 0, "not every parameter was touched"
+
+
+@pytest.fixture(scope="module")
+def known_values() -> Iterator[list[dict[str, Tensor]]]:
+    yield plain_values()
+
+
+def count_operations(operation: Operation) -> int:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run = run_training(monkeypatch, MemoryEngine(max_nbytes=2**23), capture=False)
+        assert run.error is None
+        zinf_compile.close(run.model)
+    return run.engine._num_started[operation]
+
+
+# Fixed, so that the tests have the same names everywhere; one test checks that they reach the last operation.
+NUM_READS, NUM_WRITES = 90, 90
+
+
+def test_the_range_of_faults_covers_all_operations() -> None:
+    assert count_operations("read") <= NUM_READS
+    assert count_operations("write") <= NUM_WRITES
+
+
+@pytest.mark.parametrize("kind", ["error", "short"])
+@pytest.mark.parametrize(
+    ("operation", "nth"),
+    [*(("read", nth) for nth in range(NUM_READS)), *(("write", nth) for nth in range(NUM_WRITES))],
+)
+def test_a_fault_at_any_operation(
+    operation: Operation,
+    nth: int,
+    kind: Literal["error", "short"],
+    known_values: list[dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = MemoryEngine(max_nbytes=2**23, faults=[Fault(operation=operation, nth=nth, kind=kind)])
+    run = run_training(monkeypatch, engine, capture=False)
+    if run.error is None:
+        assert engine._num_started[operation] <= nth, "the fault was swallowed"
+        assert run.phase == "the end"
+        zinf_compile.close(run.model)
+        return
+    with pytest.raises(StoreError, match=WHERE):
+        raise run.error
+    check_closed(run)
+    check_values(run, known_values)
+    if run.phase != "placement":
+        with pytest.raises(StoreError, match=r"the store was closed by an earlier error: \d\.\w+.* at offset \d+|" + TORN):
+            run.model(torch.ones(2, 261))
+        assert run.optimizer is not None
+        run.model.get_parameter("0.bias").grad = torch.zeros(263)
+        with pytest.raises(StoreError, match=r"the store was closed by an earlier error: \d\.\w+.* at offset \d+"):
+            run.optimizer.step()
+    zinf_compile.close(run.model)
+
+
+PHASES = {"read": {"forward", "backward", "step"}, "write": {"placement", "backward", "step"}}
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_fault_in_each_phase_is_met(operation: Operation, capture: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each phase's operations begin is counted in a run without faults; each phase then fails in its middle."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+
+    class CountingEngine(MemoryEngine):
+        def _transfer(self, kind: Operation, offset: int, buffer: memoryview) -> None:
+            if kind == operation:
+                phase = current_phase()
+                first.setdefault(phase, self._num_started[kind])
+                last[phase] = self._num_started[kind]
+            super()._transfer(kind, offset, buffer)
+
+    frames: list[Run] = []
+
+    def current_phase() -> str:
+        return frames[0].phase if frames else "placement"
+
+    made = Run.__init__
+
+    def note(self: Run, **kwargs: object) -> None:
+        made(self, **kwargs)  # type: ignore[arg-type]
+        frames.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "__init__", note)
+        run = run_training(patch, CountingEngine(max_nbytes=2**24), capture=capture)
+        assert run.error is None
+        zinf_compile.close(run.model)
+    assert set(last) >= PHASES[operation], last
+    for phase, nth in last.items():
+        engine = MemoryEngine(max_nbytes=2**24, faults=[Fault(operation=operation, nth=nth, kind="error")])
+        with pytest.MonkeyPatch.context() as patch:
+            run = run_training(patch, engine, capture=capture)
+        assert run.error is not None, (phase, nth)
+        assert "at offset" in str(run.error)
+        check_closed(run)
+        zinf_compile.close(run.model)
+
+
+def test_an_error_of_the_users_optimizer_leaves_nothing_in_flight(
+    optimize: Callable[..., nn.Module], store_of: Callable[[nn.Module], Store]
+) -> None:
+    class Fussy(torch.optim.Optimizer):
+        """Updates the first weight and refuses the second."""
+
+        def __init__(self, params: object) -> None:
+            super().__init__(params, {})  # type: ignore[arg-type]
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.shape == (261, 263):
+                        raise ValueError("not this one")
+                    parameter.sub_(parameter.grad)
+
+    model = optimize(make_model(), tiny=True, host_memory="2MiB")
+    model(torch.ones(2, 261)).sum().backward()
+    with pytest.raises(ValueError, match="not this one"):
+        Fussy(model.parameters()).step()
+    store_of(model).check_integrity()
+    readable = []
+    for name, parameter in model.named_parameters():
+        try:
+            parameter.norm()
+        except StoreError:
+            continue
+        readable.append(name)
+    assert "0.weight" in readable
+    assert record_of(model.get_parameter("0.weight")) is not None
+    gc.collect()

@@ -1,0 +1,263 @@
+"""Transfers: bytes arrive unchanged, errors arrive once, and nothing is left in flight."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zinf_compile.errors import StoreError, VerifyError
+from zinf_compile.runtime.arena import Arena
+from zinf_compile.runtime.meter import Meter
+from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.nvme.layout import FileLayout
+from zinf_compile.runtime.nvme.memory import Fault, MemoryEngine
+from zinf_compile.runtime.slots import Slot, StoredParameter, map_tensor
+from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.runtime.transfers import Transfers
+from zinf_compile.terms import Tier
+
+
+class Bench:
+    """Transfers over an engine in memory, and slots to move."""
+
+    def __init__(self, *, faults: Sequence[Fault] = (), latency_seconds: float = 0.0, staging: int = 64 * ALIGN) -> None:
+        self.engine = MemoryEngine(max_nbytes=2**24, faults=faults, latency_seconds=latency_seconds)
+        self.staging, self.arena, self.meter, self.layout = StagingPool(staging), Arena(), Meter(), FileLayout()
+        self.arena.reserve(2**22)
+        self.transfers = Transfers(engine=self.engine, staging=self.staging, arena=self.arena, meter=self.meter)
+
+    def slot(self, name: str, *shape: int, tier: Tier = Tier.NVME, dtype: torch.dtype = torch.float32) -> Slot:
+        size = torch.Size(shape)
+        if tier is not Tier.NVME:
+            return Slot(name=name, tier=tier, tensor=torch.zeros(size, dtype=dtype))
+        extent = self.layout.allocate(size.numel() * dtype.itemsize)
+        self.engine.reserve(self.layout.end)
+        mapped = map_tensor(self.engine.map(extent.offset, extent.reserved_nbytes), size, dtype)
+        return Slot(name=name, tier=tier, tensor=mapped, extent=extent)
+
+    def record(self, slot: Slot) -> StoredParameter:
+        parameter = Parameter(slot.tensor, requires_grad=False)
+        return StoredParameter(
+            param=0,
+            name=slot.name,
+            parameter=parameter,
+            store=None,  # type: ignore[arg-type]  # transfers do not look at it
+            compute=slot,
+            master=slot,
+            gradient=None,
+        )
+
+    def check(self) -> None:
+        self.staging.check_integrity(expect_idle=True)
+        self.arena.check_integrity(expect_idle=True)
+
+
+@pytest.fixture
+def benches() -> Iterator[list[Bench]]:
+    made: list[Bench] = []
+    yield made
+    for bench in made:
+        bench.transfers.close()
+        bench.check()
+
+
+@pytest.fixture
+def bench(benches: list[Bench]) -> Bench:
+    benches.append(Bench())
+    return benches[0]
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (1023,), (4096,), (257, 193), (300, 700)])
+def test_a_value_comes_back_as_it_was(bench: Bench, shape: tuple[int, ...], dtype: torch.dtype, tier: Tier) -> None:
+    before, slot, after = (bench.slot(name, *shape, tier=tier, dtype=dtype) for name in ("before", "w", "after"))
+    value = values(*shape, dtype=dtype)
+    bench.transfers.write_value(slot, value)
+    bench.transfers.wait_writes()
+    read = torch.empty_like(value)
+    bench.transfers.read_value(slot, read)
+    assert torch.equal(read, value)
+    assert torch.equal(slot.tensor, value)
+    assert not before.tensor.any()
+    assert not after.tensor.any()
+
+
+def test_a_value_is_cast_to_the_slots_dtype_on_the_way(bench: Bench) -> None:
+    slot = bench.slot("w", 70_001, dtype=torch.bfloat16)
+    value = values(70_001)
+    bench.transfers.write_value(slot, value)
+    bench.transfers.wait_writes()
+    assert torch.equal(slot.tensor, value.bfloat16())
+
+
+def test_a_transposed_value_is_written_in_its_own_order(bench: Bench) -> None:
+    slot = bench.slot("w", 300, 200)
+    value = values(200, 300).t()
+    bench.transfers.write_value(slot, value)
+    bench.transfers.wait_writes()
+    assert torch.equal(slot.tensor, value)
+
+
+def test_the_value_may_change_once_it_was_given_away() -> None:
+    bench = Bench(latency_seconds=0.02)
+    slot, value = bench.slot("w", 1000), values(1000)
+    kept = value.clone()
+    bench.transfers.write_value(slot, value)
+    value.zero_()
+    bench.transfers.wait_writes()
+    assert torch.equal(slot.tensor, kept)
+    bench.transfers.close()
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_adding_to_a_value(bench: Bench, tier: Tier) -> None:
+    slot = bench.slot("w (gradient)", 70_001, tier=tier, dtype=torch.bfloat16)
+    first, second = values(70_001, dtype=torch.bfloat16), values(70_001) * 3
+    bench.transfers.write_value(slot, first)
+    bench.transfers.wait_writes()
+    bench.transfers.write_value(slot, second.bfloat16(), add=True)
+    bench.transfers.wait_writes()
+    assert torch.equal(slot.tensor, first + second.bfloat16())
+
+
+def test_additions_without_a_wait_between_them_all_count(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = bench.engine.write
+
+    def write_late(offset: int, buffer: memoryview) -> None:
+        time.sleep(0.02)  # so that a read that does not wait for it overtakes it
+        write(offset, buffer)
+
+    monkeypatch.setattr(bench.engine, "write", write_late)
+    slot = bench.slot("w (gradient)", 5000)
+    bench.transfers.write_value(slot, torch.ones(5000))
+    bench.transfers.write_value(slot, torch.ones(5000), add=True)
+    bench.transfers.write_value(slot, torch.ones(5000), add=True)
+    bench.transfers.wait_writes()
+    assert torch.equal(slot.tensor, torch.full((5000,), 3.0))
+
+
+def test_staging_smaller_than_a_value_is_enough(benches: list[Bench]) -> None:
+    benches.append(Bench(staging=4 * ALIGN))
+    bench = benches[0]
+    slot, value, read = bench.slot("w", 100_003), values(100_003), torch.empty(100_003)
+    bench.transfers.write_value(slot, value)
+    bench.transfers.wait_writes()
+    bench.transfers.read_value(slot, read)
+    assert torch.equal(read, value)
+    assert bench.staging.peak_nbytes <= 4 * ALIGN
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_gathers_arrive_in_the_arena(bench: Bench, tier: Tier) -> None:
+    slots = [bench.slot(f"w{index}", size, tier=tier) for index, size in enumerate((5000, 3, 1024))]
+    wanted = [values(slot.tensor.numel()) + index for index, slot in enumerate(slots)]
+    for slot, value in zip(slots, wanted, strict=True):
+        bench.transfers.write_value(slot, value)
+    bench.transfers.wait_writes()
+    offsets = [3 * ALIGN, 8 * ALIGN, 9 * ALIGN]
+    ticket = bench.transfers.issue_gather([bench.record(slot) for slot in slots], offsets)
+    assert bench.arena.taken_nbytes == 7 * ALIGN
+    assert bench.transfers.wait_gather(ticket)
+    assert not bench.transfers.wait_gather(ticket), "only the first wait is told so"
+    for slot, value, offset in zip(slots, wanted, offsets, strict=True):
+        assert torch.equal(bench.arena.view(offset, slot.tensor.shape, torch.float32), value)
+    bench.transfers.release(ticket)
+    assert bench.arena.taken_nbytes == 0
+
+
+def test_neighbours_in_the_file_are_one_read(bench: Bench) -> None:
+    slots = [bench.slot(f"w{index}", 1024) for index in range(5)]
+    before = bench.engine._num_started["read"]
+    ticket = bench.transfers.issue_gather([bench.record(slot) for slot in slots], [ALIGN * i for i in range(5)])
+    bench.transfers.wait_gather(ticket)
+    bench.transfers.release(ticket)
+    assert bench.engine._num_started["read"] - before == 1
+
+
+def test_neighbours_in_the_file_that_are_apart_in_the_arena_are_not(bench: Bench) -> None:
+    slots = [bench.slot(f"w{index}", 1024) for index in range(2)]
+    for index, slot in enumerate(slots):
+        slot.tensor.fill_(index + 1)
+    ticket = bench.transfers.issue_gather([bench.record(slot) for slot in slots], [0, 3 * ALIGN])
+    bench.transfers.wait_gather(ticket)
+    for index, offset in enumerate((0, 3 * ALIGN)):
+        assert bench.arena.view(offset, (1024,), torch.float32).unique().tolist() == [index + 1]
+    bench.transfers.release(ticket)
+
+
+def test_bytes_of_a_transfer_in_flight_are_not_given_to_another(bench: Bench) -> None:
+    slots = [bench.record(bench.slot(f"w{index}", 2048)) for index in range(2)]
+    ticket = bench.transfers.issue_gather(slots[:1], [0])
+    with pytest.raises(VerifyError, match="are taken by"):
+        bench.transfers.issue_gather(slots[1:], [ALIGN])
+    with pytest.raises(VerifyError, match="transfer of w0 is released before it was waited for"):
+        bench.transfers.release(ticket)
+    bench.transfers.abandon_gathers()
+
+
+def test_a_gather_that_compute_never_waits_for_is_abandoned(benches: list[Bench]) -> None:
+    benches.append(Bench(latency_seconds=0.05))
+    bench = benches[0]
+    bench.transfers.issue_gather([bench.record(bench.slot("w", 5000))], [0])
+    bench.transfers.abandon_gathers()
+    bench.check()
+
+
+@pytest.mark.parametrize("kind", ["error", "short"])
+def test_a_failed_read_names_parameter_file_and_offset_and_leaves_nothing(kind: str, benches: list[Bench]) -> None:
+    benches.append(Bench(faults=[Fault(operation="read", nth=1, kind=kind)], latency_seconds=0.005))  # type: ignore[arg-type]
+    bench = benches[0]
+    bench.slot("first", 1024)
+    slot, destination = bench.slot("layers.3.up.weight", 100_000), torch.zeros(100_000)
+    with pytest.raises(StoreError, match=r"^layers\.3\.up\.weight: read of the store file in memory .* at offset \d+ fai"):
+        bench.transfers.read_value(slot, destination)
+    bench.check()
+    bench.transfers.read_value(slot, destination)
+
+
+@pytest.mark.parametrize("kind", ["error", "short"])
+def test_a_failed_write_is_raised_by_the_wait_and_once(kind: str, benches: list[Bench]) -> None:
+    benches.append(Bench(faults=[Fault(operation="write", nth=2, kind=kind)]))  # type: ignore[arg-type]
+    bench = benches[0]
+    slot = bench.slot("w", 100_000)
+    bench.transfers.write_value(slot, values(100_000))
+    with pytest.raises(StoreError, match=r"^w: write of the store file in memory .* at offset \d+ failed after \d+ of"):
+        bench.transfers.wait_writes()
+    bench.transfers.wait_writes()
+    bench.check()
+
+
+def test_a_failed_read_while_adding_returns_the_staging_buffer(benches: list[Bench]) -> None:
+    benches.append(Bench(faults=[Fault(operation="read", nth=0, kind="error")]))
+    bench = benches[0]
+    with pytest.raises(StoreError, match="w: read"):
+        bench.transfers.write_value(bench.slot("w", 1000), values(1000), add=True)
+    bench.check()
+
+
+def test_bytes_moved_are_counted(bench: Bench) -> None:
+    slot = bench.slot("w", 1024)
+    bench.transfers.write_value(slot, values(1024), Tier.DEVICE)
+    bench.transfers.wait_writes()
+    bench.transfers.read_value(slot, torch.empty(1024))
+    assert dict(bench.meter.moved) == {"device -> nvme": ALIGN, "nvme -> device": ALIGN}
+    assert (bench.engine.bytes_read, bench.engine.bytes_written) == (ALIGN, ALIGN)
+
+
+def test_without_a_disk_a_slot_on_nvme_is_a_bug_of_ours() -> None:
+    bench = Bench()
+    slot = bench.slot("w", 1024)
+    transfers = Transfers(engine=None, staging=bench.staging, arena=bench.arena, meter=bench.meter)
+    with pytest.raises(VerifyError, match="the store has no nvme folder"):
+        transfers.read_value(slot, torch.empty(1024))
+    transfers.close()
+    bench.transfers.close()
+    bench.check()

@@ -1,0 +1,132 @@
+"""What is installed is what is in the repository, under one name each, and looking at a plan needs no torch."""
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED = ("passes", "runtime", "cuda")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def _run_python(code: str) -> None:
+    """Run code in a fresh interpreter; the assertion shows its errors."""
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def _packages_under(folder: Path, name: str) -> set[str]:
+    folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+    return {
+        ".".join((name, *path.relative_to(folder).parts))
+        for path in folders
+        if any(path.glob("*.py")) and not set(path.relative_to(folder).parts) & {"__pycache__", *LINKED}
+    }
+
+
+def test_every_folder_is_a_package_of_the_wheel() -> None:
+    """A subpackage that is not listed is silently absent from the wheel."""
+    packages = PYPROJECT["tool"]["setuptools"]["packages"]
+    found = _packages_under(ROOT / "zinf_compile", "zinf_compile")
+    for name in LINKED:
+        found |= _packages_under(ROOT / name, f"zinf_compile.{name}")
+    assert len(set(packages)) == len(packages)
+    assert set(packages) == found | {"zinf_compile.cuda"}  # cuda has sources to install, and no Python
+
+
+def test_every_package_has_an_init() -> None:
+    folders = PYPROJECT["tool"]["setuptools"]["package-dir"]
+    for package in PYPROJECT["tool"]["setuptools"]["packages"]:
+        if package == "zinf_compile.cuda":
+            continue
+        top = max((name for name in folders if package == name or package.startswith(f"{name}.")), key=len)
+        path = ROOT / folders[top] / package.removeprefix(top).replace(".", "/").lstrip("/")
+        assert (path / "__init__.py").is_file(), package
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_the_link_into_the_package_is_there(name: str) -> None:
+    link = ROOT / "zinf_compile" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / name
+    assert PYPROJECT["tool"]["setuptools"]["package-dir"][f"zinf_compile.{name}"] == name
+
+
+def test_the_links_are_committed_as_links() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is not a git checkout")
+    command = ["git", "ls-files", "--stage", *(f"zinf_compile/{name}" for name in LINKED)]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert sorted((line.split()[0], line.split()[-1]) for line in listed) == sorted(
+        ("120000", f"zinf_compile/{name}") for name in LINKED
+    )
+
+
+def test_there_is_no_python_in_cuda() -> None:
+    """With an ``__init__.py`` it would shadow NVIDIA's own ``cuda`` package at the root of the repository."""
+    assert not list((ROOT / "cuda").rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", ["passes", "runtime"])
+def test_a_second_copy_of_a_package_is_refused(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, ROOT / name / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=f"'zinf_compile.{name}', but it was imported as '{name}'"):
+        spec.loader.exec_module(ModuleType(name))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import zinf_compile",
+        "from zinf_compile import Plan, Report, CapacityError",
+        "import zinf_compile; dir(zinf_compile)",
+        "import zinf_compile.config, zinf_compile.plan_verify, zinf_compile.simulate, zinf_compile.printing",
+        "import zinf_compile.views.chrome_trace",
+        "import zinf_compile.cli.main, zinf_compile.cli.show, zinf_compile.cli.diff",
+    ],
+)
+def test_looking_at_a_plan_needs_no_torch(statement: str) -> None:
+    _run_python(f"{statement}\nimport sys\nassert 'torch' not in sys.modules, 'torch was imported'")
+
+
+def test_public_names_load() -> None:
+    _run_python(
+        "import zinf_compile\n"
+        "for name in zinf_compile.__all__:\n"
+        "    value = getattr(zinf_compile, name)\n"
+        "    assert value.__module__ in zinf_compile._HOMES[name], name\n"
+        "    assert name in dir(zinf_compile)\n"
+    )
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import zinf_compile
+
+    with pytest.raises(AttributeError, match="module 'zinf_compile' has no attribute 'optimise'"):
+        zinf_compile.optimise  # noqa: B018  # reading it is what is tested
+
+
+def test_the_type_checker_sees_every_public_name() -> None:
+    """``__init__`` names each public name twice: for the type checker, and for loading it lazily."""
+    import zinf_compile
+
+    source = (ROOT / "zinf_compile" / "__init__.py").read_text()
+    for name, home in zinf_compile._HOMES.items():
+        assert f"from {home} import {name} as {name}\n" in source
+
+
+def test_the_console_script_and_the_backend_are_there() -> None:
+    project = PYPROJECT["project"]
+    for target in (*project["scripts"].values(), *project["entry-points"]["torch_dynamo_backends"].values()):
+        module, _, name = target.partition(":")
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        assert f"def {name}(" in Path(spec.origin).read_text()

@@ -1,0 +1,177 @@
+"""The ``zinf::`` operators: none is lost to dead-code elimination, and each is what its schema and fake say."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from zinf_compile import ops
+from zinf_compile.config import make_config
+from zinf_compile.errors import StoreError
+from zinf_compile.facts import ParameterFact
+from zinf_compile.passes.planning.placement import plan_placement
+from zinf_compile.runtime.op_impls import register
+from zinf_compile.runtime.slots import StoredParameter
+from zinf_compile.runtime.store import NamedParameter, Store
+from zinf_compile.terms import Tier
+
+CPU = torch.device("cpu")
+EFFECTS = (ops.STORE_GRAD, ops.ISSUE_GATHER, ops.RELEASE, ops.SINK_GRAD, ops.WAIT_SINKS)
+ELEMENTS = 128 * 256  # 128 KiB: above what is kept on the device for being small
+SCHEMA_FAKE_AUTOGRAD = ("test_schema", "test_faketensor", "test_autograd_registration")
+
+
+@pytest.fixture(params=["host", "nvme"])
+def record(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredParameter]:
+    """Return the record of one parameter in a store, at home in host memory or on nvme."""
+    register()
+    on_nvme = request.param == "nvme"
+    # Half of host memory is for staging: in 128 KiB no copy of the parameter finds room.
+    config = make_config({"device_memory": 2**20, "host_memory": 2**17 if on_nvme else 2**26, "nvme": tmp_path})
+    parameter = nn.Parameter(torch.arange(ELEMENTS, dtype=torch.float32).view(128, 256))
+    fact = ParameterFact(
+        name="weight",
+        block="weight",
+        num_elements=ELEMENTS,
+        dtype="float32",
+        compute_dtype="float32",
+        master_nbytes=4 * ELEMENTS,
+        compute_nbytes=4 * ELEMENTS,
+        trainable=True,
+    )
+    store = Store(config)
+    placements = plan_placement([fact], config)
+    store.adopt([NamedParameter(parameter=parameter, fact=fact)], placements, as_home=True)
+    store.arena.reserve(2**18)
+    record = store.records["weight"]
+    assert record.compute.tier is (Tier.NVME if on_nvme else Tier.HOST)
+    yield record
+    store.transfers.abandon_gathers()
+    store.check_integrity()
+    store.close()
+
+
+def _expected() -> Tensor:
+    return torch.arange(ELEMENTS, dtype=torch.float32).view(128, 256)
+
+
+@pytest.mark.parametrize("op", EFFECTS, ids=str)
+def test_an_op_with_an_effect_survives_dead_code_elimination(op: torch._ops.OpOverload) -> None:
+    graph = fx.Graph()
+    tensor = graph.placeholder("tensor")
+    examples = {"Tensor": tensor, "int": 1, "List[int]": [1]}
+    graph.call_function(op, tuple(examples[str(argument.type)] for argument in op._schema.arguments))
+    graph.output(tensor)
+    graph.eliminate_dead_code()
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [op]
+
+
+def test_tracing_keeps_what_nobody_reads() -> None:
+    def step(grad: Tensor) -> Tensor:
+        ticket = ops.ISSUE_GATHER(1, [2], [0])
+        ops.RELEASE(ticket, 1)
+        ops.SINK_GRAD(grad, 1, 2)
+        ops.STORE_GRAD(grad, 2)
+        ops.WAIT_SINKS(1)
+        return grad + 1
+
+    graph = make_fx(step, tracing_mode="fake")(torch.ones(2)).graph
+    graph.eliminate_dead_code()
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert targets[:-1] == [ops.ISSUE_GATHER, ops.RELEASE, ops.SINK_GRAD, ops.STORE_GRAD, ops.WAIT_SINKS]
+
+
+def test_an_unread_gather_is_dead_code() -> None:
+    def step(anchor: Tensor) -> Tensor:
+        ops.GATHER(anchor, 1, [2], torch.float32, CPU)
+        return anchor + 1
+
+    graph = make_fx(step, tracing_mode="fake")(torch.ones(2)).graph
+    graph.eliminate_dead_code()
+    assert not graph.find_nodes(op="call_function", target=ops.GATHER)
+
+
+def test_gather_keeps_its_promises(record: StoredParameter) -> None:
+    anchor = ops.make_anchor(requires_grad=True)
+    args = (anchor, record.param, [128, 256], torch.float32, CPU)
+    torch.library.opcheck(ops.GATHER, args, test_utils=SCHEMA_FAKE_AUTOGRAD)
+    assert torch.equal(ops.GATHER(*args), _expected())
+
+
+def test_gather_traces_with_its_backward(record: StoredParameter) -> None:
+    anchor = ops.make_anchor(requires_grad=True)
+    args = (anchor, record.param, [128, 256], torch.float32, CPU)
+    torch.library.opcheck(ops.GATHER, args, test_utils="test_aot_dispatch_dynamic")
+
+
+def test_store_grad_keeps_its_promises(record: StoredParameter) -> None:
+    torch.library.opcheck(ops.STORE_GRAD, (torch.ones(128, 256), record.param), test_utils=SCHEMA_FAKE_AUTOGRAD)
+
+
+def test_the_gradient_of_a_gather_goes_home(record: StoredParameter) -> None:
+    anchor = ops.make_anchor(requires_grad=True)
+    weight = ops.GATHER(anchor, record.param, [128, 256], torch.float32, CPU)
+    weight.backward(torch.full((128, 256), 3.0))
+    assert torch.equal(record.parameter.grad, torch.full((128, 256), 3.0))
+    assert anchor.grad is not None
+    assert anchor.grad.numel() == 0
+
+
+def test_a_frozen_anchor_gives_no_gradient(record: StoredParameter) -> None:
+    anchor = ops.make_anchor(requires_grad=False)
+    assert not ops.GATHER(anchor, record.param, [128, 256], torch.float32, CPU).requires_grad
+
+
+def test_issue_wait_and_release_keep_their_promises(record: StoredParameter) -> None:
+    store_id = record.store.store_id
+    for offset in (0, 4096):
+        ticket = ops.ISSUE_GATHER(store_id, [record.param], [offset])
+        args = (ticket, store_id, offset, [128, 256], torch.float32, CPU)
+        torch.library.opcheck(ops.WAIT_GATHER, args, test_utils=SCHEMA_FAKE_AUTOGRAD)
+        assert torch.equal(ops.WAIT_GATHER(*args), _expected())
+        ops.RELEASE(ticket, store_id)
+
+
+def test_issue_gather_keeps_its_promises(record: StoredParameter) -> None:
+    """It has an effect, so that it cannot be run twice for one arena: what runs it once is checked."""
+    args = (record.store.store_id, [record.param], [0])
+    torch.library.opcheck(ops.ISSUE_GATHER, args, test_utils="test_autograd_registration")
+    record.store.transfers.abandon_gathers()
+    torch.library.opcheck(ops.ISSUE_GATHER, args, test_utils="test_faketensor")
+    record.store.transfers.abandon_gathers()
+
+
+def test_release_keeps_its_promises(record: StoredParameter) -> None:
+    store_id = record.store.store_id
+    for check in ("test_schema", "test_autograd_registration"):
+        ticket = ops.ISSUE_GATHER(store_id, [record.param], [0])
+        ops.WAIT_GATHER(ticket, store_id, 0, [128, 256], torch.float32, CPU)
+        torch.library.opcheck(ops.RELEASE, (ticket, store_id), test_utils=check)
+
+
+def test_sink_grad_and_wait_sinks_keep_their_promises(record: StoredParameter) -> None:
+    store_id = record.store.store_id
+    args = (torch.full((128, 256), 2.0), store_id, record.param)
+    torch.library.opcheck(ops.SINK_GRAD, args, test_utils=SCHEMA_FAKE_AUTOGRAD)
+    torch.library.opcheck(ops.WAIT_SINKS, (store_id,), test_utils=SCHEMA_FAKE_AUTOGRAD)
+    record.parameter.grad = None
+    ops.SINK_GRAD(*args)
+    ops.WAIT_SINKS(store_id)
+    assert torch.equal(record.parameter.grad, args[0])
+
+
+@pytest.mark.parametrize("op", ops.ALL_OPS, ids=str)
+def test_every_op_has_a_body_once_registered(op: torch._ops.OpOverload) -> None:
+    register()
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeExplicitAutograd")
+
+
+def test_an_op_of_a_model_that_is_gone_says_so(tmp_path: Path) -> None:
+    register()
+    gc.collect()
+    with pytest.raises(StoreError, match="parameter number 0 belongs to a model that no longer exists"):
+        ops.GATHER(ops.make_anchor(requires_grad=False), 0, [2], torch.float32, CPU)

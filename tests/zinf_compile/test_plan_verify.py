@@ -1,0 +1,179 @@
+"""Every broken promise of a plan is caught, and the message names the culprit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zinf_compile.errors import VerifyError
+from zinf_compile.facts import UseFact
+from zinf_compile.plan import GatherTransfer, Plan, TierPlan
+from zinf_compile.plan_verify import verify_plan
+from zinf_compile.terms import Phase, Tier
+
+
+def _with_transfer(plan: Plan, index: int, **changes: Any) -> Plan:
+    transfers = list(plan.transfers)
+    transfers[index] = replace(transfers[index], **changes)
+    return replace(plan, transfers=tuple(transfers))
+
+
+def _with_tier(plan: Plan, tier: Tier, change: Callable[[TierPlan], TierPlan]) -> Plan:
+    return replace(plan, tiers=tuple(change(item) if item.tier is tier else item for item in plan.tiers))
+
+
+def _refused(plan: Plan, message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
+        verify_plan(plan)
+
+
+def test_the_plan_that_is_broken_below_holds(small_plan: Plan, layered_plan: Plan) -> None:
+    verify_plan(small_plan)
+    verify_plan(layered_plan)
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_a_peak_that_is_not_the_sum_of_its_parts(small_plan: Plan, tier: Tier) -> None:
+    plan = _with_tier(small_plan, tier, lambda item: replace(item, predicted_peak=item.predicted_peak + 1))
+    _refused(plan, f"{tier}: the parts add up to")
+
+
+def test_a_peak_over_its_capacity(small_plan: Plan) -> None:
+    plan = _with_tier(small_plan, Tier.HOST, lambda item: replace(item, capacity=1039))
+    _refused(plan, "host: predicted peak 1.0 KiB is over its capacity")
+
+
+@pytest.mark.parametrize("part", ["arena", "activations", "residents"])
+def test_a_device_part_that_is_not_what_the_plan_needs(small_plan: Plan, part: str) -> None:
+    def shrink(item: TierPlan) -> TierPlan:
+        parts = tuple((name, nbytes - (1 if name == part else 0)) for name, nbytes in item.parts)
+        return replace(item, parts=parts, predicted_peak=item.predicted_peak - 1)
+
+    _refused(_with_tier(small_plan, Tier.DEVICE, shrink), f"device: part '{part}' says")
+
+
+def test_a_resident_that_is_not_counted(small_plan: Plan) -> None:
+    placements = tuple(
+        replace(item, compute=Tier.DEVICE, master=Tier.DEVICE) if item.parameter == "layers.1.weight" else item
+        for item in small_plan.placements
+    )
+    _refused(replace(small_plan, placements=placements), "device: part 'residents' says 80 bytes, the plan needs 280")
+
+
+def test_a_hole_between_spans(small_plan: Plan) -> None:
+    plan = replace(small_plan, spans=(*small_plan.spans[:2], *small_plan.spans[3:]))
+    _refused(plan, r"span of loss covers \[5, 6\), expected it to begin at 3")
+
+
+def test_spans_that_end_early(small_plan: Plan) -> None:
+    _refused(replace(small_plan, spans=small_plan.spans[:-1]), "spans end at tick 11, the graph has 12 ticks")
+
+
+def test_an_empty_span(small_plan: Plan) -> None:
+    empty = replace(small_plan.spans[0], end=0)
+    _refused(replace(small_plan, spans=(empty, *small_plan.spans[1:])), r"span of embed covers \[0, 0\)")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"issue": -1}, {"issue": 4, "need_by": 3}, {"release": 3}, {"need_by": 5}, {"release": 13}],
+    ids=str,
+)
+def test_a_transfer_out_of_order(small_plan: Plan, changes: dict[str, int]) -> None:
+    _refused(_with_transfer(small_plan, 1, **changes), "transfer 'layers.1' .*out of order")
+
+
+def test_a_transfer_that_reaches_into_backward(small_plan: Plan) -> None:
+    _refused(_with_transfer(small_plan, 1, release=7), "'layers.1' .*reaches beyond its phase, from tick 1 to 7")
+
+
+def test_a_transfer_issued_in_forward_for_backward(small_plan: Plan) -> None:
+    _refused(_with_transfer(small_plan, 2, issue=5), r"'layers.1' \(backward.*reaches beyond its phase")
+
+
+@pytest.mark.parametrize("offset", [-1, 313])
+def test_a_transfer_outside_of_the_arena(small_plan: Plan, offset: int) -> None:
+    _refused(_with_transfer(small_plan, 1, offset=offset, offsets=(offset,)), "'layers.1'.*leave the arena of 512")
+
+
+def test_a_parameter_outside_of_its_transfer(small_plan: Plan) -> None:
+    _refused(_with_transfer(small_plan, 1, offsets=(257,)), "'layers.1.weight' at offset 257 does not fit its transfer")
+
+
+def test_parameters_of_one_transfer_that_share_bytes(small_plan: Plan) -> None:
+    placements = tuple(
+        replace(item, compute_nbytes=100) if item.parameter.endswith("weight") else item
+        for item in small_plan.placements
+        if item.parameter != "embed.weight"
+    )
+    tiers = _with_tier(
+        small_plan,
+        Tier.DEVICE,
+        lambda item: replace(
+            item, predicted_peak=688, parts=(("arena", 512), ("activations", 160), ("residents", 16))
+        ),
+    ).tiers
+    both = replace(
+        small_plan.transfers[0], parameters=("layers.0.weight", "layers.1.weight"), offsets=(0, 99), offset=0
+    )
+    plan = replace(small_plan, placements=placements, tiers=tiers, transfers=(both,), uses=(), sinks=())
+    _refused(plan, "'layers.1.weight' at offset 99 does not fit its transfer")
+    verify_plan(replace(plan, transfers=(replace(both, offsets=(0, 100)),)))
+
+
+def test_a_transfer_from_where_the_parameter_does_not_live(small_plan: Plan) -> None:
+    _refused(_with_transfer(small_plan, 1, source=Tier.HOST), "'layers.1.weight' lives on nvme, not on host")
+
+
+def test_two_live_transfers_on_one_byte(small_plan: Plan) -> None:
+    plan = _with_transfer(small_plan, 1, offset=199, offsets=(199,))
+    _refused(plan, r"'layers.0' and .*'layers.1' are both live at tick 1 and share arena bytes \[199, 200\)")
+
+
+def test_bytes_may_be_taken_at_the_tick_they_are_free(small_plan: Plan) -> None:
+    verify_plan(_with_transfer(small_plan, 1, issue=3, offset=0, offsets=(0,)))
+
+
+def test_a_read_without_a_transfer(small_plan: Plan) -> None:
+    plan = replace(small_plan, transfers=small_plan.transfers[1:])
+    _refused(plan, "'layers.0.weight' is read at tick 1, where 0 transfers hold it instead of one")
+
+
+def test_a_read_before_the_transfer_is_waited_for(small_plan: Plan) -> None:
+    plan = _with_transfer(small_plan, 0, need_by=2)
+    _refused(plan, "'layers.0.weight' is read at tick 1, where 0 transfers")
+
+
+def test_a_read_after_the_release(small_plan: Plan) -> None:
+    plan = _with_transfer(small_plan, 0, release=2)
+    _refused(plan, "'layers.0.weight' is read at tick 2, where 0 transfers")
+
+
+def test_a_read_of_two_transfers_at_once(small_plan: Plan) -> None:
+    twice: GatherTransfer = replace(small_plan.transfers[0], offset=256, offsets=(256,), issue=1)
+    plan = _with_transfer(small_plan, 1, issue=3)
+    _refused(
+        replace(plan, transfers=(*plan.transfers, twice)),
+        "'layers.0.weight' is read at tick 1, where 2 transfers hold it instead of one",
+    )
+
+
+def test_a_resident_needs_no_transfer(small_plan: Plan) -> None:
+    uses = (*small_plan.uses, UseFact(parameter="layers.0.bias", ticks=(1, 5, 11)))
+    verify_plan(replace(small_plan, uses=uses))
+
+
+@pytest.mark.parametrize("tick", [5, 12])
+def test_a_gradient_that_leaves_outside_of_backward(small_plan: Plan, tick: int) -> None:
+    sinks = (replace(small_plan.sinks[0], tick=tick), *small_plan.sinks[1:])
+    _refused(replace(small_plan, sinks=sinks), f"gradient of 'layers.1.weight' leaves at tick {tick}")
+
+
+def test_a_gradient_that_goes_elsewhere(small_plan: Plan) -> None:
+    sinks = (replace(small_plan.sinks[0], destination=Tier.HOST), *small_plan.sinks[1:])
+    _refused(replace(small_plan, sinks=sinks), "gradient of 'layers.1.weight' goes to host, which is not its home")
+
+
+def test_a_phase_is_forward_until_backward_begins(small_plan: Plan) -> None:
+    assert [small_plan.phase_of(tick) for tick in (0, 5, 6, 11)] == [Phase.FORWARD] * 2 + [Phase.BACKWARD] * 2
