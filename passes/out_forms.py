@@ -73,7 +73,9 @@ def _is_dense(value: torch.Tensor) -> bool:
     if any(not isinstance(size, int) for size in (*value.shape, *value.stride())):
         return False
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1
+    ):
         if stride != expected:
             return False
         expected *= size

@@ -61,9 +61,7 @@ class Arena:
         """Return arena bytes as a tensor of this shape and dtype."""
         return self._elements(offset, torch.Size(shape).numel(), dtype).view(shape)
 
-    def strided_view(
-        self, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
+    def strided_view(self, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return arena bytes as a dense tensor of these strides."""
         return self._elements(offset, torch.Size(shape).numel(), dtype).as_strided(shape, stride)
 

@@ -39,7 +39,11 @@ class HomeParameter(Parameter):
                     raise torn_error(record)
                 if func in _ALIASES:
                     record.exposed = True
-                if func in _SET_REQUIRES_GRAD and record.gradient is None and False not in (*args[1:], *kwargs.values()):
+                if (
+                    func in _SET_REQUIRES_GRAD
+                    and record.gradient is None
+                    and False not in (*args[1:], *kwargs.values())
+                ):
                     raise UnsupportedError(
                         f"cannot unfreeze '{record.name}': the store keeps no gradient for what was frozen at optimize(); "
                         "call requires_grad_(True) before optimize()"

@@ -91,6 +91,7 @@ class StreamedStep:
         self._store = store
         self._optimizer = optimizer
         self._element_wise = is_element_wise(optimizer)
+        self._wide: StagingBuffer | None = None  # where gradients are widened to the master's dtype
 
     def run(self) -> None:
         """Update every parameter that has a gradient. A StoreError closes the store and marks half updates as torn."""
@@ -98,6 +99,7 @@ class StreamedStep:
             jobs = list(self._jobs())
         for job in jobs:
             self._check_fits(job)
+        self._lease_wide(jobs)
         pending: deque[_Chunk] = deque()
         try:
             for job in jobs:
@@ -117,6 +119,9 @@ class StreamedStep:
             for job in jobs:
                 failed = any([write.exception() is not None for write in job.writes])  # waits for each
                 job.record.torn = job.is_begun and (failed or not job.is_updated)
+            if self._wide is not None:
+                self._store.staging.return_(self._wide)
+                self._wide = None
         self._store.update_count += 1
         self._store.sample_memory()
 
@@ -210,6 +215,25 @@ class StreamedStep:
             -(-num_elements * slot.tensor.dtype.itemsize // ALIGN) * ALIGN for slot in job.staged_slots().values()
         )
 
+    def _lease_wide(self, jobs: list[_Job]) -> None:
+        """Lease room for the widest chunk's gradient, so that no chunk allocates: heaps fragment under such sizes."""
+        widths = [
+            min(job.num_elements, self._chunk_elements(job)) * job.record.master.tensor.dtype.itemsize
+            for job in jobs
+            if job.record.has_compute_copy and job.staged_slots()
+        ]
+        needed = max(widths, default=0)
+        largest = max((self._lease_nbytes(job, self._chunk_elements(job)) for job in jobs), default=0)
+        if needed and needed + largest <= self._store.staging.capacity:
+            self._wide = self._store.staging.lease(needed)
+
+    def _widen(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        if gradient.dtype == dtype:
+            return gradient
+        if self._wide is None or gradient.numel() * dtype.itemsize > self._wide.nbytes:
+            return gradient.to(dtype)
+        return torch.frombuffer(self._wide.view, dtype=dtype, count=gradient.numel()).copy_(gradient)
+
     def _make_room(self, job: _Job, num_elements: int, pending: deque[_Chunk]) -> None:
         """Update chunks that have been read until the next one may be: a lease must never wait for this very thread."""
         needed = self._lease_nbytes(job, num_elements)
@@ -271,8 +295,8 @@ class StreamedStep:
         state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in job.old_scalars.items()}
         if job.has_state:
             state |= {key: _shaped(chunk.tensor(key, slot), shape) for key, slot in record.states.items()}
-        updated = master.detach()
-        new_state = shadow_step(self._optimizer, job.group, updated, _shaped(gradient, shape).to(master.dtype), state)
+        wide = _shaped(self._widen(gradient, master.dtype), shape)
+        new_state = shadow_step(self._optimizer, job.group, master.detach(), wide, state)
         for key, slot in record.states.items():
             staged = chunk.tensor(key, slot)
             if new_state[key].data_ptr() != staged.data_ptr():

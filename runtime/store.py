@@ -1,9 +1,11 @@
 """The store: where the parameters of one model live, and the one object that owns its file, buffers and threads."""
 
 import ctypes
+import functools
+import gc
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -306,14 +308,25 @@ class Store:
     def begin_memory(self) -> None:
         """Take what this process holds beside our homes as not ours. Called once, before the first graph runs."""
         if self._unexplained_rss is None:
+            gc.collect()  # captured graphs leave cycles of nodes and fake tensors behind
+            _return_freed_memory()
             self._unexplained_rss = anonymous_rss() - self._homes_in_ram() - self.staging.held_nbytes
 
     def sample_memory(self) -> None:
-        """Look at what the process holds now; what is neither explained nor on the host tier is the device's."""
-        if self._unexplained_rss is not None:
-            ours = anonymous_rss() - self._unexplained_rss
-            device = ours - self._homes_nbytes[Tier.HOST] - self.staging.held_nbytes
-            self.device_peak = max(self.device_peak, device)
+        """Look at what the process holds now; what is neither explained nor on the host tier is the device's.
+
+        Over the budget, the system's allocator is told to give back what it keeps of freed memory.
+        """
+        if self._unexplained_rss is None:
+            return
+        device = self._device_rss(self._unexplained_rss)
+        if device > self.config.device_memory:
+            _return_freed_memory()
+            device = self._device_rss(self._unexplained_rss)
+        self.device_peak = max(self.device_peak, device)
+
+    def _device_rss(self, unexplained: int) -> int:
+        return anonymous_rss() - unexplained - self._homes_nbytes[Tier.HOST] - self.staging.held_nbytes
 
     def _homes_in_ram(self) -> int:
         return self._homes_nbytes[Tier.DEVICE] + self._homes_nbytes[Tier.HOST]
@@ -354,8 +367,19 @@ def _padded_nbytes(placement: Placement) -> int:
 
 def _return_freed_memory() -> None:
     """Give the memory of freed small tensors back to the system: glibc would keep it for later allocations."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return glibc's malloc_trim; None where the C library has none."""
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except AttributeError:
+        return None
+    return trim
 
 
 def _close(transfers: Transfers, staging: StagingPool, engine: Engine | None) -> None:

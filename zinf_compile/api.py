@@ -1,7 +1,12 @@
 """What users call: ``optimize`` a model, ask for its ``report``, ``close`` it."""
 
 import statistics
+from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch._dynamo import trace_rules
+from torch._dynamo.external_utils import wrap_inline
 from torch.nn import Module
 
 from zinf_compile.backend import Session, check_devices, session_of_store
@@ -27,6 +32,8 @@ def optimize(model: Module, **options: object) -> Module:
         compute_dtype: dtype of forward and backward, such as torch.bfloat16; the optimizer keeps updating the
             parameters in their own dtype. By default the parameters' own.
         compute: "aten", the lowered graph as it is.
+        reserve_memory: share of device_memory to leave to Python and its compiled graphs; by default none, since they are
+            not on the device. On a CPU, where all is one RAM, it keeps the whole process within the budgets.
         prefetch_memory: how far transfers run ahead of compute; by default the planner chooses.
         recompute: True to recompute every block's activations in backward, False never to; by default as needed.
         capture: False to run the model's own forward eagerly, gathering parameters as it goes.
@@ -52,7 +59,10 @@ def optimize(model: Module, **options: object) -> Module:
     anchors = Anchors(make_anchor(requires_grad=True), make_anchor(requires_grad=False))
     install_accessors(model, anchors)
     if config.capture:
-        model.compile(backend=session.compile, dynamic=False)
+        forward: Callable[..., Any] = model._call_impl
+        if trace_rules.check(model.forward):  # torch.nn's own, Sequential say: Dynamo would pass over its frames
+            forward = wrap_inline(forward)
+        model._compiled_call_impl = torch.compile(forward, backend=session.compile, dynamic=False)
     return model
 
 

@@ -66,6 +66,7 @@ class Config:
     nvme_memory: int | None  # None: what the disk has free
     compute_dtype: str | None = None  # None: compute in each parameter's own dtype
     compute: str = "aten"
+    reserve_memory: int = 0  # share of device_memory left to Python, compiled graphs and the system's allocator
     prefetch_memory: int | None = None  # bytes read ahead of compute; None: the planner's choice
     recompute: bool | None = None  # None: only where needed to fit; True: always; False: never
     capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
@@ -90,7 +91,7 @@ def make_config(options: Mapping[str, object]) -> Config:
     given = {name: option for name, option in options.items() if option is not None}
     sizes = {
         name: parse_size(given[name], option=name)  # type: ignore[arg-type]  # parse_size checks the type itself
-        for name in ("device_memory", "host_memory", "nvme_memory", "prefetch_memory")
+        for name in ("device_memory", "host_memory", "nvme_memory", "prefetch_memory", "reserve_memory")
         if name in given
     }
     # Without a stated budget the two RAM tiers share what is free, leaving a fifth for Python, torch and the page cache.
@@ -107,6 +108,7 @@ def make_config(options: Mapping[str, object]) -> Config:
         nvme_memory=sizes.get("nvme_memory"),
         compute_dtype=_check_dtype(given.get("compute_dtype")),
         compute=_check_compute(given.get("compute", "aten")),
+        reserve_memory=sizes.get("reserve_memory", 0),
         prefetch_memory=sizes.get("prefetch_memory"),
         recompute=_check_bool(given.get("recompute"), option="recompute"),
         capture=_check_bool(given.get("capture"), option="capture") is not False,

@@ -109,11 +109,10 @@ def check_budgets(parameters: Sequence[ParameterFact], placements: Sequence[Plac
 
     The device must hold the small residents and the largest other parameter; staging must hold chunks of the step.
     """
-    resident = sum(placement.nbytes_on(Tier.DEVICE) for placement in placements)
-    streamed = [item for item in placements if item.compute is not Tier.DEVICE]
-    largest = sorted(streamed, key=lambda item: -item.compute_nbytes)[:3]
-    needed = resident + (2 * align(largest[0].compute_nbytes) if largest else 0)  # itself, and its gradient
-    if needed > config.device_memory:
+    if _least_device_memory(placements) > config.device_memory:
+        needed = _search_device_memory(parameters, config)
+        streamed = [item for item in placements if item.compute is not Tier.DEVICE]
+        largest = sorted(streamed, key=lambda item: -item.compute_nbytes)[:3]
         names = ", ".join(f"{item.parameter} {format_bytes(item.compute_nbytes)}" for item in largest)
         raise CapacityError(
             f"device_memory is {format_bytes(config.device_memory)}, and the largest parameter with its gradient needs "
@@ -128,14 +127,33 @@ def check_budgets(parameters: Sequence[ParameterFact], placements: Sequence[Plac
         )
 
 
+def _least_device_memory(placements: Sequence[Placement]) -> int:
+    """Return the bytes of what is resident, and of the largest other parameter with its gradient."""
+    resident = sum(placement.nbytes_on(Tier.DEVICE) for placement in placements)
+    streamed = [align(item.compute_nbytes) for item in placements if item.compute is not Tier.DEVICE]
+    return resident + 2 * max(streamed, default=0)
+
+
+def _search_device_memory(parameters: Sequence[ParameterFact], config: Config) -> int:
+    """Return the smallest device budget that ``check_budgets`` lets pass; the larger it is, the more is resident."""
+    needed = config.device_memory
+    while True:
+        # Only the device is asked about here: nvme takes whatever is left.
+        roomy = replace(config, device_memory=needed, nvme=config.nvme or ".", nvme_memory=None)
+        least = _least_device_memory(plan_placement(parameters, roomy))
+        if least <= needed:
+            return needed
+        needed = least
+
+
 def _check_nvme(placements: Sequence[Placement], config: Config) -> None:
     on_nvme = sum(placement.nbytes_on(Tier.NVME) for placement in placements)
     if on_nvme == 0 or (config.nvme is not None and (config.nvme_memory is None or on_nvme <= config.nvme_memory)):
         return
     in_host = sum(placement.nbytes_on(Tier.HOST) for placement in placements)
-    # Staging takes half of the host budget up to its own limit, so all of what must be held is asked for twice at most.
+    # Staging takes half of the host budget up to its own limit.
     needed = in_host + on_nvme
-    host_memory = min(2 * needed, needed + config.staging_memory + needed // 8)
+    host_memory = needed + replace(config, host_memory=2 * needed).staging_memory
     largest = sorted(placements, key=lambda placement: -placement.nbytes_on(Tier.NVME))[:3]
     names = ", ".join(f"{item.parameter} {format_bytes(item.nbytes_on(Tier.NVME))}" for item in largest)
     limit = (

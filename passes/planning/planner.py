@@ -70,7 +70,7 @@ def minimum_device_memory(request: Request) -> int:
 def _compute_nbytes(request: Request, graph: GraphFacts) -> int:
     """Return the device bytes that compute itself takes, however parameters move."""
     bound = bind_values(graph, base=0).nbytes
-    return bound + plan_activations(graph).peak_nbytes + _workspace(request, graph)
+    return bound + plan_activations(graph).peak_nbytes + _workspace(request, graph) + request.config.reserve_memory
 
 
 def _workspace(request: Request, graph: GraphFacts) -> int:
@@ -90,7 +90,7 @@ def _plan_graph(request: Request, graph: GraphFacts) -> Plan | None:
     config = request.config
     room = config.device_memory - _compute_nbytes(request, graph)
     num_uses = {use.parameter: len(use.ticks) for use in graph.uses}
-    if room <= 0:
+    if room < 0:
         return None
     if request.placements is not None:
         # Other graphs of the model run with these homes: keep them where that fits, so that nothing has to move.
@@ -98,10 +98,10 @@ def _plan_graph(request: Request, graph: GraphFacts) -> Plan | None:
             arena = _transfers(request, graph, request.placements, look_ahead).arena_nbytes
             if arena + _resident_nbytes(request.placements) <= room:
                 return _build(request, graph, request.placements, look_ahead)
+    least = plan_placement(request.parameters, config)  # first: of all it leaves the most to host and nvme
     everything = plan_placement(request.parameters, config, resident_nbytes=room, num_uses=num_uses)
     if all(placement.compute is Tier.DEVICE for placement in everything):
         return _build(request, graph, everything, _LOOK_AHEADS[-1])
-    least = plan_placement(request.parameters, config)
     for look_ahead in _look_aheads(config):
         arena = _transfers(request, graph, least, look_ahead).arena_nbytes
         if arena + _resident_nbytes(least) > room:
@@ -138,6 +138,7 @@ def _build(request: Request, graph: GraphFacts, placements: tuple[Placement, ...
             ("arena", arena_nbytes),
             ("activations", activations.peak_nbytes),
             ("workspace", _workspace(request, graph)),
+            ("reserve", config.reserve_memory),
         ),
         Tier.HOST: (("homes", sum(item.nbytes_on(Tier.HOST) for item in placements)), ("staging", staging)),
         Tier.NVME: (("homes", sum(item.nbytes_on(Tier.NVME) for item in placements)),),

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-import zinf_compile
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
+
+import zinf_compile
 from zinf_compile.config import Config, parse_size
 from zinf_compile.errors import CapacityError
 from zinf_compile.passes.planning import placement as placement_module
@@ -34,7 +35,7 @@ _PLENTY = 64 * 2**20
 NEEDS = re.compile(r"needs (\d+(?:\.\d+)? \w+)")
 
 
-def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
+def plain_loss(model: Callable[..., Any], batch: Batch) -> Tensor:
     """Return the loss that the model's own forward computes."""
     output = model(**batch)
     return output if isinstance(output, Tensor) else output.loss
@@ -165,6 +166,7 @@ class Parity:
         monkeypatch.setattr(placement_module, "RESIDENT_THRESHOLD", 0)
         monkeypatch.setattr(Config, "staging_memory", property(lambda config: min(config.host_memory, _STAGING)))
 
+    trace = Trace
     train = staticmethod(train)
     assert_same = staticmethod(assert_same)
     assert_equal = staticmethod(assert_equal)
@@ -235,9 +237,10 @@ class Parity:
         self, workload: Workload, placement: str = "nvme", *, captured: bool = True, loss: Loss = plain_loss, **options: Any
     ) -> tuple[nn.Module, Sequence[Batch]]:
         """Return an optimized workload in a placement."""
-        budgets = self.budgets(workload, placement, captured=captured, loss=loss, **options)
+        given = {name: option for name, option in options.items() if name not in ("device_memory", "host_memory")}
+        budgets = self.budgets(workload, placement, captured=captured, loss=loss, **given)
         model, batches = workload()
-        return self.optimize(model, **budgets, capture=captured, **options), batches
+        return self.optimize(model, **{**budgets, "capture": captured, **options}), batches
 
     def check(
         self, workload: Workload, placement: str, *, captured: bool, loss: Loss = plain_loss, **options: Any
@@ -246,6 +249,37 @@ class Parity:
         model, batches = self.optimized(workload, placement, captured=captured, loss=loss, **options)
         ours = train(model, batches, loss=loss)
         assert_same(ours, self.reference(workload, captured=captured, loss=loss))
+        report = zinf_compile.report(model)
+        self.assert_streamed(report, placement, captured=captured)
+        return report
+
+    def check_compiled(
+        self, compiled: Callable[..., Any], model: nn.Module, batches: Sequence[Batch], plain: Trace
+    ) -> Report:
+        """Train a model through what ``torch.compile`` made of it, and compare; return the report."""
+        self._models.append(model)
+        assert_same(train(model, batches, loss=lambda _, batch: plain_loss(compiled, batch)), plain)
+        return zinf_compile.report(model)
+
+    def check_loop(
+        self,
+        loop: Callable[[nn.Module, Sequence[Batch], Trace], None],
+        workload: Workload,
+        placement: str = "nvme",
+        *,
+        captured: bool,
+        **options: Any,
+    ) -> Report:
+        """Run a training loop of the test's own on an optimized and a plain model, and compare what it recorded."""
+        ours, plain = Trace(), Trace()
+        model, batches = workload()
+        torch.manual_seed(0)
+        loop(compile_plainly(model) if captured else model, batches, plain)
+        torch._dynamo.reset()
+        model, batches = self.optimized(workload, placement, captured=captured, **options)
+        torch.manual_seed(0)
+        loop(model, batches, ours)
+        assert_same(ours, plain)
         report = zinf_compile.report(model)
         self.assert_streamed(report, placement, captured=captured)
         return report

@@ -1,0 +1,157 @@
+"""Models and calls that cannot be used: each is refused by name, and changes nothing."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_compile
+from zinf_compile.errors import ConfigError, PlanFileError, StoreError, UnsupportedError
+
+StaysPlain = Callable[[nn.Module], AbstractContextManager[None]]
+BUDGETS = {"device_memory": "8MiB", "host_memory": "8MiB", "capture": False}
+
+
+@pytest.mark.parametrize("thing", [None, 3, "model", torch.ones(3), [nn.Linear(2, 2)], nn.Linear])
+def test_what_is_not_a_module(thing: object) -> None:
+    with pytest.raises(ConfigError, match=r"optimize takes a torch\.nn\.Module, not \w+"):
+        zinf_compile.optimize(thing, **BUDGETS)  # type: ignore[arg-type]
+
+
+def test_parameters_on_two_devices(model: nn.Module, stays_plain: StaysPlain) -> None:
+    model[2].to("meta")
+    message = r"parameters are on 2 devices \('0\.weight' on cpu, '2\.weight' on meta\); move the model to one device first"
+    with stays_plain(model), pytest.raises(ConfigError, match=message):
+        zinf_compile.optimize(model, **BUDGETS)
+
+
+def test_a_model_on_the_meta_device(model: nn.Module, stays_plain: StaysPlain) -> None:
+    model.to("meta")
+    with stays_plain(model), pytest.raises(UnsupportedError, match="the model is on the meta device, so it has no values"):
+        zinf_compile.optimize(model, **BUDGETS)
+
+
+def test_an_optimized_model(model: nn.Module) -> None:
+    zinf_compile.optimize(model, **BUDGETS)
+    with pytest.raises(ConfigError, match=r"Sequential was optimized already; call zinf_compile\.optimize once per model"):
+        zinf_compile.optimize(model, **BUDGETS)
+    with pytest.raises(ConfigError, match=r"Linear was optimized already"):
+        zinf_compile.optimize(model[0], **BUDGETS)
+    with pytest.raises(ConfigError, match=r"0 was optimized already"):
+        zinf_compile.optimize(nn.Sequential(model), **BUDGETS)
+    model(torch.ones(2, 200)).sum().backward()
+    zinf_compile.close(model)
+
+
+def test_a_module_that_shares_a_parameter_with_an_optimized_one(model: nn.Module) -> None:
+    other = nn.Linear(200, 200)
+    other.weight = model[0].weight
+    zinf_compile.optimize(model, **BUDGETS)
+    with pytest.raises(ConfigError, match=r"parameter 'weight' is already in the store of another model, as '0\.weight'"):
+        zinf_compile.optimize(other, **BUDGETS)
+    zinf_compile.close(model)
+
+
+def test_a_module_whose_part_was_optimized(model: nn.Module) -> None:
+    zinf_compile.optimize(model[0], **BUDGETS)
+    with pytest.raises(ConfigError, match="0 was optimized already"):
+        zinf_compile.optimize(model, **BUDGETS)
+    zinf_compile.close(model[0])
+
+
+def test_assigning_to_a_parameter(model: nn.Module) -> None:
+    zinf_compile.optimize(model, **BUDGETS)
+    weight = model[0].weight
+    with pytest.raises(UnsupportedError, match=r"cannot assign to '0\.weight': it lives in a store since optimize\(\)"):
+        model[0].weight = nn.Parameter(torch.zeros(200, 200))
+    assert model[0].weight is weight
+    model(torch.ones(2, 200)).sum().backward()
+    zinf_compile.close(model)
+
+
+@pytest.mark.parametrize("ask", [zinf_compile.report, zinf_compile.close])
+def test_asking_about_a_plain_model(ask: Callable[[nn.Module], object], model: nn.Module, stays_plain: StaysPlain) -> None:
+    with stays_plain(model), pytest.raises(ConfigError, match=r"Sequential has no parameter in a store; call zinf_compile\."):
+        ask(model)
+
+
+def test_training_after_close(model: nn.Module) -> None:
+    zinf_compile.optimize(model, **BUDGETS)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 200)).sum().backward()
+    loss = model(torch.ones(2, 200)).sum()
+    zinf_compile.close(model)
+    message = "the store of this model is closed; build and optimize the model again to train it"
+    for call in (loss.backward, optimizer.step, lambda: model(torch.ones(2, 200))):
+        with pytest.raises(StoreError, match=message):
+            call()
+    assert str(zinf_compile.report(model))
+
+
+def test_training_a_captured_model_after_close(model: nn.Module) -> None:
+    zinf_compile.optimize(model, **{**BUDGETS, "capture": True})
+    model(torch.ones(2, 200)).sum().backward()
+    zinf_compile.close(model)
+    for rows in (2, 3):  # a graph that is there, and one that would have to be captured
+        with pytest.raises(StoreError, match="the store of this model is closed"):
+            model(torch.ones(rows, 200))
+
+
+def test_a_model_without_parameters() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Flatten())
+    zinf_compile.optimize(model, **BUDGETS)
+    assert torch.equal(model(torch.ones(2, 3)), torch.ones(2, 3).tanh())
+
+
+def test_an_empty_and_a_scalar_parameter() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.empty(0, 3))
+            self.scalar = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scalar + self.empty.sum()
+
+    plain, model = Odd(), zinf_compile.optimize(Odd(), **BUDGETS)
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters())
+        each(torch.ones(2)).sum().backward()
+        optimizer.step()
+    assert torch.equal(plain.scalar, model.get_parameter("scalar"))
+    assert model.get_parameter("empty").shape == (0, 3)
+    zinf_compile.close(model)
+
+
+def write_plan(path: Path, model: nn.Module) -> None:
+    zinf_compile.optimize(model, **{**BUDGETS, "capture": True})
+    model(torch.ones(2, 200)).sum().backward()
+    (plan,) = zinf_compile.report(model).plans
+    plan.save(path)
+    zinf_compile.close(model)
+
+
+def test_plan_files_that_cannot_be_read(tmp_path: Path, model: nn.Module) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(path, model)
+    good = path.read_text()
+    zinf_compile.Plan.load(path)
+    for text, message in (
+        (good[: len(good) // 2], r"plan\.json"),
+        ("", r"plan\.json"),
+        ("[]", "plan"),
+        (json.dumps({**json.loads(good), "version": 999}), "version"),
+        (json.dumps({**json.loads(good), "surprise": 1}), "surprise"),
+    ):
+        path.write_text(text)
+        with pytest.raises(PlanFileError, match=message):
+            zinf_compile.Plan.load(path)
+
+
+def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises((PlanFileError, ConfigError), match=r"nowhere\.json"):
+        zinf_compile.Plan.load(tmp_path / "nowhere.json")

@@ -1,0 +1,76 @@
+"""``torch.compile(model, backend="zinf")`` on models that were never passed to ``optimize``, beside ``aot_eager``."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import GPT, GPTConfig
+
+STEPS = 5
+
+
+def token_batches(vocab_size: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(vocab_size, (2, 9), generator=generator) for _ in range(STEPS)]
+    return [{"tokens": each[:, :-1], "targets": each[:, 1:]} for each in tokens]
+
+
+def gpt():
+    return GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, seq=8)), token_batches(64)
+
+
+def gpt_tied():
+    return GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, seq=8), tied=True), token_batches(64)
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 210)
+        self.middle = nn.Linear(210, 50)
+        self.down = nn.Linear(50, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.down(torch.tanh(self.middle(F.gelu(self.up(x))))), y)
+
+
+def mlp():
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    return MLP(), [
+        {"x": torch.randn(4, 24, generator=generator), "y": torch.randint(5, (4,), generator=generator)}
+        for _ in range(STEPS)
+    ]
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=48, max_position_embeddings=16, use_cache=False,
+    )  # fmt: skip
+    batches = [{"input_ids": batch["tokens"], "labels": batch["tokens"]} for batch in token_batches(64)]
+    return transformers.LlamaForCausalLM(config), batches
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host"])
+@pytest.mark.parametrize("workload", [mlp, gpt, gpt_tied, llama])
+def test_bitwise(parity, workload, placement):
+    plain = parity.reference(workload, captured=True)
+    options = parity.budgets(workload, placement, captured=True)
+    model, batches = workload()
+    before = {name: (type(p), p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()}
+    compiled = torch.compile(model, backend="zinf", options=options, dynamic=False)
+    report = parity.check_compiled(compiled, model, batches, plain)
+    parity.assert_streamed(report, placement, captured=True)
+    after = {name: (type(p), p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()}
+    assert after == before
+    assert {kind for kind, *_ in after.values()} == {nn.Parameter}
+    if workload is gpt_tied:
+        assert model.embed.weight is model.head.weight

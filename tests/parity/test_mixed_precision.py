@@ -1,0 +1,79 @@
+"""``compute_dtype=torch.bfloat16`` is the recipe people write by hand: a bfloat16 model, float32 masters, AdamW on those."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import GPT, GPTConfig
+
+STEPS = 4
+MICRO_STEPS = 2
+
+
+def gpt():
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(64, (2, 9), generator=generator) for _ in range(STEPS * MICRO_STEPS)]
+    batches = [{"tokens": each[:, :-1], "targets": each[:, 1:]} for each in tokens]
+    return GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, seq=8)), batches
+
+
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def train_by_hand(parity, batches, *, captured: bool, num_micro: int):
+    """The recipe in plain PyTorch; masters are recorded under the parameters' names."""
+    trace = parity.trace()
+    model, _ = gpt()
+    masters = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    model = model.to(torch.bfloat16)
+    if captured:
+        model.compile(backend="aot_eager", dynamic=False)
+    optimizer = adamw(masters.values())
+    for step in range(STEPS):
+        for batch in batches[step * num_micro :][:num_micro]:
+            loss = model(**batch)
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+        trace.record_gradients(model)
+        for name, parameter in model.named_parameters():
+            masters[name].grad = parameter.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(masters[name])
+                parameter.grad = None
+        trace.parameters.append({name: master.detach().clone() for name, master in masters.items()})
+        trace.states.append(copy_state(optimizer))
+    torch._dynamo.reset()
+    return trace
+
+
+def copy_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    states = optimizer.state_dict()["state"]
+    return {f"{index} {key}": value.clone() for index, state in states.items() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("num_micro", [1, MICRO_STEPS])
+def test_bfloat16(parity, placement, captured, num_micro):
+    model, batches = parity.optimized(gpt, placement, captured=captured, compute_dtype=torch.bfloat16)
+    plain = train_by_hand(parity, batches, captured=captured, num_micro=num_micro)
+    ours, optimizer = parity.trace(), adamw(model.parameters())
+    for step in range(STEPS):
+        for batch in batches[step * num_micro :][:num_micro]:
+            loss = model(**batch)
+            loss.backward()
+            ours.losses.append(loss.detach().clone())
+        ours.record_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            ours.parameters.append({name: parameter.clone() for name, parameter in model.named_parameters()})
+        ours.states.append(copy_state(optimizer))
+    parity.assert_same(ours, plain)
+    assert {value.dtype for value in ours.parameters[-1].values()} == {torch.float32}
+    assert {value.dtype for value in ours.gradients[-1].values()} == {torch.bfloat16}

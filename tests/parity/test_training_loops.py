@@ -1,0 +1,402 @@
+"""Loops that users write: accumulation, clipping, evaluation in between, several forwards, frozen and written parameters."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+STEPS = 3
+MICRO_STEPS = 4
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(48, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 48, bias=False)
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.run_block(block, x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+class CheckpointedNet(Net):
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class BrokenNet(Net):
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        if block is self.blocks[1]:
+            torch._dynamo.graph_break()  # the line that the report names
+        return block(x)
+
+
+def make(cls: type[Net], dropout: float = 0.0):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        {"x": tokens[:, :-1], "y": tokens[:, 1:]}
+        for tokens in torch.randint(48, (STEPS * MICRO_STEPS, 2, 7), generator=generator)
+    ]
+    return cls(dropout), batches
+
+
+def net():
+    return make(Net)
+
+
+def net_with_dropout():
+    return make(Net, dropout=0.2)
+
+
+def checkpointed_net():
+    return make(CheckpointedNet, dropout=0.2)
+
+
+def broken_net():
+    return make(BrokenNet)
+
+
+def partly_frozen_net():
+    model, batches = make(Net)
+    model.embed.weight.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    return model, batches
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+
+
+def step_simply(model, batches, trace):
+    """Take one step per batch, and look at everything."""
+    optimizer = adamw(model)
+    for batch in batches[:STEPS]:
+        loss = model(**batch)
+        loss.backward()
+        trace.losses.append(loss.detach().clone())
+        trace.record_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.record_model(model, optimizer)
+
+
+def accumulate(model, batches, trace):
+    """Take one step for every four micro-batches, with gradients clipped."""
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        for batch in batches[step * MICRO_STEPS :][:MICRO_STEPS]:
+            loss = model(**batch) / MICRO_STEPS
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+        trace.record_gradients(model)
+        trace.losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        trace.record_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.record_model(model, optimizer)
+
+
+def test_gradient_accumulation(parity, placement, captured):
+    parity.check_loop(accumulate, net, placement, captured=captured)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(parity, captured, set_to_none):
+    def loop(model, batches, trace):
+        optimizer = adamw(model)
+        for step, batch in enumerate(batches[:STEPS]):
+            loss = model(**batch)
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+            trace.record_gradients(model)
+            optimizer.step()
+            (model if step == 1 else optimizer).zero_grad(set_to_none=set_to_none)
+            trace.record_gradients(model)
+            trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+def test_gradients_of_a_step_stay_until_they_are_zeroed(parity, captured):
+    """Without ``zero_grad`` the next backward adds to the gradients of the last step."""
+
+    def loop(model, batches, trace):
+        optimizer = adamw(model)
+        for batch in batches[:STEPS]:
+            loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            trace.losses.append(loss.detach().clone())
+            trace.record_gradients(model)
+            trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+def test_numbers_nobody_looks_at_in_between(parity, placement, captured):
+    """The same loop without a look at any home tensor until its end: looking is not what makes it right."""
+
+    def loop(model, batches, trace):
+        optimizer = torch.optim.AdamW(
+            [{"params": model.blocks.parameters(), "lr": 3e-3}, {"params": [model.embed.weight, model.head.weight]}],
+            lr=1e-2,
+        )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for batch in batches[:STEPS]:
+            loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            trace.losses.append(loss.detach().clone())
+        trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net, placement, captured=captured)
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+def test_inference_between_steps(parity, captured, grad_mode):
+    def loop(model, batches, trace):
+        optimizer = adamw(model)
+        for batch in batches[:STEPS]:
+            model.eval()
+            with grad_mode():
+                trace.losses.append(model(**batch).clone())
+            model.train()
+            loss = model(**batch)
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+            trace.record_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net_with_dropout, captured=captured)
+
+
+def test_inference_between_forward_and_backward(parity, captured):
+    def loop(model, batches, trace):
+        optimizer = adamw(model)
+        for batch in batches[:STEPS]:
+            loss = model(**batch)
+            with torch.no_grad():
+                trace.losses.append(model(**batches[-1]).clone())
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+            trace.record_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+def test_several_forwards_before_one_backward(parity, placement, captured):
+    def loop(model, batches, trace):
+        optimizer = adamw(model)
+        for step in range(STEPS):
+            losses = [model(**batch) for batch in batches[3 * step : 3 * step + 3]]
+            torch.stack(losses).sum().backward()
+            trace.losses += [loss.detach().clone() for loss in losses]
+            trace.record_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net, placement, captured=captured)
+
+
+def test_frozen_parameters(parity, placement, captured):
+    frozen = []
+
+    def loop(model, batches, trace):
+        step_simply(model, batches, trace)
+        frozen.append({name: p for name, p in model.named_parameters() if not p.requires_grad})
+
+    parity.check_loop(loop, partly_frozen_net, placement, captured=captured)
+    start = dict(partly_frozen_net()[0].named_parameters())
+    for parameters in frozen:
+        assert len(parameters) == 5
+        for name, parameter in parameters.items():
+            assert parameter.grad is None, name
+            assert torch.equal(parameter, start[name]), name
+
+
+def test_parameters_frozen_and_thawed_in_between(parity, captured):
+    """``requires_grad_`` after the first step means what it means in PyTorch."""
+
+    def loop(model, batches, trace):
+        optimizer = adamw(model)
+        for step, batch in enumerate(batches[:STEPS]):
+            model.blocks[0].requires_grad_(step != 1)
+            loss = model(**batch)
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+            trace.record_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+def test_user_writes_parameters_between_steps(parity, placement, captured):
+    def loop(model, batches, trace):
+        optimizer = adamw(model)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        for step, batch in enumerate(batches[:STEPS]):
+            if step == 1:
+                model.head.weight.data.mul_(0.5)
+                with torch.no_grad():
+                    model.embed.weight[3] = 0.25
+                nn.init.constant_(model.blocks[0].up.bias, 0.1)
+            if step == 2:
+                model.load_state_dict(saved)
+            loss = model(**batch)
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+            trace.record_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net, placement, captured=captured)
+
+
+def test_user_writes_gradients(parity, captured):
+    """Gradients scaled in place, replaced and removed before the step."""
+
+    def loop(model, batches, trace):
+        optimizer = adamw(model)
+        for batch in batches[:STEPS]:
+            loss = model(**batch)
+            loss.backward()
+            for parameter in model.blocks.parameters():
+                parameter.grad.mul_(0.5)
+            model.head.weight.grad = model.head.weight.grad.sign()
+            model.embed.weight.grad = None
+            trace.losses.append(loss.detach().clone())
+            trace.record_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adafactor])
+def test_other_optimizers(parity, make_optimizer):
+    def loop(model, batches, trace):
+        optimizer = make_optimizer(model.parameters(), lr=1e-2)
+        for batch in batches[:STEPS]:
+            loss = model(**batch)
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net, captured=False)
+
+
+def test_optimizer_state_goes_through_a_checkpoint(parity, captured):
+    """State saved, training continued, state loaded: the second half comes out the same twice."""
+
+    def loop(model, batches, trace):
+        optimizer = adamw(model)
+        step_with(model, optimizer, batches[0], trace)
+        state = torch.utils._pytree.tree_map_only(Tensor, torch.clone, optimizer.state_dict())
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        step_with(model, optimizer, batches[1], trace)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        step_with(model, optimizer, batches[1], trace)
+        assert torch.equal(trace.losses[1], trace.losses[2])
+        assert all(torch.equal(trace.parameters[1][name], trace.parameters[2][name]) for name in trace.parameters[1])
+
+    def step_with(model, optimizer, batch, trace):
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.losses.append(loss.detach().clone())
+        trace.record_model(model, optimizer)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+def test_graph_break(parity):
+    report = parity.check_loop(step_simply, broken_net, captured=True, device_memory=200 * 2**10)
+    source, first = open(__file__).read().splitlines(), None
+    first = next(number for number, line in enumerate(source, start=1) if "the line that the report names" in line)
+    assert any(f"{__file__}:{first}:" in where for where in report.graph_breaks), report.graph_breaks
+    assert len([plan for plan in report.plans if plan.uses]) == 2
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_recompute(parity, recompute):
+    report = parity.check_loop(step_simply, net_with_dropout, captured=True, recompute=recompute)
+    assert [plan.activations.policy for plan in report.plans] == ["recompute_blocks" if recompute else "save"]
+
+
+@pytest.mark.parametrize("prefetch_memory", [0, 12 * 2**10, 64 * 2**10])
+def test_prefetch(parity, prefetch_memory):
+    report = parity.check_loop(
+        step_simply, net, captured=True, prefetch_memory=prefetch_memory, placement="nvme" if prefetch_memory else "host"
+    )
+    ahead = [transfer for plan in report.plans for transfer in plan.transfers if transfer.issue < transfer.need_by]
+    assert bool(ahead) == bool(prefetch_memory)
+
+
+def test_checkpoint_in_user_code(parity, captured):
+    parity.check_loop(step_simply, checkpointed_net, captured=captured)
+
+
+class Recurrent(nn.Module):
+    """nn.LSTM keeps a list of its weights of its own, and is not captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(16, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.outward = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        states, _ = self.lstm(torch.tanh(self.inward(x)))
+        return F.cross_entropy(self.outward(states[:, -1]), y)
+
+
+def recurrent():
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        {"x": torch.randn(2, 5, 16, generator=generator), "y": torch.randint(3, (2,), generator=generator)}
+        for _ in range(STEPS)
+    ]
+    return Recurrent(), batches
+
+
+def test_lstm(parity, captured):
+    parity.check_loop(step_simply, recurrent, captured=captured)
