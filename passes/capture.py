@@ -4,7 +4,6 @@ What to save and what to recompute is chosen between: ``GraphCompiler.choose`` i
 activation policy and returns the split it wants; ``compile_forward`` and ``compile_backward`` turn graphs into callables.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import JointInputs
-from zinf_compile.passes.fx_edit import set_missing_values
+from zinf_compile.passes.fx_edit import copy_graph_module, set_missing_values
 from zinf_compile.passes.pipeline import edit_joint_graph
 from zinf_compile.terms import ActivationPolicy
 
@@ -48,7 +47,7 @@ def compile_graph(
         joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         def split(policy: ActivationPolicy) -> CapturedGraph:
-            candidate = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+            candidate = copy_graph_module(joint)
             edit_joint_graph(candidate, JointInputs(policy=policy))
             forward, backward = min_cut_rematerialization_partition(
                 candidate, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs

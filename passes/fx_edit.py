@@ -45,6 +45,14 @@ def set_missing_values(graph: fx.Graph) -> None:
             set_value(node, fake_mode)
 
 
+def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph module with its own copy of the graph, whose nodes have their own ``meta``."""
+    copied = fx.Graph()
+    results, output = copied.graph_copy(graph_module.graph, val_map={}, return_output_node=True)
+    copied.output(results).meta = dict(output.meta)
+    return fx.GraphModule(graph_module, copied)
+
+
 def node_name(name: str) -> str:
     """Return ``name`` as an identifier: ``layers.3.up.weight`` gives ``layers_3_up_weight``."""
     cleaned = _NOT_IN_NAMES.sub("_", name).strip("_")

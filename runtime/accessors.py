@@ -32,10 +32,13 @@ class Anchors:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Mark an eager forward. In the outermost one, saved gathered weights are packed to their id, not kept."""
+        """Mark an eager forward. In the outermost one, saved gathered weights are packed to their id, not kept.
+
+        Not so inside a backward: there a checkpoint runs modules again, and must itself see all that they save.
+        """
         self.depth += 1
         try:
-            if self.depth == 1:
+            if self.depth == 1 and torch._C._current_graph_task_id() == -1:
                 with repack_gathered():
                     yield
             else:

@@ -233,6 +233,8 @@ class Store:
         slot, parameter = record.gradient, record.parameter
         if slot is None:
             raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
+        if not parameter.requires_grad:  # frozen since the graph was captured
+            return
         with torch.no_grad(), self.closing_on_error():
             if parameter.grad is None:
                 self.transfers.write_value(slot, grad, Tier.DEVICE)
@@ -320,7 +322,7 @@ class Store:
         if self._unexplained_rss is None:
             return
         device = self._device_rss(self._unexplained_rss)
-        if device > self.config.device_memory:
+        if device > self.config.device_memory - self.config.reserve_memory:
             _return_freed_memory()
             device = self._device_rss(self._unexplained_rss)
         self.device_peak = max(self.device_peak, device)

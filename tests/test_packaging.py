@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+import zinf_compile
+
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("passes", "runtime", "cuda")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -107,16 +109,12 @@ def test_public_names_load() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    import zinf_compile
-
     with pytest.raises(AttributeError, match="module 'zinf_compile' has no attribute 'optimise'"):
         zinf_compile.optimise  # noqa: B018  # reading it is what is tested
 
 
 def test_the_type_checker_sees_every_public_name() -> None:
     """``__init__`` names each public name twice: for the type checker, and for loading it lazily."""
-    import zinf_compile
-
     source = (ROOT / "zinf_compile" / "__init__.py").read_text()
     for name, home in zinf_compile._HOMES.items():
         assert f"from {home} import {name} as {name}\n" in source

@@ -1,6 +1,5 @@
 """The Dynamo backend: captured graphs in, planned and lowered graphs out. Joins the passes and the runtime."""
 
-import copy
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from zinf_compile.passes.capture import (
     parameter_placeholders,
 )
 from zinf_compile.passes.contract import LowerInputs, ParameterHandle, PrepareInputs
+from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import lower_graph, prepare_graph
 from zinf_compile.passes.planning.placement import check_budgets, plan_placement
 from zinf_compile.passes.planning.planner import Request, make_plan
@@ -187,7 +187,7 @@ class Program:
             (Phase.BACKWARD, self._captured.backward),
         ):
             if graph_module is not None:
-                lowered = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+                lowered = copy_graph_module(graph_module)
                 lower_graph(lowered, inputs)
                 self._lowered[phase] = lowered.forward
 

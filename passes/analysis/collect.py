@@ -134,7 +134,7 @@ def _collect_values(
             ends[roots[used]] = max(ends[roots[used]], _tick(node) + 1)
     values = []
     for root, birth in births.items():
-        if root.is_gathered or root.node in forward_inputs or root.nbytes == 0:
+        if (root.is_gathered and root not in returned) or root.node in forward_inputs or root.nbytes == 0:
             continue
         suffix = "".join(f".{index}" for index in root.path)
         is_saved, is_returned = root in saved, root in returned
@@ -155,7 +155,7 @@ def _collect_uses(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) ->
     """Return the ticks at which each parameter's bytes are read, directly or through a view. Making a view reads none."""
     ticks: dict[str, set[int]] = {}
     for node in nodes:
-        for used in node.all_input_nodes:
+        for used in node.all_input_nodes if node.op != "output" else ():
             root = roots[used]
             facts = root.node.meta[NODE_FACTS]
             if root.is_gathered and facts.parameter is not None and roots.get(node) != root:

@@ -8,7 +8,7 @@ Emitted::
     t = aten.t(layers_1_up_weight)                                          views are made again in each residency
     mm = aten.mm(x, t)
 
-Gathers of resident parameters stay as they are: there is nothing to move.
+Gathers of resident parameters stay as they are: there is nothing to move. So do those that the graph returns.
 """
 
 import bisect
@@ -51,13 +51,14 @@ class _Starter:
                 self._issue(transfer)
         streamed = self._streamed_values()
         for node in self._nodes:
-            if node in streamed:  # a gather or a view of one: made again where it is read
+            # A gather or a view of one is made again where it is read; what the caller gets must outlive the arena's bytes.
+            if node in streamed or node.op == "output":
                 continue
             for used in node.all_input_nodes:
                 if used in streamed:
                     node.replace_input_with(used, self._bind(used, self._covering(streamed[used], node), node))
         for node in reversed(self._nodes):
-            if node in streamed:
+            if node in streamed and not node.users:
                 self._graph.erase_node(node)
 
     def _issue(self, transfer: GatherTransfer) -> None:

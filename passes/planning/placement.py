@@ -138,12 +138,15 @@ def _search_device_memory(parameters: Sequence[ParameterFact], config: Config) -
     """Return the smallest device budget that ``check_budgets`` lets pass; the larger it is, the more is resident."""
     needed = config.device_memory
     while True:
-        # Only the device is asked about here: nvme takes whatever is left.
-        roomy = replace(config, device_memory=needed, nvme=config.nvme or ".", nvme_memory=None)
-        least = _least_device_memory(plan_placement(parameters, roomy))
+        least = _least_device_memory(plan_placement(parameters, with_device_memory(config, needed)))
         if least <= needed:
             return needed
         needed = least
+
+
+def with_device_memory(config: Config, nbytes: int) -> Config:
+    """Return a config to search for a device budget with: nvme takes whatever is left, however much."""
+    return replace(config, device_memory=nbytes, nvme=config.nvme or ".", nvme_memory=None)
 
 
 def _check_nvme(placements: Sequence[Placement], config: Config) -> None:

@@ -5,7 +5,7 @@ the plans that fit the one with the shortest simulated step is returned.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
@@ -14,7 +14,7 @@ from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.activations import bind_values, plan_activations
 from zinf_compile.passes.planning.costs import plan_spans
 from zinf_compile.passes.planning.optimizer_step import plan_step
-from zinf_compile.passes.planning.placement import plan_placement
+from zinf_compile.passes.planning.placement import plan_placement, with_device_memory
 from zinf_compile.passes.planning.prefetch import TransferPlan, plan_residencies, plan_transfers
 from zinf_compile.plan import PLAN_VERSION, GradientSink, Placement, Plan, TierPlan
 from zinf_compile.simulate import simulate
@@ -99,6 +99,8 @@ def _plan_graph(request: Request, graph: GraphFacts) -> Plan | None:
             if arena + _resident_nbytes(request.placements) <= room:
                 return _build(request, graph, request.placements, look_ahead)
     least = plan_placement(request.parameters, config)  # first: of all it leaves the most to host and nvme
+    if _resident_nbytes(least) > room:
+        return None
     everything = plan_placement(request.parameters, config, resident_nbytes=room, num_uses=num_uses)
     if all(placement.compute is Tier.DEVICE for placement in everything):
         return _build(request, graph, everything, _LOOK_AHEADS[-1])
@@ -191,8 +193,7 @@ def _minimum(request: Request, graph: GraphFacts) -> int:
     look_ahead = _LOOK_AHEADS[-1] if fixed is None else LookAhead(prefetch_nbytes=fixed, group_nbytes=fixed // 4)
     needed = floor
     while True:
-        config = replace(request.config, device_memory=needed)
-        placements = plan_placement(request.parameters, config)
+        placements = plan_placement(request.parameters, with_device_memory(request.config, needed))
         total = floor + _transfers(request, graph, placements, look_ahead).arena_nbytes + _resident_nbytes(placements)
         if total <= needed:
             return needed

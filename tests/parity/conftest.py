@@ -209,23 +209,34 @@ class Parity:
     ) -> int:
         """Return the device budget that the errors of ``optimize`` and of the first call ask for, to a tenth of a KiB."""
         key = ("device_memory", workload, captured, loss, *sorted(options.items()))
-        if key in self._cache:
-            return int(self._cache[key])
-        options = {"host_memory": _STAGING + _PLENTY, "capture": captured, **options}
-        model, batches = workload()
-        with pytest.raises(CapacityError) as refused:
-            zinf_compile.optimize(model, device_memory=0, **options)
-        device = needed_device_memory(refused.value)
-        zinf_compile.optimize(model, device_memory=device, **options)
-        if captured:
-            try:
-                loss(model, batches[0])
-            except (CapacityError, BackendCompilerFailed) as error:  # Dynamo wraps what a backend raises
-                device = needed_device_memory(error)
+        if key not in self._cache:
+            host = {"host_memory": _STAGING + _PLENTY}
+            model, batches = workload()
+            with pytest.raises(CapacityError) as refused:
+                zinf_compile.optimize(model, device_memory=0, **host)
+            budgets = {"device_memory": needed_device_memory(refused.value), **host}
+            if captured:
+                self._cache[key] = self._try_capture(model, batches[0], loss, budgets, **options)
+            else:
+                self._cache[key] = budgets["device_memory"]
+        return int(self._cache[key])
+
+    def _try_capture(
+        self, model: nn.Module, batch: Batch, loss: Loss, budgets: dict[str, Any], *, backend: str | None = None, **options: Any
+    ) -> int:
+        if backend is None:
+            zinf_compile.optimize(model, **budgets, **options)
+            called = model
+        else:
+            called = torch.compile(model, backend=backend, options=budgets, dynamic=False)
+        try:
+            loss(called, batch)
+        except (CapacityError, BackendCompilerFailed) as error:  # Dynamo wraps what a backend raises
+            return needed_device_memory(error)
+        finally:
             torch._dynamo.reset()
-        zinf_compile.close(model)
-        self._cache[key] = device
-        return device
+            zinf_compile.close(model)
+        return int(budgets["device_memory"])
 
     def optimize(self, model: nn.Module, **options: Any) -> nn.Module:
         """Return the optimized model; it is closed when the test ends."""

@@ -63,7 +63,7 @@ def llama():
 @pytest.mark.parametrize("workload", [mlp, gpt, gpt_tied, llama])
 def test_bitwise(parity, workload, placement):
     plain = parity.reference(workload, captured=True)
-    options = parity.budgets(workload, placement, captured=True)
+    options = parity.budgets(workload, placement, captured=True, backend="zinf")
     model, batches = workload()
     before = {name: (type(p), p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()}
     compiled = torch.compile(model, backend="zinf", options=options, dynamic=False)

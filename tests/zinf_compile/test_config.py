@@ -34,7 +34,9 @@ def test_sizes_become_bytes(size: int | str, nbytes: int) -> None:
     assert parse_size(size, option="device_memory") == nbytes
 
 
-@pytest.mark.parametrize("size", ["", "lots", "8 GiBs", "GiB", "-1GiB", "1,5GiB", "1e3", "8G", True, 1.5, None, b"8GiB"])
+@pytest.mark.parametrize(
+    "size", ["", "lots", "8 GiBs", "GiB", "-1GiB", "1,5GiB", "1e3", "8G", True, 1.5, None, b"8GiB"]
+)
 def test_what_is_no_size_is_refused_with_its_option(size: object) -> None:
     with pytest.raises(ConfigError, match=r"host_memory=.* is not a size; .*'8GiB'"):
         parse_size(size, option="host_memory")  # type: ignore[arg-type]  # that is what is tested

@@ -110,9 +110,7 @@ def test_parameters_of_one_transfer_that_share_bytes(small_plan: Plan) -> None:
     tiers = _with_tier(
         small_plan,
         Tier.DEVICE,
-        lambda item: replace(
-            item, predicted_peak=688, parts=(("arena", 512), ("activations", 160), ("residents", 16))
-        ),
+        lambda item: replace(item, predicted_peak=688, parts=(("arena", 512), ("activations", 160), ("residents", 16))),
     ).tiers
     both = replace(
         small_plan.transfers[0], parameters=("layers.0.weight", "layers.1.weight"), offsets=(0, 99), offset=0

@@ -53,7 +53,9 @@ def test_a_result_of_several_tensors_counts_all(trace: Function) -> None:
     assert count_bytes_accessed(node) == 2 * 3 * 4 + 2 * 4 + 2 * 8
 
 
-@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x.split(2), lambda x: x.view(8)], ids=["t", "split", "view"])
+@pytest.mark.parametrize(
+    "view", [lambda x: x.t(), lambda x: x.split(2), lambda x: x.view(8)], ids=["t", "split", "view"]
+)
 def test_a_view_costs_nothing(trace: Function, view: Callable[[Tensor], object]) -> None:
     graph_module = trace(lambda anchor, x: view(x), (4, 2))
     for node in graph_module.graph.nodes:

@@ -87,9 +87,7 @@ def make_hardware() -> Hardware:
     )
 
 
-def _make_random_graph(
-    rng: random.Random, parameters: Sequence[ParameterFact], policy: ActivationPolicy
-) -> GraphFacts:
+def _make_random_graph(rng: random.Random, parameters: Sequence[ParameterFact], policy: ActivationPolicy) -> GraphFacts:
     half = 3 * len(parameters) + rng.randrange(2, 9)
     num_ticks = 2 * half
     uses: dict[str, list[int]] = {}

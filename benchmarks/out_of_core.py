@@ -1,0 +1,349 @@
+"""How much slower is training out of core than training with all the memory, and does it stay within its budgets?
+
+    python -m benchmarks.out_of_core --nvme DIR [--layers 12 --hidden 1792] [--tokens 2048] [--rounds 5] [--sweep]
+    python -m benchmarks.out_of_core --nvme DIR --peer python-of-an-environment-with-deepspeed
+
+Prints one JSON line per question:
+
+``memory``   peak anonymous RSS of a fresh process that trains out of core, above that of the interpreter with torch
+             imported, beside the two budgets it was given (an eighth of the model states together).
+``time``     seconds per step out of core over plain PyTorch in memory: the same model, dtypes, recompute and fused AdamW,
+             in one process, step by step in turn. ``floor`` is the larger of the in-memory time and the bytes moved over
+             the disk bandwidth measured at start; ``ratio_to_floor`` says how far the rest of the system is from it.
+``peer``     the same training by DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, run by ``benchmarks/peers``.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+_ROOT = Path(__file__).resolve().parents[1]
+_STATE_BYTES = 18  # per parameter: fp32 master, two fp32 moments, bf16 copy, bf16 gradient, and fp32 gradient's other half
+_BUDGET_SHARE = 8  # device and host budgets together are an eighth of the model states
+_HOST_SHARE = 0.25  # of both budgets
+_SAMPLE_SECONDS = 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training problem. ``reserve`` is the share of the device budget left to Python and compiled graphs."""
+
+    layers: int
+    hidden: int
+    seq: int
+    batch: int
+    nvme: str
+    threads: int
+    reserve: int
+    budget_share: float
+
+    @property
+    def tokens(self) -> int:
+        return self.seq * self.batch
+
+
+def load_gpt() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpt", _ROOT / "examples" / "gpt.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpt"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def disk_bytes() -> tuple[int, int]:
+    """Return the bytes this process has read from and written to storage, as the kernel counts them."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+class PeakSampler:
+    """The highest anonymous RSS seen by a thread that looks every few milliseconds."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_SAMPLE_SECONDS):
+            self.peak = max(self.peak, read_status("RssAnon"))
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["PeakSampler"]:
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            self._thread.join()
+
+
+def batches(case: Case) -> Iterator[tuple[object, object]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        tokens = torch.randint(0, 256, (case.batch, case.seq + 1), generator=generator)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def build(case: Case) -> "object":
+    gpt = load_gpt()
+    return gpt.GPT(
+        gpt.GPTConfig(vocab_size=256, layers=case.layers, hidden=case.hidden, heads=case.hidden // 64, seq=case.seq)
+    )
+
+
+def budgets(case: Case, num_parameters: int) -> tuple[int, int]:
+    """Return the device and host budgets."""
+    total = int(num_parameters * _STATE_BYTES * case.budget_share)
+    host = int(total * _HOST_SHARE)
+    return total - host, host
+
+
+Step = Callable[[object, object], float]
+
+
+def out_of_core(case: Case) -> tuple[Step, object]:
+    """Return a training step of a model in a store, and the model."""
+    import torch
+
+    import zinf_compile
+
+    model = build(case)
+    device, host = budgets(case, sum(p.numel() for p in model.parameters()))
+    zinf_compile.optimize(
+        model,
+        device_memory=device,
+        host_memory=host,
+        reserve_memory=case.reserve,
+        nvme=case.nvme,
+        compute_dtype=torch.bfloat16,
+        recompute=True,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(x: object, y: object) -> float:
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step, model
+
+
+def in_memory(case: Case) -> Step:
+    """Return a training step in plain PyTorch: a bf16 model, fp32 master copies, each block recomputed in backward."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    model = build(case)
+    masters = [p.detach().clone() for p in model.parameters()]
+    model.bfloat16()
+    for block in model.blocks:
+        plain = block.forward
+        block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+
+    def step(x: object, y: object) -> float:
+        loss = model(x, y)
+        loss.backward()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = parameter.grad.float()
+                parameter.grad = None
+            optimizer.step()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+                master.grad = None
+        return loss.item()
+
+    return step
+
+
+def measure_memory(case: Case, steps: int) -> dict[str, object]:
+    """Train out of core in this process, which should be fresh; return its peak beside the budgets."""
+    import torch
+
+    torch.set_num_threads(case.threads)
+    torch.ones(1).sum()
+    base = read_status("RssAnon")
+    step, model = out_of_core(case)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    device, host = budgets(case, num_parameters)
+    Path("/proc/self/clear_refs").write_text("5")
+    source = batches(case)
+    with PeakSampler().running() as first:  # captures and compiles
+        step(*next(source))
+    with PeakSampler().running() as later:
+        read, written = disk_bytes()
+        for _ in range(steps):
+            loss = step(*next(source))
+        moved = [(after - before) / steps for before, after in zip((read, written), disk_bytes(), strict=True)]
+    return {
+        "question": "memory",
+        **describe(case, num_parameters),
+        "budget_bytes": device + host,
+        "device_memory": device,
+        "host_memory": host,
+        "base_rss_anon": base,
+        "peak_rss_anon_above_base_first_step": first.peak - base,
+        "peak_rss_anon_above_base": later.peak - base,
+        "vm_hwm": read_status("VmHWM"),
+        "within_budgets": max(first.peak, later.peak) - base <= device + host,
+        "disk_read_bytes_per_step": moved[0],
+        "disk_written_bytes_per_step": moved[1],
+        "disk_bytes_per_parameter": sum(moved) / num_parameters,
+        "last_loss": loss,
+    }
+
+
+def measure_time(case: Case, rounds: int) -> dict[str, object]:
+    """Take steps in memory and out of core in turn; return medians and their ratio."""
+    import torch
+
+    import zinf_compile
+
+    torch.set_num_threads(case.threads)
+    step, model = out_of_core(case)
+    plain = in_memory(case)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    source = batches(case)
+    losses = []
+    for _ in range(2):  # capture, first touch of optimizer state
+        x, y = next(source)
+        losses.append((plain(x, y), step(x, y)))
+    times: dict[str, list[float]] = {"in_memory": [], "out_of_core": []}
+    before = disk_bytes()
+    for _ in range(rounds):
+        x, y = next(source)
+        for name, run in (("in_memory", plain), ("out_of_core", step)):
+            start = time.perf_counter()
+            run(x, y)
+            times[name].append(time.perf_counter() - start)
+    after = disk_bytes()
+    read, written = ((last - first) / rounds for first, last in zip(before, after, strict=True))
+    report = zinf_compile.report(model)
+    rates = {rate.name: rate.per_second for rate in report.plans[0].hardware.routes}
+    disk_seconds = read / rates["nvme -> host"] + written / rates["host -> nvme"]
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    floor = max(medians["in_memory"], disk_seconds)
+    result = {
+        "question": "time",
+        **describe(case, num_parameters),
+        "in_memory_seconds": medians["in_memory"],
+        "out_of_core_seconds": medians["out_of_core"],
+        "ratio": medians["out_of_core"] / medians["in_memory"],
+        "pairwise_ratios": [b / a for a, b in zip(times["in_memory"], times["out_of_core"], strict=True)],
+        "disk_seconds": disk_seconds,
+        "floor_seconds": floor,
+        "ratio_to_floor": medians["out_of_core"] / floor,
+        "phases": {item.phase: [item.predicted_seconds, item.measured_seconds] for item in report.phases},
+        "first_losses": losses,
+    }
+    zinf_compile.close(model)
+    return result
+
+
+def measure_peer(case: Case, python: str, rounds: int) -> dict[str, object]:
+    """Run DeepSpeed on the same problem in its own environment and return what it printed."""
+    command = [
+        python, str(_ROOT / "benchmarks" / "peers" / "deepspeed_zero3.py"), "--model", str(_ROOT / "examples" / "gpt.py"),
+        "--layers", str(case.layers), "--hidden", str(case.hidden), "--heads", str(case.hidden // 64), "--vocab", "256",
+        "--batch", str(case.batch), "--seq", str(case.seq), "--steps", str(rounds), "--warmup", "1",
+        "--nvme", str(Path(case.nvme) / "deepspeed"), "--offload", "nvme", "--gradient-checkpointing",
+        "--sub-group-size", "8000000",
+    ]  # fmt: skip
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {"question": "peer", **json.loads(printed.strip().splitlines()[-1])}
+
+
+def describe(case: Case, num_parameters: int) -> dict[str, object]:
+    return {
+        "layers": case.layers,
+        "hidden": case.hidden,
+        "num_parameters": num_parameters,
+        "tokens_per_step": case.tokens,
+        "threads": case.threads,
+        "model_state_bytes": num_parameters * _STATE_BYTES,
+        "reserve_memory": case.reserve,
+    }
+
+
+def in_child(case: Case, question: str, rounds: int) -> dict[str, object]:
+    """Answer a question in a fresh process."""
+    options = {"question": question, "rounds": rounds, "case": vars(case)}
+    command = [sys.executable, "-m", "benchmarks.out_of_core", "--child", json.dumps(options)]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=_ROOT).stdout
+    result: dict[str, object] = json.loads(printed.strip().splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", default=".", help="folder on a local disk")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=1792)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--reserve-mib", type=int, default=208, help="of the device budget, for Python and its graphs")
+    parser.add_argument("--sweep", action="store_true", help="also 512, 1024 and 4096 tokens per step")
+    parser.add_argument("--only", choices=("memory", "time", "peer"))
+    parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with deepspeed")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        options = json.loads(args.child)
+        case = Case(**options["case"])
+        measure = {"memory": measure_memory, "time": measure_time}[options["question"]]
+        print(json.dumps(measure(case, options["rounds"])))
+        return
+
+    def case_of(tokens: int) -> Case:
+        seq = min(tokens, 1024)
+        return Case(
+            layers=args.layers,
+            hidden=args.hidden,
+            seq=seq,
+            batch=tokens // seq,
+            nvme=str(Path(args.nvme).resolve()),
+            threads=args.threads,
+            reserve=args.reserve_mib * 2**20,
+            budget_share=1 / _BUDGET_SHARE,
+        )
+
+    command = " ".join(["python -m benchmarks.out_of_core", *sys.argv[1:]])
+    case = case_of(args.tokens)
+    if args.only in (None, "memory"):
+        print(json.dumps({"command": command, **in_child(case, "memory", 2)}), flush=True)
+    if args.only in (None, "time"):
+        for tokens in dict.fromkeys([args.tokens, *([512, 1024, 2048, 4096] if args.sweep else [])]):
+            print(json.dumps({"command": command, **in_child(case_of(tokens), "time", args.rounds)}), flush=True)
+    if args.peer:
+        print(json.dumps({"command": command, **measure_peer(case, args.peer, args.rounds)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The streamed step: chunks that fit staging, and the bytes that go over the disk."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from zinf_compile.config import Config
+from zinf_compile.errors import CapacityError
+from zinf_compile.passes.planning.optimizer_step import CHUNK_ALIGN_ELEMENTS, chunk_nbytes_per_element, plan_step
+from zinf_compile.passes.planning.placement import plan_placement
+from zinf_compile.terms import Tier
+
+Function = Callable[..., Any]
+ALL_ON_NVME = Config(device_memory=0, host_memory=0, nvme="/disk", nvme_memory=None)
+ALL_ON_HOST = Config(device_memory=0, host_memory=2**32, nvme=None, nvme_memory=None)
+IN_FLIGHT = 4
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "num_states", "nbytes"),
+    [
+        ("float32", 2, 4 + 4 * 3),  # gradient; master and two moments
+        ("float32", 1, 4 + 4 * 2),
+        ("bfloat16", 2, 2 + 4 + 4 * 3 + 2),  # gradient read and widened; master and moments; compute copy
+    ],
+)
+def test_staging_bytes_of_an_element(parameter: Function, compute_dtype: str, num_states: int, nbytes: int) -> None:
+    fact = parameter("a.weight", 1000, compute_dtype=compute_dtype)
+    assert chunk_nbytes_per_element(fact, num_states) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("staging", "chunk"),
+    [
+        (IN_FLIGHT * 16 * CHUNK_ALIGN_ELEMENTS, CHUNK_ALIGN_ELEMENTS),
+        (IN_FLIGHT * 16 * (2 * CHUNK_ALIGN_ELEMENTS) - 1, CHUNK_ALIGN_ELEMENTS),
+        (IN_FLIGHT * 16 * (5 * CHUNK_ALIGN_ELEMENTS), 5 * CHUNK_ALIGN_ELEMENTS),
+        (2**40, 2**20),
+    ],
+)
+def test_chunks_are_whole_sectors_within_staging(parameter: Function, staging: int, chunk: int) -> None:
+    parameters = [parameter("a.weight", 100_000), parameter("b.weight", 1)]
+    step = plan_step(parameters, plan_placement(parameters, ALL_ON_NVME), staging_nbytes=staging)
+    assert step.chunk_elements == chunk
+    assert step.chunk_elements % CHUNK_ALIGN_ELEMENTS == 0
+    assert step.num_chunks == -(-100_000 // chunk) + 1
+    assert IN_FLIGHT * 16 * step.chunk_elements <= staging or chunk == 2**20
+
+
+def test_the_widest_parameter_sets_the_chunk(parameter: Function) -> None:
+    staging = IN_FLIGHT * 20 * CHUNK_ALIGN_ELEMENTS
+    parameters = [parameter("a.weight", 10), parameter("b.weight", 10, compute_dtype="bfloat16")]
+    placements = plan_placement(parameters, ALL_ON_NVME)
+    assert plan_step(parameters, placements, staging_nbytes=staging).chunk_elements == CHUNK_ALIGN_ELEMENTS
+    with pytest.raises(CapacityError):
+        plan_step(parameters, placements, staging_nbytes=staging - 1)
+
+
+def test_staging_for_less_than_a_chunk_is_refused(parameter: Function) -> None:
+    parameters = [parameter("a.weight", 10)]
+    placements = plan_placement(parameters, ALL_ON_NVME)
+    needed = IN_FLIGHT * 16 * CHUNK_ALIGN_ELEMENTS
+    message = r"needs staging of 256.0 KiB on host, host_memory leaves 256.0 KiB; raise host_memory to 1MiB"
+    with pytest.raises(CapacityError, match=message):
+        plan_step(parameters, placements, staging_nbytes=needed - 1)
+
+
+def test_bytes_over_the_disk_with_one_copy(parameter: Function) -> None:
+    parameters = [parameter("a.weight", 1000), parameter("frozen.weight", 1000, trainable=False)]
+    step = plan_step(parameters, plan_placement(parameters, ALL_ON_NVME), staging_nbytes=2**30)
+    assert step.nbytes_read == 1000 * (4 + 4 + 8)  # gradient, parameter, moments
+    assert step.nbytes_written == 1000 * (4 + 8)  # parameter, moments
+    assert step.num_elements == 1000
+
+
+def test_bytes_over_the_disk_with_a_compute_copy(parameter: Function) -> None:
+    parameters = [parameter("a.weight", 1000, compute_dtype="bfloat16")]
+    step = plan_step(parameters, plan_placement(parameters, ALL_ON_NVME), staging_nbytes=2**30)
+    assert step.nbytes_read == 1000 * (2 + 4 + 8)  # gradient, master, moments: the compute copy is only written
+    assert step.nbytes_written == 1000 * (2 + 4 + 8)
+
+
+def test_in_memory_nothing_goes_over_the_disk(parameter: Function) -> None:
+    parameters = [parameter("a.weight", 1000)]
+    placements = plan_placement(parameters, ALL_ON_HOST)
+    step = plan_step(parameters, placements, staging_nbytes=0)
+    assert placements[0].nbytes_on(Tier.NVME) == 0
+    assert (step.nbytes_read, step.nbytes_written, step.num_chunks, step.num_elements) == (0, 0, 0, 1000)

@@ -1,0 +1,144 @@
+"""Homes: what moves most often per byte gets the fastest tier that has room."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinf_compile.config import Config
+from zinf_compile.errors import CapacityError
+from zinf_compile.passes.planning.placement import (
+    MIN_STAGING,
+    RESIDENT_THRESHOLD,
+    check_budgets,
+    plan_placement,
+)
+from zinf_compile.passes.planning.planner import Request
+from zinf_compile.plan import Placement
+from zinf_compile.terms import Tier
+
+Function = Callable[..., Any]
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
+ELEMENTS = 100_000  # 400 000 bytes a copy: streamed
+NBYTES = 4 * ELEMENTS
+
+
+def make_config(device: int, host: int, *, nvme: str | None = "/disk", nvme_memory: int | None = None) -> Config:
+    """Return a config that leaves ``host`` bytes beside staging."""
+    config = Config(device_memory=device, host_memory=2 * host, nvme=nvme, nvme_memory=nvme_memory)
+    assert config.host_memory - config.staging_memory == host
+    return config
+
+
+def homes(placement: Placement) -> tuple[Tier, Tier, Tier, Tier]:
+    return placement.compute, placement.master, placement.gradient, placement.optimizer_state
+
+
+def test_the_host_fills_by_role(parameter: Function) -> None:
+    parameters = [parameter(f"{name}.weight", ELEMENTS, compute_dtype="bfloat16") for name in "ab"]
+    half = NBYTES // 2  # of a compute copy or a gradient; a master takes NBYTES, two moments twice that
+    for room, expected in (
+        (0, (NVME, NVME, NVME, NVME)),
+        (2 * half, (HOST, NVME, NVME, NVME)),
+        (4 * half, (HOST, NVME, HOST, NVME)),
+        (4 * half + 2 * NBYTES, (HOST, HOST, HOST, NVME)),
+        (4 * half + 6 * NBYTES, (HOST, HOST, HOST, HOST)),
+    ):
+        for placement in plan_placement(parameters, make_config(0, room)):
+            assert homes(placement) == expected
+
+
+def test_one_copy_is_compute_and_master_at_once(parameter: Function) -> None:
+    (placement,) = plan_placement([parameter("a.weight", ELEMENTS)], make_config(0, NBYTES))
+    assert homes(placement) == (HOST, HOST, NVME, NVME)
+    assert placement.master_nbytes == 0
+
+
+def test_a_frozen_parameter_has_only_a_compute_copy(parameter: Function) -> None:
+    frozen = parameter("a.weight", ELEMENTS, compute_dtype="bfloat16", trainable=False)
+    (placement,) = plan_placement([frozen], make_config(0, 0))
+    sizes = (placement.compute_nbytes, placement.master_nbytes, placement.gradient_nbytes)
+    assert (*sizes, placement.optimizer_state_nbytes) == (2 * ELEMENTS, 0, 0, 0)
+    assert placement.nbytes_on(NVME) == 2 * ELEMENTS
+
+
+def test_what_is_used_more_often_comes_first(parameter: Function) -> None:
+    parameters = [parameter(f"{name}.weight", ELEMENTS) for name in "abc"]
+    uses = {"a.weight": 2, "b.weight": 4, "c.weight": 2}
+    placements = plan_placement(parameters, make_config(0, NBYTES), resident_nbytes=NBYTES, num_uses=uses)
+    assert [placement.compute for placement in placements] == [HOST, DEVICE, NVME]
+
+
+def test_large_parameters_become_resident_only_once_a_graph_was_seen(parameter: Function) -> None:
+    parameters = [parameter("a.weight", ELEMENTS)]
+    config = make_config(100 * NBYTES, NBYTES)
+    assert plan_placement(parameters, config)[0].compute is HOST
+    assert plan_placement(parameters, config, resident_nbytes=NBYTES)[0].compute is DEVICE
+    assert plan_placement(parameters, config, resident_nbytes=NBYTES - 1)[0].compute is HOST
+
+
+def test_small_parameters_are_resident_and_keep_all_they_have_in_memory(parameter: Function) -> None:
+    at_threshold = parameter("norm.weight", RESIDENT_THRESHOLD // 4)
+    over = parameter("up.weight", RESIDENT_THRESHOLD // 4 + 1)
+    small, large = plan_placement([at_threshold, over], make_config(2**30, 3 * RESIDENT_THRESHOLD))
+    assert homes(small) == (DEVICE, DEVICE, HOST, HOST)
+    assert homes(large) == (NVME, NVME, NVME, NVME)
+
+
+def test_small_parameters_take_an_eighth_of_the_device_at_most(parameter: Function) -> None:
+    parameters = [parameter(f"norms.{index}.weight", RESIDENT_THRESHOLD // 4) for index in range(4)]
+    placements = plan_placement(parameters, make_config(8 * 2 * RESIDENT_THRESHOLD, 2**24))
+    assert [placement.compute for placement in placements] == [DEVICE, DEVICE, HOST, HOST]
+
+
+def test_placements_are_in_the_order_given(parameter: Function) -> None:
+    parameters = [parameter(f"{name}.weight", size) for name, size in (("z", ELEMENTS), ("a", 16), ("m", ELEMENTS))]
+    placements = plan_placement(parameters, make_config(2**20, 2**26), num_uses={"m.weight": 9})
+    assert [placement.parameter for placement in placements] == ["z.weight", "a.weight", "m.weight"]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), device=st.integers(0, 2**24), host=st.integers(0, 2**25))
+def test_budgets_are_kept(request_of: Function, seed: int, device: int, host: int) -> None:
+    request: Request = request_of(seed)
+    config = make_config(device, host)
+    for resident in (None, device):
+        placements = plan_placement(request.parameters, config, resident_nbytes=resident)
+        assert sum(item.nbytes_on(DEVICE) for item in placements) <= (device // 8 if resident is None else device)
+        assert sum(item.nbytes_on(HOST) for item in placements) <= host
+        for placement, fact in zip(placements, request.parameters, strict=True):
+            total = sum(placement.nbytes_on(tier) for tier in Tier)
+            assert total == fact.compute_nbytes + fact.trainable * (
+                fact.master_nbytes * fact.has_compute_copy + fact.gradient_nbytes + 2 * fact.master_nbytes
+            )
+
+
+def test_without_a_disk_the_remedies_are_named(parameter: Function) -> None:
+    with pytest.raises(CapacityError, match=r"there is no nvme folder; largest: a.weight .*; give nvme='.*', or raise"):
+        plan_placement([parameter("a.weight", ELEMENTS)], make_config(0, 0, nvme=None))
+
+
+def test_a_disk_that_is_too_small_is_named(parameter: Function) -> None:
+    with pytest.raises(
+        CapacityError, match=r"need 1.5 MiB on nvme, and nvme_memory is 1.0 MiB; .*raise nvme_memory to 2"
+    ):
+        plan_placement([parameter("a.weight", ELEMENTS)], make_config(0, 0, nvme_memory=2**20))
+
+
+def test_the_device_must_hold_the_largest_parameter_and_its_gradient(parameter: Function) -> None:
+    parameters = [parameter("a.weight", ELEMENTS), parameter("b.weight", ELEMENTS - 1)]
+    config = make_config(2**19, 2**26)
+    with pytest.raises(CapacityError, match=r"largest parameter .* needs 784.0 KiB .*; largest: a.weight 390.6 KiB"):
+        check_budgets(parameters, plan_placement(parameters, config), config)
+
+
+def test_moving_to_nvme_needs_staging(parameter: Function) -> None:
+    frozen = [parameter("a.weight", ELEMENTS, trainable=False)]  # no optimizer step, which would ask for more
+    config = make_config(2**30, MIN_STAGING - 1)
+    with pytest.raises(CapacityError, match="needs staging of 256.0 KiB; raise host_memory to 1MiB"):
+        check_budgets(frozen, plan_placement(frozen, config), config)
+    enough = replace(config, host_memory=2 * MIN_STAGING)
+    check_budgets(frozen, plan_placement(frozen, enough), enough)
