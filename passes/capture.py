@@ -62,6 +62,7 @@ def compile_graph(
 
     def compile_inference(forward: fx.GraphModule, _: Sequence[Any]) -> BoxedCallable:
         (outputs,) = forward.graph.output_node().args
+        assert isinstance(outputs, list | tuple)
         compiler.choose_inference(
             CapturedGraph(forward=forward, backward=None, num_outputs=len(outputs), policy=ActivationPolicy.SAVE)
         )

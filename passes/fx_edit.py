@@ -48,8 +48,8 @@ def set_missing_values(graph: fx.Graph) -> None:
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return a graph module with its own copy of the graph, whose nodes have their own ``meta``."""
     copied = fx.Graph()
-    results, output = copied.graph_copy(graph_module.graph, val_map={}, return_output_node=True)
-    copied.output(results).meta = dict(output.meta)
+    results = copied.graph_copy(graph_module.graph, val_map={})
+    copied.output(results).meta = dict(graph_module.graph.output_node().meta)
     return fx.GraphModule(graph_module, copied)
 
 

@@ -76,7 +76,7 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
                     raise error.inner_exception from None
                 raise
 
-    def set_attribute(self: Module, name: str, value: object) -> None:
+    def set_attribute(self: Module, name: str, value: Tensor | Module) -> None:
         if name in records and value is not self._parameters.get(name):
             raise UnsupportedError(
                 f"cannot assign to '{_join(path, name)}': it lives in a store since optimize(); write into it instead, "
@@ -113,7 +113,9 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
     }
     for name, record in records.items():
         namespace[name] = property(_accessor(name, record, anchors))
-    return type(cls)(cls.__name__, (cls,), namespace)
+    metaclass: Any = type(cls)
+    specialised: type[Module] = metaclass(cls.__name__, (cls,), namespace)
+    return specialised
 
 
 def _accessor(name: str, record: StoredParameter, anchors: Anchors) -> Callable[[Module], Tensor]:
@@ -136,7 +138,8 @@ def gather_eagerly(record: StoredParameter) -> Tensor:
     """Return a parameter's gathered value outside of captured graphs, differentiable if it is trained."""
     if record.gradient is None or not torch.is_grad_enabled() or not record.parameter.requires_grad:
         return record.store.gather_value(record)
-    value: Tensor = EagerGather.apply(record.parameter, lambda: record.store.gather_value(record))
+    apply: Callable[..., Tensor] = EagerGather.apply
+    value = apply(record.parameter, lambda: record.store.gather_value(record))
     GATHERED.note(value, record)
     return value
 

@@ -1,5 +1,6 @@
 """The device arena: one allocation, divided by the offsets a plan has bound."""
 
+import itertools
 import mmap
 
 import torch
@@ -83,7 +84,7 @@ class Arena:
     def check_integrity(self, *, expect_idle: bool = False) -> None:
         """Raise VerifyError if taken ranges overlap, or if any is left and the arena should be idle."""
         ends = sorted(self._taken.items())
-        for (first, first_end), (second, _) in zip(ends, ends[1:], strict=False):
+        for (first, first_end), (second, _) in itertools.pairwise(ends):
             if second < first_end:
                 raise VerifyError(f"arena ranges at {first} and {second} overlap")
         if expect_idle and ends:

@@ -53,7 +53,7 @@ class HomeParameter(Parameter):
                 return _set_data(*args)
             return func(*args, **kwargs)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         if (record := record_of(self)) is not None and record.torn:
             raise torn_error(record)
         with torch._C.DisableTorchFunctionSubclass():
@@ -90,11 +90,11 @@ class EagerGather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Parameter, gather: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, parameter: Parameter, gather: Callable[[], Tensor]) -> Tensor:
         """Return the gathered value."""
         return gather()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient unchanged."""
         return grad, None

@@ -117,8 +117,8 @@ class StreamedStep:
             raise
         finally:
             for job in jobs:
-                failed = any([write.exception() is not None for write in job.writes])  # waits for each
-                job.record.torn = job.is_begun and (failed or not job.is_updated)
+                failed = sum(write.exception() is not None for write in job.writes)  # not any(): waits for each
+                job.record.torn = job.is_begun and (failed > 0 or not job.is_updated)
             if self._wide is not None:
                 self._store.staging.return_(self._wide)
                 self._wide = None

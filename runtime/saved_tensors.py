@@ -39,7 +39,7 @@ class PackedWeight:
     update_count: int
     size: torch.Size
     stride: tuple[int, ...]
-    storage_offset: int
+    storage_offset: int | torch.SymInt
 
     def unpack(self) -> Tensor:
         """Gather again; RuntimeError if the parameter was updated since, as for any saved tensor in PyTorch."""

@@ -63,11 +63,12 @@ def shadow_step(
     stand_in.grad = gradient
     shadow.param_groups = [{**group, "params": [stand_in]}]
     shadow.state = defaultdict(dict, {stand_in: state} if state else {})
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     # torch wraps the method with hooks, ours among them; the plain method is underneath.
     plain_step = step.__wrapped__ if getattr(step, "hooked", False) else step
     plain_step(shadow)
-    return shadow.state[stand_in]
+    new_state: dict[str, Any] = shadow.state[stand_in]
+    return new_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,8 @@ class Program:
             return self._lowered[phase](inputs)
 
         def prepare() -> int:
-            assert self.plan is not None and self._facts is not None
+            assert self.plan is not None
+            assert self._facts is not None
             if phase is Phase.FORWARD:
                 if self.plan.placements != self._session.placements:
                     self._make_plan([self._facts])
@@ -246,7 +247,7 @@ def zinf(
     if fresh:
         session.adopt({_readable_name(name): parameter for name, parameter in fresh.items()}, as_home=False)
     handles = {name: _handle(parameter) for name, parameter in parameters.items()}
-    graph_module = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))  # Dynamo keeps reading its own
+    graph_module = copy_graph_module(graph_module)  # Dynamo keeps reading its own
     prepare_graph(graph_module, PrepareInputs(handles=handles))
     anchors = [make_anchor(requires_grad=True), make_anchor(requires_grad=False)] if parameters else []
     compiled = session.compile(graph_module, [*anchors, *inputs])

@@ -14,7 +14,7 @@ from zinf_compile.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops
 from zinf_compile.passes.analysis.modules import block_of, module_path
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
-from zinf_compile.passes.contract import NODE_FACTS, NodeFacts
+from zinf_compile.passes.contract import NODE_FACTS, NodeFacts, node_facts
 from zinf_compile.passes.out_forms import has_out_form
 from zinf_compile.terms import ActivationPolicy, LiveRange
 
@@ -57,9 +57,9 @@ def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[in
 
 
 def _tick(node: fx.Node) -> int:
-    facts = node.meta[NODE_FACTS]
-    assert isinstance(facts, NodeFacts)
-    return facts.tick
+    tick = node_facts(node).tick
+    assert tick is not None
+    return tick
 
 
 def _number_nodes(graphs: list[fx.Graph], param_names: Mapping[int, str]) -> None:

@@ -27,6 +27,7 @@ class StorageRoot:
         """Return the bytes of the storage, with symbolic sizes at their hints; 0 if it is not a tensor."""
         value = self.node.meta.get("val")
         for index in self.path:
+            assert isinstance(value, list | tuple)
             value = value[index]
         return tensor_nbytes(value) if isinstance(value, torch.Tensor) else 0
 

@@ -75,7 +75,7 @@ def _is_random(node: fx.Node) -> bool:
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            return (argument.default_value if given is None else given) != 0
+            return bool((argument.default_value if given is None else given) != 0)
     return True
 
 

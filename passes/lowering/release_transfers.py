@@ -18,8 +18,9 @@ from zinf_compile.passes.properties import TRANSFERS_RELEASED, TRANSFERS_STARTED
 
 def _run(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
     graph = graph_module.graph
-    nodes = [node for node in graph.nodes if node_facts(node).tick is not None]
-    ticks = [node_facts(node).tick for node in nodes]
+    numbered = [(tick, node) for node in graph.nodes if (tick := node_facts(node).tick) is not None]
+    ticks = [tick for tick, _ in numbered]
+    nodes = [node for _, node in numbered]
     for ticket in graph.find_nodes(op="call_function", target=ISSUE_GATHER):
         transfer = node_facts(ticket).transfer
         assert transfer is not None

@@ -4,6 +4,7 @@ Parameters of one block that come from the same tier move as one transfer, as la
 transfer starts when compute begins with the transfer so many bytes ahead of it: ``prefetch_nbytes`` of look-ahead.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -100,7 +101,7 @@ def _group(
 def _split(ticks: Sequence[int], first_needs: Sequence[int]) -> list[list[int]]:
     """Return the ticks in runs, cut where two or more other residencies begin in between."""
     runs = [[ticks[0]]]
-    for before, after in zip(ticks, ticks[1:], strict=False):
+    for before, after in itertools.pairwise(ticks):
         others = sum(before < need < after for need in first_needs)
         if others >= 2:
             runs.append([])

@@ -25,7 +25,7 @@ def _run(graph_module: fx.GraphModule, inputs: PrepareInputs) -> None:
         anchor = graph.placeholder("zinf_anchor")
         frozen_anchor = graph.placeholder("zinf_frozen_anchor")
     for node in (anchor, frozen_anchor):
-        node._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks every input of a Dynamo graph
+        node._dynamo_source = None  # AOTAutograd asks every input of a Dynamo graph
     last = placeholders[-1]
     for placeholder in placeholders:
         handle = inputs.handles.get(placeholder.name)

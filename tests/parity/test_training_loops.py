@@ -350,7 +350,7 @@ def test_optimizer_state_goes_through_a_checkpoint(parity, captured):
 
 
 def test_graph_break(parity):
-    report = parity.check_loop(step_simply, broken_net, captured=True, device_memory=200 * 2**10)
+    report = parity.check_loop(step_simply, broken_net, captured=True, device_memory=110 * 2**10)
     lines = Path(__file__).read_text().splitlines()
     number = next(number for number, line in enumerate(lines, start=1) if "the line that the report names" in line)
     assert any(where.startswith(f"{__file__}:{number}:") for where in report.graph_breaks), report.graph_breaks

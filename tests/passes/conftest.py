@@ -92,6 +92,16 @@ def make_transfer() -> Callable[..., GatherTransfer]:
 
 
 @pytest.fixture(scope="session")
+def hand_made_plan() -> Callable[..., Plan]:
+    """Return ``hand_made_plan(facts, transfers)``, of which lowering reads the homes and the transfers."""
+
+    def make(facts: GraphFacts, transfers: Sequence[GatherTransfer] = ()) -> Plan:
+        return _make_plan(facts, transfers)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def lower(analyze: Callable[..., GraphFacts]) -> Callable[..., str]:
     """Return ``lower(graph_module, passes, transfers)``: numbers the nodes, runs the passes, dumps the graph.
 

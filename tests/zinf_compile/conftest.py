@@ -108,6 +108,7 @@ def make_small_plan() -> Plan:
             _make_transfer("layers.1", backward, 256, 6, 7, 9),
             _make_transfer("layers.0", backward, 0, 7, 9, 11),
         ),
+        bound=(),
         sinks=(
             _make_sink("layers.1.weight", 8, Tier.NVME, 200),
             _make_sink("layers.0.weight", 10, Tier.NVME, 200),
@@ -218,6 +219,7 @@ def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: 
         placements=tuple(placements),
         uses=tuple(UseFact(parameter=name, ticks=tuple(ticks)) for name, ticks in sorted(uses.items())),
         transfers=tuple(sorted(transfers, key=lambda transfer: (transfer.issue, transfer.need_by))),
+        bound=(),
         sinks=tuple(sorted(sinks, key=lambda sink: sink.tick)),
         spans=tuple(spans),
         activations=ActivationPlan(

@@ -98,9 +98,18 @@ def test_uses_and_gradients_of_a_parameter(
 ) -> None:
     facts = analyze(*_make_training_graphs(trace, gather, store_grad))
     (use,) = facts.uses
-    assert (use.parameter, use.ticks) == ("a", (3, 16, 17))  # mm; the view, and mm through it
+    assert (use.parameter, use.ticks) == ("a", (3, 17))  # mm, and mm through a view: making the view reads nothing
     (gradient,) = facts.gradients
     assert (gradient.parameter, gradient.tick, gradient.nbytes) == ("a", 14, 64)
+
+
+def test_a_parameter_that_is_returned_is_not_read_for_it(trace: Function, gather: Function, analyze: Function) -> None:
+    def forward(anchor: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        a = gather(anchor, "a", 4, 4)
+        return torch.mm(x, a), a  # anchor 0, x 1, gather 2, mm 3, output 4
+
+    (use,) = analyze(trace(forward, (2, 4)), num_outputs=2).uses
+    assert use.ticks == (3,)
 
 
 def test_a_saved_value_lives_until_its_last_reader_in_backward(

@@ -140,3 +140,46 @@ def test_a_transfer_is_released_once(trace: Function, num_releases: int) -> None
     message = f"transfer 'issue_gather' is released {num_releases} times instead of once"
     with pytest.raises(VerifyError, match=message):
         TRANSFERS_RELEASED.check(trace(forward, (2, 4)))
+
+
+def test_a_release_comes_before_an_issue_at_its_tick(
+    trace: Function, lower: Function, gather: Function, make_transfer: Function
+) -> None:
+    """The plan may give the same bytes to the next transfer."""
+
+    def forward(anchor: Tensor, x: Tensor) -> Tensor:
+        a, b = gather(anchor, "a", 4, 4), gather(anchor, "b", 4, 4)
+        return torch.mm(torch.mm(x, a), b)
+
+    graph_module = trace(forward, (2, 4))  # gather 2, gather 3, mm 4, mm 5
+    first = make_transfer({"a": 0}, issue=4, need_by=4, release=5)
+    second = make_transfer({"b": 0}, issue=5, need_by=5, release=6)
+    assert_expected_inline(
+        lower(graph_module, [START_TRANSFERS, RELEASE_TRANSFERS], [first, second]),
+        """\
+anchor_1 = placeholder[anchor_1]
+x_1 = placeholder[x_1]
+a_transfer = zinf.issue_gather(7, [1], [0])
+a = zinf.wait_gather(a_transfer, 7, 0, [4, 4], float32, cpu)
+mm = aten.mm(x_1, a)
+a_release = zinf.release(a_transfer, 7)
+b_transfer = zinf.issue_gather(7, [2], [0])
+b = zinf.wait_gather(b_transfer, 7, 0, [4, 4], float32, cpu)
+mm_1 = aten.mm(mm, b)
+b_release = zinf.release(b_transfer, 7)
+return mm_1
+""",
+    )
+
+
+def test_reading_the_result_of_a_reader_is_not_reading(trace: Function) -> None:
+    """An op that writes into given memory returns a view of that memory, not of what it reads."""
+
+    def forward(anchor: Tensor, x: Tensor, memory: Tensor) -> Tensor:
+        ticket = ISSUE_GATHER(7, [1], [0])
+        product = torch.ops.aten.mm.out(x, _read(ticket), out=memory)
+        RELEASE(ticket, 7)
+        return torch.sin(product)
+
+    graph = trace(forward, (2, 4), (2, 4))
+    TRANSFERS_RELEASED.check(graph)

@@ -236,3 +236,26 @@ gather_default = zinf.gather(x, 1, [2], bfloat16, cpu)
 return (empty_memory_format, gather_default)
 """,
     )
+
+
+def test_what_the_caller_gets_outlives_the_arena(
+    trace: Function, lower: Function, gather: Function, make_transfer: Function
+) -> None:
+    def forward(anchor: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        a = gather(anchor, "a", 4, 4)
+        return torch.mm(x, a), a.t()
+
+    graph_module = trace(forward, (2, 4))
+    assert_expected_inline(
+        lower(graph_module, [START_TRANSFERS], [make_transfer({"a": 0}, issue=0, need_by=3, release=4)]),
+        """\
+a_transfer = zinf.issue_gather(7, [1], [0])
+anchor_1 = placeholder[anchor_1]
+x_1 = placeholder[x_1]
+gather = zinf.gather(anchor_1, 1, [4, 4], float32, cpu)
+a = zinf.wait_gather(a_transfer, 7, 0, [4, 4], float32, cpu)
+mm = aten.mm(x_1, a)
+t = aten.t(gather)
+return (mm, t)
+""",
+    )

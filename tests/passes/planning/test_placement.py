@@ -138,7 +138,7 @@ def test_the_device_must_hold_the_largest_parameter_and_its_gradient(parameter: 
 def test_moving_to_nvme_needs_staging(parameter: Function) -> None:
     frozen = [parameter("a.weight", ELEMENTS, trainable=False)]  # no optimizer step, which would ask for more
     config = make_config(2**30, MIN_STAGING - 1)
-    with pytest.raises(CapacityError, match="needs staging of 256.0 KiB; raise host_memory to 1MiB"):
+    with pytest.raises(CapacityError, match=r"needs staging of 256.0 KiB; raise host_memory to 1MiB"):
         check_budgets(frozen, plan_placement(frozen, config), config)
     enough = replace(config, host_memory=2 * MIN_STAGING)
     check_budgets(frozen, plan_placement(frozen, enough), enough)

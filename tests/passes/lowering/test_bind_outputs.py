@@ -1,0 +1,138 @@
+"""BIND_OUTPUTS: ops write their results to the arena offsets the plan has bound."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, fx
+
+from zinf_compile.facts import GraphFacts
+from zinf_compile.passes.contract import LowerInputs, run_pipeline
+from zinf_compile.passes.fx_edit import dump_graph
+from zinf_compile.passes.lowering.bind_outputs import BIND_OUTPUTS
+from zinf_compile.passes.out_forms import _OUT_VARIANTS, has_out_form
+from zinf_compile.passes.properties import TRANSFERS_STARTED, VALUES_KNOWN
+from zinf_compile.plan import BoundValue, Plan
+from zinf_compile.terms import LiveRange
+
+Function = Callable[..., object]
+
+
+@pytest.fixture
+def bind(analyze: Callable[..., GraphFacts], hand_made_plan: Callable[..., Plan]) -> Callable[..., str]:
+    """Return ``bind(graph_module, {tick: offset})``."""
+
+    def run(graph_module: fx.GraphModule, offsets: Mapping[int, int]) -> str:
+        plan = replace(
+            hand_made_plan(analyze(graph_module)),
+            bound=tuple(
+                BoundValue(name="value", offset=offset, nbytes=64, live=LiveRange(start=tick, end=tick + 1))
+                for tick, offset in offsets.items()
+            ),
+        )
+        inputs = LowerInputs(plan=plan, store_id=7, param_ids={})
+        given = frozenset({VALUES_KNOWN, TRANSFERS_STARTED})
+        run_pipeline(graph_module, [BIND_OUTPUTS], inputs, given=given)
+        return dump_graph(graph_module.graph)
+
+    return run
+
+
+def test_a_bound_op_writes_to_its_offset(trace: Function, bind: Function) -> None:
+    graph_module = trace(lambda anchor, x, y: torch.sin(torch.mm(x, y)), (2, 4), (4, 4))
+    assert_expected_inline(
+        bind(graph_module, {3: 8192}),
+        """\
+anchor_1 = placeholder[anchor_1]
+x_1 = placeholder[x_1]
+y_1 = placeholder[y_1]
+mm_memory = zinf.arena_view(7, 8192, [2, 4], [4, 1], float32, cpu)
+mm = aten.mm.out(x_1, y_1, out=mm_memory)
+sin = aten.sin(mm)
+return sin
+""",
+    )
+
+
+def test_a_copy_writes_what_it_copies(trace: Function, bind: Function) -> None:
+    graph_module = trace(lambda anchor, x: torch.sin(x.t().clone().to(torch.float64)), (2, 4))
+    assert_expected_inline(
+        bind(graph_module, {3: 0, 4: 4096}),
+        """\
+anchor_1 = placeholder[anchor_1]
+x_1 = placeholder[x_1]
+t = aten.t(x_1)
+clone_memory = zinf.arena_view(7, 0, [4, 2], [1, 4], float32, cpu)
+clone = aten.copy_(clone_memory, t)
+to_copy_memory = zinf.arena_view(7, 4096, [4, 2], [1, 4], float64, cpu)
+_to_copy = aten.copy_(to_copy_memory, clone)
+sin = aten.sin(_to_copy)
+return sin
+""",
+    )
+
+
+def test_keywords_stay(trace: Function, bind: Function) -> None:
+    graph_module = trace(lambda anchor, x, y: torch.add(x, y, alpha=2), (4,), (4,))
+    assert_expected_inline(
+        bind(graph_module, {3: 0}),
+        """\
+anchor_1 = placeholder[anchor_1]
+x_1 = placeholder[x_1]
+y_1 = placeholder[y_1]
+add_memory = zinf.arena_view(7, 0, [4], [1], float32, cpu)
+add = aten.add.out(x_1, y_1, alpha=2, out=add_memory)
+return add
+""",
+    )
+
+
+def _make_inputs(op: torch._ops.OpOverload) -> list[object]:
+    """Return arguments for an op with an out variant, by the names in its schema."""
+    examples: dict[str, object] = {
+        "dim": -1,
+        "half_to_float": False,
+        "input_dtype": torch.float32,
+        "exponent": 3,
+        "tensors": [torch.rand(4, 4), torch.rand(4, 4)],
+        "approximate": "none",
+    }
+    batched = op in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
+    inputs: list[object] = []
+    for argument in op._schema.arguments:
+        if argument.kwarg_only:
+            continue
+        if argument.name in examples:
+            inputs.append(examples[argument.name])
+        elif str(argument.type) == "Tensor":
+            inputs.append(torch.rand(2, 4, 4) if batched else torch.rand(4, 4))
+    return inputs
+
+
+@pytest.mark.parametrize("op", _OUT_VARIANTS, ids=str)
+def test_every_out_variant_computes_the_same_bits(op: torch._ops.OpOverload) -> None:
+    torch.manual_seed(0)
+    inputs = _make_inputs(op)
+    expected: Tensor = op(*inputs)
+    target, argument = _OUT_VARIANTS[op]
+    memory = torch.empty_strided(expected.shape, expected.stride(), dtype=expected.dtype)
+    result = target(*inputs, **{argument: memory})
+    assert result.data_ptr() == memory.data_ptr()
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "has_form"),
+    [
+        (lambda anchor, x: torch.exp(x), True),
+        (lambda anchor, x: torch.exp(x.t()), True),  # dense, though not contiguous
+        (lambda anchor, x: torch.sin(x), False),  # not in the table
+        (lambda anchor, x: torch.exp(anchor), False),  # nothing to write
+    ],
+    ids=["contiguous", "transposed", "not_listed", "empty"],
+)
+def test_which_results_can_be_bound(trace: Function, function: Function, *, has_form: bool) -> None:
+    graph_module = trace(function, (4, 4))
+    assert has_out_form(graph_module.graph.output_node().prev) is has_form
