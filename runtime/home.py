@@ -53,7 +53,7 @@ class HomeParameter(Parameter):
                 return _set_data(*args)
             return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # as Parameter has it; Tensor takes an argument more
         if (record := record_of(self)) is not None and record.torn:
             raise torn_error(record)
         with torch._C.DisableTorchFunctionSubclass():
