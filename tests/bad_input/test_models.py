@@ -24,20 +24,27 @@ def test_what_is_not_a_module(thing: object) -> None:
 
 def test_parameters_on_two_devices(model: nn.Module, stays_plain: StaysPlain) -> None:
     model[2].to("meta")
-    message = r"parameters are on 2 devices \('0\.weight' on cpu, '2\.weight' on meta\); move the model to one device first"
+    message = (
+        r"parameters are on 2 devices \('0\.weight' on cpu, '2\.weight' on meta\); move the model to one device first"
+    )
     with stays_plain(model), pytest.raises(ConfigError, match=message):
         zinf_compile.optimize(model, **BUDGETS)
 
 
 def test_a_model_on_the_meta_device(model: nn.Module, stays_plain: StaysPlain) -> None:
     model.to("meta")
-    with stays_plain(model), pytest.raises(UnsupportedError, match="the model is on the meta device, so it has no values"):
+    with (
+        stays_plain(model),
+        pytest.raises(UnsupportedError, match="the model is on the meta device, so it has no values"),
+    ):
         zinf_compile.optimize(model, **BUDGETS)
 
 
 def test_an_optimized_model(model: nn.Module) -> None:
     zinf_compile.optimize(model, **BUDGETS)
-    with pytest.raises(ConfigError, match=r"Sequential was optimized already; call zinf_compile\.optimize once per model"):
+    with pytest.raises(
+        ConfigError, match=r"Sequential was optimized already; call zinf_compile\.optimize once per model"
+    ):
         zinf_compile.optimize(model, **BUDGETS)
     with pytest.raises(ConfigError, match=r"Linear was optimized already"):
         zinf_compile.optimize(model[0], **BUDGETS)
@@ -51,7 +58,9 @@ def test_a_module_that_shares_a_parameter_with_an_optimized_one(model: nn.Module
     other = nn.Linear(200, 200)
     other.weight = model[0].weight
     zinf_compile.optimize(model, **BUDGETS)
-    with pytest.raises(ConfigError, match=r"parameter 'weight' is already in the store of another model, as '0\.weight'"):
+    with pytest.raises(
+        ConfigError, match=r"parameter 'weight' is already in the store of another model, as '0\.weight'"
+    ):
         zinf_compile.optimize(other, **BUDGETS)
     zinf_compile.close(model)
 
@@ -74,8 +83,13 @@ def test_assigning_to_a_parameter(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("ask", [zinf_compile.report, zinf_compile.close])
-def test_asking_about_a_plain_model(ask: Callable[[nn.Module], object], model: nn.Module, stays_plain: StaysPlain) -> None:
-    with stays_plain(model), pytest.raises(ConfigError, match=r"Sequential has no parameter in a store; call zinf_compile\."):
+def test_asking_about_a_plain_model(
+    ask: Callable[[nn.Module], object], model: nn.Module, stays_plain: StaysPlain
+) -> None:
+    with (
+        stays_plain(model),
+        pytest.raises(ConfigError, match=r"Sequential has no parameter in a store; call zinf_compile\."),
+    ):
         ask(model)
 
 

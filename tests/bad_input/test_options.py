@@ -36,7 +36,11 @@ BAD_OPTIONS: list[tuple[dict[str, object], type[ZinfError], str]] = [
     ({"nvme": "/nowhere/at/all"}, ConfigError, r"nvme='/nowhere/at/all' is not a folder; create it first"),
     ({"nvme": 3}, ConfigError, r"nvme=3 is not a path; give a folder on a local disk"),
     ({"nvme": __file__}, ConfigError, r"nvme='.*test_options\.py' is not a folder"),
-    ({"compute_dtype": torch.int8}, ConfigError, r"compute_dtype=torch\.int8 is not supported; use one of torch\.float32"),
+    (
+        {"compute_dtype": torch.int8},
+        ConfigError,
+        r"compute_dtype=torch\.int8 is not supported; use one of torch\.float32",
+    ),
     ({"compute_dtype": "bf16"}, ConfigError, r"compute_dtype='bf16' is not supported; use one of .*torch\.bfloat16"),
     ({"compute": "inductor"}, UnsupportedError, r"compute='inductor' is not available in this version; leave it out"),
     ({"compute": "fast"}, ConfigError, r"compute='fast' is unknown"),
@@ -55,7 +59,15 @@ def test_bad_option(
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("8GiB", 8 * 2**30), ("1.5 GB", 1_500_000_000), ("64mib", 64 * 2**20), (" 4096 ", 4096), ("0", 0), (7, 7), ("3TiB", 3 * 2**40)],
+    [
+        ("8GiB", 8 * 2**30),
+        ("1.5 GB", 1_500_000_000),
+        ("64mib", 64 * 2**20),
+        (" 4096 ", 4096),
+        ("0", 0),
+        (7, 7),
+        ("3TiB", 3 * 2**40),
+    ],
 )
 def test_good_sizes(text: str | int, nbytes: int) -> None:
     from zinf_compile.config import make_config
@@ -71,7 +83,10 @@ def size_in(message: str, option: str) -> str:
 
 def test_too_little_host_without_a_disk(model: nn.Module, stays_plain: StaysPlain) -> None:
     budgets = {"device_memory": "8MiB", "host_memory": "1MiB", "capture": False}
-    with stays_plain(model), pytest.raises(CapacityError, match=r"there is no nvme folder; largest: 2\.weight .* KiB, ") as error:
+    with (
+        stays_plain(model),
+        pytest.raises(CapacityError, match=r"there is no nvme folder; largest: 2\.weight .* KiB, ") as error,
+    ):
         zinf_compile.optimize(model, **budgets)
     zinf_compile.optimize(model, **{**budgets, "host_memory": size_in(str(error.value), "host_memory")})
     zinf_compile.close(model)
@@ -79,7 +94,10 @@ def test_too_little_host_without_a_disk(model: nn.Module, stays_plain: StaysPlai
 
 def test_too_little_device(model: nn.Module, stays_plain: StaysPlain, tmp_path: Path) -> None:
     budgets = {"device_memory": "100KiB", "host_memory": "4MiB", "nvme": tmp_path, "capture": False}
-    with stays_plain(model), pytest.raises(CapacityError, match=r"device_memory is 100\.0 KiB, .* largest: 0\.weight 156") as error:
+    with (
+        stays_plain(model),
+        pytest.raises(CapacityError, match=r"device_memory is 100\.0 KiB, .* largest: 0\.weight 156") as error,
+    ):
         zinf_compile.optimize(model, **budgets)
     zinf_compile.optimize(model, **{**budgets, "device_memory": size_in(str(error.value), "device_memory")})
     zinf_compile.close(model)
@@ -95,7 +113,10 @@ def test_too_little_host_for_staging(model: nn.Module, stays_plain: StaysPlain, 
 
 def test_too_little_nvme(model: nn.Module, stays_plain: StaysPlain, tmp_path: Path) -> None:
     budgets = {"device_memory": "8MiB", "host_memory": "512KiB", "nvme": tmp_path, "nvme_memory": "64KiB"}
-    with stays_plain(model), pytest.raises(CapacityError, match=r"nvme_memory is 64\.0 KiB; largest: .*weight") as error:
+    with (
+        stays_plain(model),
+        pytest.raises(CapacityError, match=r"nvme_memory is 64\.0 KiB; largest: .*weight") as error,
+    ):
         zinf_compile.optimize(model, **budgets)
     assert os.listdir(tmp_path) == []
     zinf_compile.optimize(model, **{**budgets, "nvme_memory": size_in(str(error.value), "nvme_memory")})
@@ -104,7 +125,9 @@ def test_too_little_nvme(model: nn.Module, stays_plain: StaysPlain, tmp_path: Pa
 
 def test_activations_that_do_not_fit_say_so_at_the_first_call(model: nn.Module, tmp_path: Path) -> None:
     zinf_compile.optimize(model, device_memory="1MiB", host_memory="4MiB", nvme=tmp_path)
-    with pytest.raises(CapacityError, match=r"needs .* on device, device_memory is 1\.0 MiB; .*activations .* largest: .*; raise"):
+    with pytest.raises(
+        CapacityError, match=r"needs .* on device, device_memory is 1\.0 MiB; .*activations .* largest: .*; raise"
+    ):
         model(torch.ones(4096, 200)).sum().backward()
     model(torch.ones(2, 200)).sum().backward()
     assert model[0].weight.grad is not None
@@ -115,7 +138,10 @@ def test_a_folder_that_cannot_be_written(
     model: nn.Module, stays_plain: StaysPlain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    with stays_plain(model), pytest.raises(ConfigError, match=r"nvme='.*' cannot be written by this user; choose another"):
+    with (
+        stays_plain(model),
+        pytest.raises(ConfigError, match=r"nvme='.*' cannot be written by this user; choose another"),
+    ):
         zinf_compile.optimize(model, nvme=tmp_path)
 
 
@@ -132,7 +158,9 @@ def test_a_folder_that_the_system_refuses(
 
     with stays_plain(model), monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
-        with pytest.raises(ConfigError, match=rf"cannot create the store file in nvme folder .*: {os.strerror(reason)}"):
+        with pytest.raises(
+            ConfigError, match=rf"cannot create the store file in nvme folder .*: {os.strerror(reason)}"
+        ):
             zinf_compile.optimize(model, nvme=tmp_path, device_memory="8MiB", host_memory="512KiB")
 
 
@@ -140,7 +168,10 @@ def test_a_disk_without_room(
     model: nn.Module, stays_plain: StaysPlain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PosixEngine, "_free_nbytes", lambda self: 100_000)
-    with stays_plain(model), pytest.raises(CapacityError, match=r"the store needs .* GiB are free there .*; free some space"):
+    with (
+        stays_plain(model),
+        pytest.raises(CapacityError, match=r"the store needs .* GiB are free there .*; free some space"),
+    ):
         zinf_compile.optimize(model, nvme=tmp_path, device_memory="8MiB", host_memory="512KiB")
     assert os.listdir(tmp_path) == []
 

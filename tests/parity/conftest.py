@@ -304,12 +304,11 @@ class Parity:
             assert (moved.get(f"device -> {tier}", 0) > 0) or tier not in expected or placement == "mixed", moved
         if "nvme" in expected:
             assert moved["host -> nvme"] > 0, moved  # the streamed step
-        if not captured:
-            return
+        if not captured or report.graph_breaks or len(report.plans) > 2:
+            return  # of the graphs between breaks, each has room of its own for what it reads
         training = [plan for plan in report.plans if plan.num_forward_ticks < plan.num_ticks and plan.uses]
-        assert any(plan.transfers for plan in training)
-        if len(training) > 1:  # one budget for several graphs: small ones may hold all they read
-            return
+        assert training
+        assert all(plan.transfers for plan in training)
         for plan in training:
             homes = {tier: sum(p.compute_nbytes for p in plan.placements if p.compute is tier) for tier in Tier}
             if placement == "mixed":

@@ -19,7 +19,9 @@ from zinf_compile.runtime.slots import record_of
 from zinf_compile.runtime.store import Store
 
 NUM_STEPS = 2
-WHERE = r"^\d\.\w+( \([\w ]+\))?: (read|write) of the store file in memory .* at offset \d+ failed after \d+ of \d+ bytes"
+WHERE = (
+    r"^\d\.\w+( \([\w ]+\))?: (read|write) of the store file in memory .* at offset \d+ failed after \d+ of \d+ bytes"
+)
 TORN = r"parameter '\d\.\w+' was being updated when a read or write failed, and holds neither its old nor its new value"
 
 
@@ -167,7 +169,9 @@ def test_a_fault_at_any_operation(
     check_closed(run)
     check_values(run, known_values)
     if run.phase != "placement":
-        with pytest.raises(StoreError, match=r"the store was closed by an earlier error: \d\.\w+.* at offset \d+|" + TORN):
+        with pytest.raises(
+            StoreError, match=r"the store was closed by an earlier error: \d\.\w+.* at offset \d+|" + TORN
+        ):
             run.model(torch.ones(2, 261))
         assert run.optimizer is not None
         run.model.get_parameter("0.bias").grad = torch.zeros(263)

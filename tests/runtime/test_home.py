@@ -56,9 +56,7 @@ def model(request: pytest.FixtureRequest, optimize: Callable[..., nn.Module]) ->
 
 
 def test_it_is_still_a_parameter(model: nn.Module) -> None:
-    for (name, parameter), (plain_name, plain) in zip(
-        model.named_parameters(), Net().named_parameters(), strict=True
-    ):
+    for (name, parameter), (plain_name, plain) in zip(model.named_parameters(), Net().named_parameters(), strict=True):
         assert name == plain_name
         assert isinstance(parameter, Parameter)
         assert isinstance(parameter, Tensor)
@@ -311,7 +309,9 @@ def test_pickling_a_whole_model_is_refused(dump: Callable[[nn.Module], object], 
 def test_changing_the_dtype_is_refused_and_changes_nothing(
     move: Callable[[nn.Module], nn.Module], model: nn.Module
 ) -> None:
-    with pytest.raises(UnsupportedError, match=r"cannot make 'up\.weight', .* it lives in a store .* say compute_dtype"):
+    with pytest.raises(
+        UnsupportedError, match=r"cannot make 'up\.weight', .* it lives in a store .* say compute_dtype"
+    ):
         move(model)
     assert torch.equal(output(model, None), Net()(batch()))
 

@@ -63,9 +63,7 @@ def assert_same(name: str, left: object, right: object) -> None:
         assert left == right, name
 
 
-def assert_same_training(
-    plain: nn.Module, plain_optimizer: Optimizer, model: nn.Module, optimizer: Optimizer
-) -> None:
+def assert_same_training(plain: nn.Module, plain_optimizer: Optimizer, model: nn.Module, optimizer: Optimizer) -> None:
     assert_same("model", plain.state_dict(), model.state_dict())
     assert_same("optimizer", plain_optimizer.state_dict(), optimizer.state_dict())
 
@@ -179,7 +177,10 @@ def test_every_optimizer_of_torch_is_tested_or_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (torch.optim.LBFGS, "LBFGS cannot step .*: it needs all parameters at once and keeps a history of them; use AdamW"),
+        (
+            torch.optim.LBFGS,
+            "LBFGS cannot step .*: it needs all parameters at once and keeps a history of them; use AdamW",
+        ),
         (torch.optim.SparseAdam, "SparseAdam cannot step .*: it needs sparse gradients, which a store does not hold"),
     ],
 )
@@ -196,13 +197,15 @@ def test_what_cannot_be_streamed_is_refused(
 
 
 def test_whole_tensors_that_do_not_fit_staging_are_refused_before_anything_changes(
-    optimize: Callable[..., nn.Module]
+    optimize: Callable[..., nn.Module],
 ) -> None:
     model = optimize(make_model(), tiny=True)
     optimizer = SignDescent(model.parameters())
     model(make_batches()[0]).sum().backward()
     before = copy.deepcopy(dict(model.state_dict()))
-    message = r"updating '\d\.weight' needs .* of staging at once, because SignDescent needs whole tensors; .* raise host"
+    message = (
+        r"updating '\d\.weight' needs .* of staging at once, because SignDescent needs whole tensors; .* raise host"
+    )
     with pytest.raises(CapacityError, match=message):
         optimizer.step()
     assert_same("model", before, dict(model.state_dict()))
@@ -212,7 +215,11 @@ def test_whole_tensors_that_do_not_fit_staging_are_refused_before_anything_chang
 def make_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [
         {"params": [parameter for parameter in model.parameters() if parameter.dim() > 1], "weight_decay": 0.1},
-        {"params": [parameter for parameter in model.parameters() if parameter.dim() == 1], "lr": 0.5, "betas": (0, 0.5)},
+        {
+            "params": [parameter for parameter in model.parameters() if parameter.dim() == 1],
+            "lr": 0.5,
+            "betas": (0, 0.5),
+        },
     ]
 
 

@@ -163,9 +163,7 @@ def test_it_is_whole_after_every_step(optimize: Callable[..., nn.Module], store_
         store.check_integrity()
         optimizer.zero_grad()
     assert store.staging.peak_nbytes <= store.config.staging_memory
-    live = sum(
-        slot.nbytes for record in store.records.values() for slot in record.slots if slot.tier is Tier.NVME
-    )
+    live = sum(slot.nbytes for record in store.records.values() for slot in record.slots if slot.tier is Tier.NVME)
     assert store.nbytes_on(Tier.NVME) == live
     assert store.layout.end >= live
     assert store.engine is not None

@@ -23,7 +23,9 @@ from zinf_compile.terms import Tier
 class Bench:
     """Transfers over an engine in memory, and slots to move."""
 
-    def __init__(self, *, faults: Sequence[Fault] = (), latency_seconds: float = 0.0, staging: int = 64 * ALIGN) -> None:
+    def __init__(
+        self, *, faults: Sequence[Fault] = (), latency_seconds: float = 0.0, staging: int = 64 * ALIGN
+    ) -> None:
         self.engine = MemoryEngine(max_nbytes=2**24, faults=faults, latency_seconds=latency_seconds)
         self.staging, self.arena, self.meter, self.layout = StagingPool(staging), Arena(), Meter(), FileLayout()
         self.arena.reserve(2**22)
@@ -217,7 +219,9 @@ def test_a_failed_read_names_parameter_file_and_offset_and_leaves_nothing(kind: 
     bench = benches[0]
     bench.slot("first", 1024)
     slot, destination = bench.slot("layers.3.up.weight", 100_000), torch.zeros(100_000)
-    with pytest.raises(StoreError, match=r"^layers\.3\.up\.weight: read of the store file in memory .* at offset \d+ fai"):
+    with pytest.raises(
+        StoreError, match=r"^layers\.3\.up\.weight: read of the store file in memory .* at offset \d+ fai"
+    ):
         bench.transfers.read_value(slot, destination)
     bench.check()
     bench.transfers.read_value(slot, destination)

@@ -8,9 +8,9 @@ import pytest
 
 from zinf_compile.errors import VerifyError
 from zinf_compile.facts import UseFact
-from zinf_compile.plan import GatherTransfer, Plan, TierPlan
+from zinf_compile.plan import BoundValue, GatherTransfer, Plan, TierPlan
 from zinf_compile.plan_verify import verify_plan
-from zinf_compile.terms import Phase, Tier
+from zinf_compile.terms import LiveRange, Phase, Tier
 
 
 def _with_transfer(plan: Plan, index: int, **changes: Any) -> Plan:
@@ -131,6 +131,24 @@ def test_two_live_transfers_on_one_byte(small_plan: Plan) -> None:
 
 def test_bytes_may_be_taken_at_the_tick_they_are_free(small_plan: Plan) -> None:
     verify_plan(_with_transfer(small_plan, 1, issue=3, offset=0, offsets=(0,)))
+
+
+def test_a_bound_value_on_bytes_of_a_live_transfer(small_plan: Plan) -> None:
+    value = BoundValue(name="mm", offset=100, nbytes=100, live=LiveRange(start=2, end=3))
+    plan = replace(small_plan, bound=(value,))
+    _refused(plan, r"transfer 'layers.0' and value 'mm' are both live at tick 2 and share arena bytes \[100, 200\)")
+    verify_plan(replace(plan, bound=(replace(value, live=LiveRange(start=3, end=7)),)))
+
+
+def test_two_bound_values_on_one_byte(small_plan: Plan) -> None:
+    first = BoundValue(name="mm", offset=456, nbytes=50, live=LiveRange(start=0, end=3))
+    second = BoundValue(name="add", offset=505, nbytes=7, live=LiveRange(start=2, end=4))
+    _refused(replace(small_plan, bound=(first, second)), r"value 'mm' and value 'add' .*\[505, 506\)")
+
+
+def test_a_bound_value_outside_of_the_arena(small_plan: Plan) -> None:
+    value = BoundValue(name="mm", offset=500, nbytes=13, live=LiveRange(start=2, end=3))
+    _refused(replace(small_plan, bound=(value,)), "value 'mm'.* leave the arena of 512")
 
 
 def test_a_read_without_a_transfer(small_plan: Plan) -> None:
