@@ -1,4 +1,4 @@
-"""What really happened: bytes moved per route, seconds waited per transfer, seconds per phase, memory now."""
+"""What really happened: bytes moved per route, seconds waited per transfer, seconds per phase."""
 
 import threading
 import time
@@ -6,18 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from zinf_compile.hardware import route_name
 from zinf_compile.terms import Phase, Tier
-
-
-def anonymous_rss() -> int:
-    """Return the bytes of anonymous memory this process holds in RAM now."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon line; this needs Linux 4.5 or newer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,28 +6,25 @@ last ones written. During the step itself those parameters have no gradient, so 
 afterwards their gradients are shown again.
 """
 
-import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zinf_compile.errors import CapacityError, StoreError
 from zinf_compile.runtime.nvme.engine import ALIGN
-from zinf_compile.runtime.shadow import check_supported, copy_scalars, is_element_wise, probe_state, shadow_step
+from zinf_compile.runtime.shadow import copy_scalars, is_element_wise, probe_state, shadow_step
 from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
 from zinf_compile.runtime.staging import StagingBuffer
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.transfers import return_when_done, wait_all
-from zinf_compile.terms import Phase, format_bytes
+from zinf_compile.terms import format_bytes
 
 _READ_AHEAD = 2  # chunks being read while one is updated; the rest of staging holds what is being written
 _GRADIENT, _MASTER, _COMPUTE = "gradient", "master copy", "compute copy"
@@ -332,73 +329,6 @@ class StreamedStep:
     def _abandon(self, pending: deque[_Chunk]) -> None:
         while pending:
             self._return(pending.popleft())
-
-
-class _HiddenGradients:
-    """The gradients taken from parameters for the time of a step."""
-
-    def __init__(self) -> None:
-        self._hidden: list[tuple[Tensor, Tensor]] = []
-
-    def hide(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if record_of(parameter) is not None and parameter.grad is not None:
-                    self._hidden.append((parameter, parameter.grad))
-                    parameter.grad = None
-
-    def show(self) -> None:
-        for parameter, grad in self._hidden:
-            parameter.grad = grad
-        self._hidden.clear()
-
-
-def _stores_of(optimizer: Optimizer) -> list[Store]:
-    stores: dict[int, Store] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (record := record_of(parameter)) is not None:
-                stores[record.store.store_id] = record.store
-    return list(stores.values())
-
-
-@functools.cache
-def install_step_hooks() -> None:
-    """Let every optimizer of the process stream the parameters that live in a store. Called once."""
-    hidden: dict[int, _HiddenGradients] = {}
-
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        stores = _stores_of(optimizer)
-        if not stores:
-            return None
-        check_supported(optimizer)
-        result = _call_closure_first(args, kwargs)
-        with torch.no_grad():
-            for store in stores:
-                store.check_usable()
-                with store.meter.phase(Phase.STEP):
-                    StreamedStep(store, optimizer).run()
-        hidden[id(optimizer)] = _HiddenGradients()
-        hidden[id(optimizer)].hide(optimizer)
-        return result
-
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with suppress(KeyError):
-            hidden.pop(id(optimizer)).show()
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
-
-
-def _call_closure_first(args: Any, kwargs: Any) -> Any:
-    """Evaluate ``step(closure)``'s closure now, since it makes the gradients; return arguments that give its loss."""
-    optimizer, *rest = args
-    closure: Callable[[], Any] | None = rest[0] if rest else kwargs.get("closure")
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        loss = closure()
-    return (optimizer, lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
 
 
 def _shaped(tensor: Tensor, shape: torch.Size | None) -> Tensor:

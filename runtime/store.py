@@ -1,11 +1,8 @@
 """The store: where the parameters of one model live, and the one object that owns its file, buffers and threads."""
 
-import ctypes
-import functools
-import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -19,10 +16,11 @@ from zinf_compile.facts import ParameterFact
 from zinf_compile.plan import Placement
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.home import HomeParameter, torn_error
-from zinf_compile.runtime.meter import Meter, anonymous_rss
+from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN, Engine
 from zinf_compile.runtime.nvme.layout import FileLayout
 from zinf_compile.runtime.nvme.posix import PosixEngine
+from zinf_compile.runtime.ram import DeviceRam, return_freed_memory
 from zinf_compile.runtime.slots import RECORD, Slot, StoredParameter, map_tensor
 from zinf_compile.runtime.staging import StagingPool
 from zinf_compile.runtime.transfers import Transfers
@@ -73,8 +71,7 @@ class Store:
         self.layout = FileLayout()
         self.transfers = Transfers(engine=self.engine, staging=self.staging, arena=self.arena, meter=self.meter)
         self.chunk_elements = 2**20  # of the streamed step; a plan sets it
-        self.device_peak = 0  # measured: the most bytes of RAM held for the device tier
-        self._unexplained_rss: int | None = None  # Python, torch, compiled graphs: what was held before the first run
+        self.ram = DeviceRam(budget=config.device_memory - config.reserve_memory)
         self._homes_nbytes = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.NVME: 0}
         self.forward_update_count = 0  # at the last forward of a captured graph
         self.update_count = 0  # of optimizer steps; backward compares it with its forward's
@@ -104,7 +101,7 @@ class Store:
             for item in parameters:
                 self._adopt_one(item, homes[item.fact.name], compute[item.fact.name], as_home=as_home)
             self.transfers.wait_writes()
-        _return_freed_memory()
+        return_freed_memory()
 
     def _adopt_one(self, item: NamedParameter, placement: Placement, compute: Slot, *, as_home: bool) -> None:
         parameter, fact = item.parameter, item.fact
@@ -167,7 +164,7 @@ class Store:
             self.placements[placement.parameter] = placement
         with self.closing_on_error():
             self.transfers.wait_writes()
-        _return_freed_memory()
+        return_freed_memory()
 
     def _move(self, record: StoredParameter, role: str, tier: Tier) -> None:
         slot: Slot = getattr(record, role)
@@ -308,30 +305,15 @@ class Store:
         return self._homes_nbytes[tier]
 
     def begin_memory(self) -> None:
-        """Take what this process holds beside our homes as not ours. Called once, before the first graph runs."""
-        if self._unexplained_rss is None:
-            gc.collect()  # captured graphs leave cycles of nodes and fake tensors behind
-            _return_freed_memory()
-            self._unexplained_rss = anonymous_rss() - self._homes_in_ram() - self.staging.held_nbytes
+        """Take what this process holds beside our homes as not ours. Called before every run of a graph."""
+        self.ram.begin(self.nbytes_on(Tier.DEVICE) + self._host_nbytes())
 
     def sample_memory(self) -> None:
-        """Look at what the process holds now; what is neither explained nor on the host tier is the device's.
+        """Look at what the process holds now; what is neither explained nor on the host tier is the device's."""
+        self.ram.sample(self._host_nbytes())
 
-        Over the budget, the system's allocator is told to give back what it keeps of freed memory.
-        """
-        if self._unexplained_rss is None:
-            return
-        device = self._device_rss(self._unexplained_rss)
-        if device > self.config.device_memory - self.config.reserve_memory:
-            _return_freed_memory()
-            device = self._device_rss(self._unexplained_rss)
-        self.device_peak = max(self.device_peak, device)
-
-    def _device_rss(self, unexplained: int) -> int:
-        return anonymous_rss() - unexplained - self._homes_nbytes[Tier.HOST] - self.staging.held_nbytes
-
-    def _homes_in_ram(self) -> int:
-        return self._homes_nbytes[Tier.DEVICE] + self._homes_nbytes[Tier.HOST]
+    def _host_nbytes(self) -> int:
+        return self.nbytes_on(Tier.HOST) + self.staging.held_nbytes
 
 
 def _take_gradient_home(parameter: Tensor) -> None:
@@ -365,23 +347,6 @@ def _padded_nbytes(placement: Placement) -> int:
     num_tensors = 5  # compute and master copy, gradient, two moments: at most one sector is lost on each
     on_nvme = placement.nbytes_on(Tier.NVME)
     return on_nvme + num_tensors * ALIGN if on_nvme else 0
-
-
-def _return_freed_memory() -> None:
-    """Give the memory of freed small tensors back to the system: glibc would keep it for later allocations."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's malloc_trim; None where the C library has none."""
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except AttributeError:
-        return None
-    return trim
 
 
 def _close(transfers: Transfers, staging: StagingPool, engine: Engine | None) -> None:

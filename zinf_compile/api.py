@@ -9,13 +9,13 @@ from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
 from torch.nn import Module
 
-from zinf_compile.backend import Session, check_devices, session_of_store
 from zinf_compile.config import make_config
 from zinf_compile.errors import ConfigError
 from zinf_compile.ops import make_anchor
 from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, TierReport
 from zinf_compile.runtime.accessors import Anchors, install_accessors, refuse_optimized
 from zinf_compile.runtime.slots import record_of
+from zinf_compile.session import Session, check_devices, session_of_store
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier
 
@@ -75,7 +75,7 @@ def report(model: Module) -> Report:
     store, meter = session.store, session.store.meter
     plans = tuple(program.plan for program in session.programs if program.plan is not None)
     measured = {
-        Tier.DEVICE: max(store.device_peak, store.nbytes_on(Tier.DEVICE)),
+        Tier.DEVICE: max(store.ram.peak, store.nbytes_on(Tier.DEVICE)),
         Tier.HOST: store.nbytes_on(Tier.HOST) + store.staging.peak_nbytes,
         Tier.NVME: store.layout.end,
     }

@@ -61,7 +61,7 @@ def offset_unit(plan: Plan) -> OffsetUnit:
 
 
 class _Row(NamedTuple):
-    bytes: ByteRange
+    where: ByteRange
     name: str
     ticks: str  # a sign for each tick
 
@@ -91,7 +91,7 @@ def dump_arena(plan: Plan, width: int) -> list[str]:
         if isinstance(row, Folded):
             lines.append(f"  ... {len(row.items)} more ranges")
             continue
-        start, end = (f"{number // unit.nbytes:>{digits}}" for number in row.bytes)
+        start, end = (f"{number // unit.nbytes:>{digits}}" for number in row.where)
         chart = "".join(_draw_columns(row.ticks, per_column))
         name = shorten(row.name, max(8, width - label_width - num_columns - 2))
         lines.append(f"  device [{start}, {end})  {chart}  {name}")

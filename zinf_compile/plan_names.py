@@ -53,6 +53,3 @@ def summarize_names(names: Iterable[str]) -> str:
         pattern, number = cut_name(name)
         numbers[pattern] += [] if number is None else [number]
     return ", ".join(join_name(pattern.prefix, found, pattern.suffix) for pattern, found in numbers.items())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,10 +109,11 @@ def _dump_values(plan: Plan) -> list[str]:
     region = bound_region(plan)
     if region is not None:
         largest = max(plan.bound, key=lambda value: value.nbytes)
-        lines.append(
-            f"bound        {len(plan.bound):,} of compute's values in {format_bytes(region.nbytes)} of the arena; largest: "
-            f"{largest.name} {format_bytes(largest.nbytes)}, ticks [{largest.live.start}, {largest.live.end})"
-        )
+        lines += [
+            f"bound        {len(plan.bound):,} of compute's values in {format_bytes(region.nbytes)} of the arena",
+            f"             the largest is {largest.name}: {format_bytes(largest.nbytes)} "
+            f"in ticks [{largest.live.start}, {largest.live.end})",
+        ]
     at = next((span for span in plan.spans if span.start <= activations.peak_tick < span.end), None)
     where = f" ({at.phase}, {at.module})" if at else ""
     lines += [

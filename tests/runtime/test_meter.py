@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from zinf_compile.runtime.meter import Meter, anonymous_rss
+from zinf_compile.runtime.meter import Meter
+from zinf_compile.runtime.ram import anonymous_rss
 from zinf_compile.terms import Phase, Tier
 
 

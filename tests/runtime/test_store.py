@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zinf_compile
 from zinf_compile.config import make_config
 from zinf_compile.errors import StoreError
-from zinf_compile.runtime.meter import anonymous_rss
+from zinf_compile.runtime.ram import anonymous_rss
 from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Tier
 

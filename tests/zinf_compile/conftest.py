@@ -9,6 +9,7 @@ from zinf_compile.hardware import Hardware, Rate
 from zinf_compile.plan import (
     PLAN_VERSION,
     ActivationPlan,
+    BoundValue,
     ComputeSpan,
     GatherTransfer,
     GradientSink,
@@ -17,7 +18,7 @@ from zinf_compile.plan import (
     StepPlan,
     TierPlan,
 )
-from zinf_compile.terms import ActivationPolicy, Phase, Tier
+from zinf_compile.terms import ActivationPolicy, LiveRange, Phase, Tier
 
 MIB = 2**20
 
@@ -70,6 +71,10 @@ def _make_transfer(name: str, phase: Phase, offset: int, issue: int, need_by: in
     )
 
 
+def _make_bound(name: str, offset: int, nbytes: int, start: int, end: int) -> BoundValue:
+    return BoundValue(name=name, offset=offset, nbytes=nbytes, live=LiveRange(start=start, end=end))
+
+
 def _make_span(module: str, phase: Phase, start: int, end: int, seconds: float, peak_nbytes: int) -> ComputeSpan:
     return ComputeSpan(module=module, phase=phase, start=start, end=end, seconds=seconds, peak_nbytes=peak_nbytes)
 
@@ -108,7 +113,13 @@ def make_small_plan() -> Plan:
             _make_transfer("layers.1", backward, 256, 6, 7, 9),
             _make_transfer("layers.0", backward, 0, 7, 9, 11),
         ),
-        bound=(),
+        bound=(
+            _make_bound("linear", 456, 32, 1, 3),
+            _make_bound("gelu", 488, 24, 2, 4),
+            _make_bound("linear_1", 456, 40, 4, 6),
+            _make_bound("mm", 456, 56, 7, 9),
+            _make_bound("mm_1", 456, 32, 9, 10),
+        ),
         sinks=(
             _make_sink("layers.1.weight", 8, Tier.NVME, 200),
             _make_sink("layers.0.weight", 10, Tier.NVME, 200),
@@ -135,7 +146,7 @@ def make_small_plan() -> Plan:
                 tier=Tier.DEVICE,
                 capacity=1000,
                 predicted_peak=752,
-                parts=(("arena", 512), ("activations", 160), ("residents", 80)),
+                parts=(("arena", 512), ("activations", 160), ("residents", 80), ("reserve", 0)),
             ),
             TierPlan(tier=Tier.HOST, capacity=2048, predicted_peak=1040, parts=(("staging", 800), ("homes", 240))),
             TierPlan(tier=Tier.NVME, capacity=None, predicted_peak=1600, parts=(("homes", 1600),)),
@@ -161,7 +172,8 @@ def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: 
     placements.append(_make_placement("norm.weight", Tier.DEVICE, Tier.HOST, 4096, master=8192))
     placements.append(_make_placement("rotary.table", Tier.DEVICE, Tier.HOST, MIB, trainable=False))
 
-    transfers, sinks, spans = [], [], []
+    region = num_slots * layer_nbytes  # where the bound values begin
+    transfers, bound, sinks, spans = [], [], [], []
     uses = {item.parameter: [0] if item.compute is Tier.DEVICE else [] for item in placements}
     spans.append(_make_span("embed", Phase.FORWARD, 0, 5, 0.01, 400 * MIB))
     for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -175,6 +187,10 @@ def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: 
             start = begin + index * length
             saved = (layer + 1) * 16 * MIB
             spans.append(_make_span(f"layers.{layer}", phase, start, start + length, length * 1e-3, saved + 200 * MIB))
+            bound += [
+                _make_bound(f"linear_{start}", region, 64 * MIB, start, start + length),
+                _make_bound(f"gelu_{start}", region + 64 * MIB, 32 * MIB, start + 1, start + 3),
+            ]
             offset = index % num_slots * layer_nbytes
             offsets: list[int] = []
             for name, nbytes in weights.items():
@@ -207,7 +223,7 @@ def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: 
     def held(tier: Tier) -> int:
         return sum(placement.nbytes_on(tier) for placement in placements)
 
-    arena = num_slots * layer_nbytes
+    arena = region + 96 * MIB
     on_nvme = held(Tier.NVME)
     return Plan(
         version=PLAN_VERSION,
@@ -219,7 +235,7 @@ def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: 
         placements=tuple(placements),
         uses=tuple(UseFact(parameter=name, ticks=tuple(ticks)) for name, ticks in sorted(uses.items())),
         transfers=tuple(sorted(transfers, key=lambda transfer: (transfer.issue, transfer.need_by))),
-        bound=(),
+        bound=tuple(sorted(bound, key=lambda value: value.live.start)),
         sinks=tuple(sorted(sinks, key=lambda sink: sink.tick)),
         spans=tuple(spans),
         activations=ActivationPlan(

@@ -8,8 +8,10 @@ from expecttest import TestCase
 
 from zinf_compile.hardware import Rate
 from zinf_compile.plan import Plan
-from zinf_compile.printing import dump_plan, dump_plan_difference, format_seconds
+from zinf_compile.plan_difference import dump_plan_difference
+from zinf_compile.printing import dump_plan
 from zinf_compile.terms import ActivationPolicy, Phase, Tier
+from zinf_compile.text_layout import format_seconds
 
 
 class GoldenTest(TestCase):
@@ -45,8 +47,12 @@ arena  512 B, ranges in bytes; a column is a tick, - moving, # in use, | backwar
                      ......|.....
   device [  0, 200)  -##....--##.  layers.0
   device [256, 456)  .--##.-##...  layers.1
+  device [456, 512)  .#####.###..  5 bound values
 
-activations  policy save: 120 B saved for backward, peak 160 B at tick 5 (forward, loss)
+bound        5 of compute's values in 56 B of the arena
+             the largest is mm: 56 B in ticks [7, 9)
+activations  policy save: 120 B saved for backward
+             outside of the arena at most 160 B, at tick 5 (forward, loss)
 gradients    1 of 64 B to host, 2 of 400 B to nvme; the last leaves after tick 11
 step         120 elements in 4 chunks of 25
              reads 1.6 KiB, writes 1.2 KiB, staging 800 B
@@ -157,18 +163,21 @@ def test_unread_parameters_are_named(small_plan: Plan) -> None:
 
 
 def test_a_plan_without_transfers(small_plan: Plan) -> None:
-    text = dump_plan(
-        replace(
-            small_plan,
-            num_ticks=6,
-            spans=tuple(span for span in small_plan.spans if span.phase is Phase.FORWARD),
-            transfers=(),
-            sinks=(),
-        )
+    plan = replace(
+        small_plan,
+        num_ticks=6,
+        spans=tuple(span for span in small_plan.spans if span.phase is Phase.FORWARD),
+        transfers=(),
+        bound=small_plan.bound[:3],
+        sinks=(),
     )
+    text = dump_plan(plan)
+    assert "                     ......\n  device [456, 512)  .#####  3 bound values\n" in text
+    text = dump_plan(replace(plan, bound=()))
     assert "plan v1  small  inference\n" in text
     assert "transfers  none: every parameter this graph reads is resident" in text
     assert "arena  " not in text
+    assert "bound" not in text
     assert "gradients" not in text
     assert text == text.rstrip()
 
@@ -190,6 +199,13 @@ def test_every_difference_is_said(small_plan: Plan) -> None:
         ),
         "transfers: 4 of 800 B -> 4 of 800 B; 3 are the same": replace(
             small_plan, transfers=(replace(small_plan.transfers[0], offset=8, offsets=(8,)), *small_plan.transfers[1:])
+        ),
+        "bound values: 5 in 56 B -> 4 in 56 B; 4 are the same": replace(small_plan, bound=small_plan.bound[1:]),
+        "bound values: 5 in 56 B -> 0 in 0 B": replace(small_plan, bound=()),
+        "bound values: 5 in 56 B -> 5 in 56 B; 5 are the same, 88 B further on": replace(
+            small_plan,
+            arena_nbytes=600,
+            bound=tuple(replace(value, offset=value.offset + 88) for value in small_plan.bound),
         ),
         "the plans list the same records in another order": replace(small_plan, tiers=small_plan.tiers[::-1]),
         "step chunk elements: 25 -> 50": replace(small_plan, step=replace(small_plan.step, chunk_elements=50)),

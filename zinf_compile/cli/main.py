@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from zinf_compile.errors import ZinfError
 
 _COMMANDS = {
     "train": "train a GPT on text within memory budgets, and show predicted beside measured",
-    "show": "print a saved plan, or what it decided for one parameter",
+    "show": "print a saved plan, and write its predicted timeline as a Chrome trace if asked to",
     "diff": "compare two saved plans",
 }
 
@@ -18,9 +19,21 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `zinf` with these arguments (default: the process's) and return its exit status.
 
-    An error raised on purpose is one sentence on stderr and status 2; Ctrl-C is 130.
+    An error raised on purpose is one sentence on stderr and status 2; Ctrl-C is 130, a closed pipe 141.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # here rather than at exit, where a closed pipe can no longer be answered
+    except BrokenPipeError:
+        # Who read the output has gone, as in `zinf show plan.json | head`. Python flushes stdout once more at exit; the
+        # documentation of the signal module advises to let that go to devnull.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # the shell's 128 + SIGPIPE
+
+
+def _dispatch(words: Sequence[str]) -> int:
     args = _make_parser(words).parse_args(words)
     try:
         status: int = args.run(args)

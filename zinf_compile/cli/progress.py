@@ -11,6 +11,7 @@ from torch import nn
 import zinf_compile
 from zinf_compile.terms import format_bytes
 
+_FIRST_STEP = "first step: capturing and planning"
 _NUM_LINES = 20  # lines of a run that is not on a terminal: enough for a curve, few enough for a log
 
 
@@ -28,6 +29,8 @@ def show_progress(
     """Pass the results on while showing them; ``model`` is the optimized one, None when plain."""
     if not sys.stdout.isatty():
         every = max(1, steps // _NUM_LINES)
+        if model is not None:
+            print(_FIRST_STEP, flush=True)
         for result in results:
             if result.step == 1 or result.step == steps or result.step % every == 0:
                 print(f"step {result.step:>4}/{steps}  {_describe(result, tokens_per_step, model)}", flush=True)
@@ -40,7 +43,7 @@ def show_progress(
         TextColumn("{task.fields[status]}"),
     )
     with Progress(*columns) as bar:
-        task = bar.add_task("training", total=steps, status="first step: capturing and planning" if model else "")
+        task = bar.add_task("training", total=steps, status=_FIRST_STEP if model else "")
         for result in results:
             bar.update(task, completed=result.step, status=_describe(result, tokens_per_step, model))
             yield result

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,3 +69,16 @@ def test_a_file_that_is_no_plan_is_an_error(saved: Path, tmp_path: Path) -> None
         run(diff, saved, broken)
     with pytest.raises(ConfigError, match=r"absent\.json cannot be read"):
         run(show, tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("arguments", [["show", "plan.json"], ["show", "--help"]])
+def test_a_reader_that_goes_away_is_status_141(saved: Path, arguments: list[str]) -> None:
+    script = f"import sys; from zinf_compile.cli.main import main; sys.exit(main({arguments}))"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=saved.parent
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # before anything is written
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

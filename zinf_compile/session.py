@@ -1,0 +1,112 @@
+"""One model under zinf_compile: its budgets, its store, and the programs made of its captured graphs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import Parameter
+
+from zinf_compile.config import Config
+from zinf_compile.errors import ConfigError, UnsupportedError
+from zinf_compile.facts import ParameterFact
+from zinf_compile.hardware import Hardware
+from zinf_compile.passes.analysis.modules import block_of
+from zinf_compile.passes.capture import compile_graph, describe_break
+from zinf_compile.passes.planning.placement import check_budgets, plan_placement
+from zinf_compile.plan import Placement
+from zinf_compile.program import Program
+from zinf_compile.runtime.calibrate import measure_hardware
+from zinf_compile.runtime.op_impls import register
+from zinf_compile.runtime.step_hooks import install_step_hooks
+from zinf_compile.runtime.store import NamedParameter, Store
+
+
+class Session:
+    """One model under zinf_compile: its budgets, its store, and the plans of its captured graphs."""
+
+    def __init__(self, config: Config, model_name: str) -> None:
+        register()
+        install_step_hooks()
+        self.config = config
+        self.model_name = model_name
+        self.store = Store(config)
+        self.store.session = self
+        self.programs: list[Program] = []
+        self.graph_breaks: list[str] = []
+        self.placements: tuple[Placement, ...] = ()  # where the newest plan wants every parameter
+        self._hardware: Hardware | None = None
+
+    @property
+    def facts(self) -> tuple[ParameterFact, ...]:
+        """Return the facts of every parameter adopted so far, in module order."""
+        return tuple(self.store.facts.values())
+
+    def adopt(self, parameters: Mapping[str, Parameter], *, as_home: bool) -> None:
+        """Take parameters into the store. CapacityError before anything has moved when they cannot fit."""
+        named = [
+            NamedParameter(parameter=parameter, fact=_parameter_fact(name, parameter, self.config))
+            for name, parameter in parameters.items()
+        ]
+        facts = [*self.facts, *(item.fact for item in named)]
+        placements = plan_placement(facts, self.config)
+        check_budgets(facts, placements, self.config)
+        self.store.adopt(named, placements[len(self.facts) :], as_home=as_home)
+        self.placements = tuple(self.store.placements.values())
+
+    def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        """Return the planned and lowered callable for a torch-level graph whose parameters are all gathers."""
+        where = describe_break(graph_module)
+        if where is not None:
+            self.graph_breaks.append(where)
+        if self._hardware is None:
+            dtypes = {record.compute.tensor.dtype for record in self.store.records.values()}
+            self._hardware = measure_hardware(self.store, frozenset(dtypes or {torch.float32}))
+        program = Program(self, f"{self.model_name} graph {len(self.programs)}", self._hardware)
+        compiled = compile_graph(graph_module, inputs, program)
+        self.programs.append(program)
+        return compiled
+
+    def settle(self) -> None:
+        """Move parameters to where the newest plan wants them. Called before a graph runs, never while one is traced."""
+        if self.placements != tuple(self.store.placements.values()):
+            self.store.place_again(self.placements)
+
+
+def session_of_store(store: Store) -> Session:
+    """Return the session a store belongs to."""
+    assert isinstance(store.session, Session)
+    return store.session
+
+
+def _parameter_fact(name: str, parameter: Parameter, config: Config) -> ParameterFact:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    compute_dtype = config.compute_dtype if config.compute_dtype and parameter.is_floating_point() else dtype
+    return ParameterFact(
+        name=name,
+        block=block_of(name),
+        num_elements=parameter.numel(),
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        master_nbytes=parameter.numel() * parameter.dtype.itemsize,
+        compute_nbytes=parameter.numel() * getattr(torch, compute_dtype).itemsize,
+        trainable=parameter.requires_grad,
+    )
+
+
+def check_devices(parameters: Mapping[str, Parameter]) -> None:
+    """Raise unless all parameters are on the CPU, where this version computes."""
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        examples = ", ".join(
+            f"'{next(name for name, parameter in parameters.items() if parameter.device == device)}' on {device}"
+            for device in sorted(devices, key=str)
+        )
+        raise ConfigError(f"parameters are on {len(devices)} devices ({examples}); move the model to one device first")
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type == "meta":
+        raise UnsupportedError(
+            "the model is on the meta device, so it has no values; this version needs it built in memory"
+        )
+    if device.type != "cpu":
+        raise UnsupportedError(f"the model is on {device}; this version computes on the CPU: call model.cpu() first")
