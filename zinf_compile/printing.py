@@ -1,19 +1,16 @@
-"""Plans as text, for a person and for golden tests: the dump of a plan. ``plan_difference`` tells two plans apart."""
+"""Plans as text, for a person and for golden tests: the dump of a plan."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from zinf_compile.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
 from zinf_compile.hardware import route_name
 from zinf_compile.plan import Placement, Plan
-from zinf_compile.plan_difference import dump_plan_difference
-from zinf_compile.plan_names import NamePattern, cut_name, join_name, name_pattern, summarize_names
 from zinf_compile.simulate import COMPUTE_LANE, Event, Timeline, simulate
 from zinf_compile.terms import Tier, format_bytes
-from zinf_compile.text_layout import Folded, clip, fold_rows, format_seconds, join_unbroken, make_table
-
-__all__ = ["dump_plan", "dump_plan_difference"]
+from zinf_compile.views.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
+from zinf_compile.views.plan_names import NamePattern, cut_name, join_name, name_pattern, summarize_names
+from zinf_compile.views.text_layout import Folded, clip, fold_rows, format_seconds, join_unbroken, make_table
 
 _ROLES = ("compute", "master", "gradient", "optimizer_state")
 

@@ -113,12 +113,16 @@ def assert_same(ours: Trace, plain: Trace) -> None:
 def assert_equal(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
     """Assert that two tensors have the same shape, dtype and bits, or are both None."""
     if ours is None or plain is None:
-        assert ours is plain, f"{what}: {'a gradient' if plain is None else 'no gradient'} where plain PyTorch has the other"
+        assert ours is plain, (
+            f"{what}: {'a gradient' if plain is None else 'no gradient'} where plain PyTorch has the other"
+        )
         return
     assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), f"{what}: {ours.shape} {ours.dtype}"
     if not torch.equal(ours, plain):
         apart = (ours.double() - plain.double()).abs()
-        pytest.fail(f"{what}: {int((apart != 0).sum())} of {apart.numel()} elements differ, by {apart.max():.3g} at most")
+        pytest.fail(
+            f"{what}: {int((apart != 0).sum())} of {apart.numel()} elements differ, by {apart.max():.3g} at most"
+        )
 
 
 def needed_device_memory(error: Exception) -> int:
@@ -133,10 +137,10 @@ def needed_device_memory(error: Exception) -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> Iterator[None]:
-    """Kernels split work by the number of threads, so it is the same for all runs that are compared."""
+def _one_thread() -> Iterator[None]:
+    """Kernels split work by the number of threads, so it is the same for all runs; tensors this small want one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -222,7 +226,14 @@ class Parity:
         return int(self._cache[key])
 
     def _try_capture(
-        self, model: nn.Module, batch: Batch, loss: Loss, budgets: dict[str, Any], *, backend: str | None = None, **options: Any
+        self,
+        model: nn.Module,
+        batch: Batch,
+        loss: Loss,
+        budgets: dict[str, Any],
+        *,
+        backend: str | None = None,
+        **options: Any,
     ) -> int:
         if backend is None:
             zinf_compile.optimize(model, **budgets, **options)
@@ -245,7 +256,13 @@ class Parity:
         return model
 
     def optimized(
-        self, workload: Workload, placement: str = "nvme", *, captured: bool = True, loss: Loss = plain_loss, **options: Any
+        self,
+        workload: Workload,
+        placement: str = "nvme",
+        *,
+        captured: bool = True,
+        loss: Loss = plain_loss,
+        **options: Any,
     ) -> tuple[nn.Module, Sequence[Batch]]:
         """Return an optimized workload in a placement."""
         given = {name: option for name, option in options.items() if name not in ("device_memory", "host_memory")}

@@ -169,7 +169,9 @@ def test_comparison_notices_the_last_bit(parity, kind):
     ours = parity.train(model, batches)
     parity.assert_same(ours, plain)
     last = getattr(ours, kind)[-1]
-    name, changed = ("loss", last) if kind == "losses" else next((n, t) for n, t in last.items() if t.is_floating_point())
+    name, changed = (
+        ("loss", last) if kind == "losses" else next((n, t) for n, t in last.items() if t.is_floating_point())
+    )
     changed.view(-1)[-1:] = torch.nextafter(changed.view(-1)[-1:], torch.tensor(torch.inf))
     with pytest.raises(pytest.fail.Exception, match=f"step {STEPS - 1}: .*{name}.*differ"):
         parity.assert_same(ours, plain)

@@ -308,7 +308,9 @@ def test_user_writes_gradients(parity, captured):
     parity.check_loop(loop, net, captured=captured)
 
 
-@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adafactor])
+@pytest.mark.parametrize(
+    "make_optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adafactor]
+)
 def test_other_optimizers(parity, make_optimizer):
     def loop(model, batches, trace):
         optimizer = make_optimizer(model.parameters(), lr=1e-2)
@@ -366,7 +368,11 @@ def test_recompute(parity, recompute):
 @pytest.mark.parametrize("prefetch_memory", [0, 12 * 2**10, 24 * 2**10])
 def test_prefetch(parity, prefetch_memory):
     report = parity.check_loop(
-        step_simply, net, captured=True, prefetch_memory=prefetch_memory, placement="nvme" if prefetch_memory else "host"
+        step_simply,
+        net,
+        captured=True,
+        prefetch_memory=prefetch_memory,
+        placement="nvme" if prefetch_memory else "host",
     )
     ahead = [transfer for plan in report.plans for transfer in plan.transfers if transfer.issue < transfer.need_by]
     assert bool(ahead) == bool(prefetch_memory)

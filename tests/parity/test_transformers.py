@@ -60,7 +60,9 @@ def bert(dropout: float = 0.0):
     config = transformers.BertConfig(
         **SHAPE, **POSITIONS, intermediate_size=48, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
     )
-    return transformers.BertForMaskedLM(config), token_batches(attention_mask=torch.tensor([[1] * 8, [1] * 5 + [0] * 3]))
+    return transformers.BertForMaskedLM(config), token_batches(
+        attention_mask=torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+    )
 
 
 def t5():
@@ -107,7 +109,10 @@ def test_dropout(parity, captured):
 
 def test_class_stays(parity):
     """What looks a model up by its class still finds it."""
-    model, batches = parity.optimized(llama, "nvme", captured=False)
+    model, _ = parity.optimized(llama, "nvme", captured=False)
     assert isinstance(model, transformers.LlamaForCausalLM)
-    assert (type(model).__name__, type(model).__module__) == ("LlamaForCausalLM", transformers.LlamaForCausalLM.__module__)
+    assert (type(model).__name__, type(model).__module__) == (
+        "LlamaForCausalLM",
+        transformers.LlamaForCausalLM.__module__,
+    )
     assert model.loss_type == transformers.LlamaForCausalLM(model.config).loss_type

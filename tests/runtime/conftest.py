@@ -18,7 +18,7 @@ HANG_SECONDS = 100  # far above what any test here takes
 
 @pytest.fixture(autouse=True)
 def guard() -> Iterator[None]:
-    """One compute thread, since OpenMP spins where cores are shared, and a traceback of every thread instead of a test run that never ends."""
+    """One compute thread, since OpenMP spins where cores are shared; a traceback instead of a run that never ends."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)

@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,8 +124,8 @@ def check_values(run: Run, values: list[dict[str, Tensor]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def known_values() -> Iterator[list[dict[str, Tensor]]]:
-    yield plain_values()
+def known_values() -> list[dict[str, Tensor]]:
+    return plain_values()
 
 
 def count_operations(operation: Operation) -> int:

@@ -1,6 +1,7 @@
 """The streamed step is the user's own optimizer: bit for bit what it does to a model in memory."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +26,7 @@ MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 def make_model(*, bias: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for width, next_width in zip(WIDTHS, WIDTHS[1:], strict=False):
+    for width, next_width in itertools.pairwise(WIDTHS):
         layers += [nn.Linear(width, next_width, bias=bias), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

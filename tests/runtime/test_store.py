@@ -1,6 +1,7 @@
 """The life of a store: what it takes it gives back, however it ends."""
 
 import gc
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -54,8 +55,7 @@ def test_close_gives_back_threads_and_descriptors(tmp_path: Path) -> None:
     train(model, 2)
     assert held() > before
     zinf_compile.close(model)
-    threads, descriptors, _ = held()
-    assert threads == before[0]
+    assert held()[0] == before[0], "threads end with the store"
     # Each mapping that people may still look at holds a descriptor of the file, until its tensor is gone.
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     del model
@@ -134,7 +134,7 @@ def _target(descriptor: str) -> str:
 
 
 def test_fifty_models_in_one_process_leave_nothing(tmp_path: Path) -> None:
-    width = 500  # 1 MB a weight: five copies of two weights leaked once would be 10 MB a model
+    width = 300  # 360 kB a weight: five copies of two weights, leaked, would be 3.6 MB a model
     before, memory = held(), []
     for index in range(50):
         model = make_model(width)
@@ -143,10 +143,11 @@ def test_fifty_models_in_one_process_leave_nothing(tmp_path: Path) -> None:
         if index % 2:
             zinf_compile.close(model)
         del model
-        gc.collect()
-        memory.append(anonymous_rss())
+        if index % 5 == 4:
+            gc.collect()
+            memory.append(anonymous_rss())
     assert held() == before
-    assert max(memory[25:]) - max(memory[5:15]) < 4 * 2**20, memory
+    assert max(memory[5:]) - max(memory[1:3]) < 4 * 2**20, memory
     assert os.listdir(tmp_path) == []
 
 
@@ -194,7 +195,7 @@ def test_slots_of_different_tensors_do_not_overlap(
         if slot.extent is not None
     )
     assert len(extents) >= 4
-    assert all(end <= start for (_, end), (start, _) in zip(extents, extents[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(extents))
 
 
 def test_two_models_do_not_meet(optimize: Callable[..., nn.Module], store_of: Callable[..., Store]) -> None:

@@ -8,10 +8,10 @@ from expecttest import TestCase
 
 from zinf_compile.hardware import Rate
 from zinf_compile.plan import Plan
-from zinf_compile.plan_difference import dump_plan_difference
 from zinf_compile.printing import dump_plan
 from zinf_compile.terms import ActivationPolicy, Phase, Tier
-from zinf_compile.text_layout import format_seconds
+from zinf_compile.views.plan_difference import dump_plan_difference
+from zinf_compile.views.text_layout import format_seconds
 
 
 class GoldenTest(TestCase):

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from zinf_compile.plan_io import load_plan
-from zinf_compile.printing import dump_plan_difference
+from zinf_compile.views.plan_difference import dump_plan_difference
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -79,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
         ]
         elapsed = time.perf_counter() - started
         last = losses[-5:]
-        print(f"loss: {losses[0]:.3f} at first, {sum(last) / len(last):.3f} on average over the last {len(last)} step(s)")
+        print(
+            f"loss: {losses[0]:.3f} at first, {sum(last) / len(last):.3f} on average over the last {len(last)} step(s)"
+        )
         print(f"elapsed: {elapsed:.1f} s; peak memory of the process, with Python and torch: {_peak()}")
         if not args.plain:
             print(zinf_compile.report(model))

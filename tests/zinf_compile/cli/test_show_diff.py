@@ -71,12 +71,9 @@ def test_a_file_that_is_no_plan_is_an_error(saved: Path, tmp_path: Path) -> None
         run(show, tmp_path / "absent.json")
 
 
-@pytest.mark.parametrize("arguments", [["show", "plan.json"], ["show", "--help"]])
-def test_a_reader_that_goes_away_is_status_141(saved: Path, arguments: list[str]) -> None:
-    script = f"import sys; from zinf_compile.cli.main import main; sys.exit(main({arguments}))"
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=saved.parent
-    ) as process:
+def test_a_reader_that_goes_away_is_status_141(saved: Path) -> None:
+    script = f"import sys; from zinf_compile.cli.main import main; sys.exit(main(['show', {str(saved)!r}]))"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()  # before anything is written

@@ -5,13 +5,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from zinf_compile.arena_chart import bound_region
 from zinf_compile.hardware import Rate
 from zinf_compile.plan import GatherTransfer, GradientSink, Placement, Plan
-from zinf_compile.plan_names import NamePattern, name_pattern, summarize_names
 from zinf_compile.simulate import Timeline, simulate
 from zinf_compile.terms import format_bytes
-from zinf_compile.text_layout import format_seconds
+from zinf_compile.views.arena_chart import bound_region
+from zinf_compile.views.plan_names import NamePattern, name_pattern, summarize_names
+from zinf_compile.views.text_layout import format_seconds
 
 
 def dump_plan_difference(a: Plan, b: Plan) -> str:

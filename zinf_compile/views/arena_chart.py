@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zinf_compile.plan import GatherTransfer, Plan
-from zinf_compile.plan_names import name_pattern, summarize_names
 from zinf_compile.terms import LiveRange, format_bytes
-from zinf_compile.text_layout import Folded, fold_rows, shorten
+from zinf_compile.views.plan_names import name_pattern, summarize_names
+from zinf_compile.views.text_layout import Folded, fold_rows, shorten
 
 _MAX_ROW_NAME = 28  # columns beside the chart
 
