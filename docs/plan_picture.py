@@ -17,7 +17,7 @@ import zinf_compile
 DOCS = Path(__file__).resolve().parent
 WIDTH = 100  # columns
 STYLES = (
-    (r"^(plan v\d+|tiers|placement|transfers|arena|activations|bound|gradients|step|predicted|routes)\b", "bold bright_white"),
+    (r"^[a-z]+( v\d+)?\b", "bold bright_white"),  # headings, the only lines that are not indented
     (r"\bdevice\b", "green"),
     (r"\bhost\b", "cyan"),
     (r"\bnvme\b", "magenta"),

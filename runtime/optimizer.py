@@ -6,6 +6,7 @@ last ones written. During the step itself those parameters have no gradient, so 
 afterwards their gradients are shown again.
 """
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -159,9 +160,11 @@ class StreamedStep:
         record.states, record.states_owner = mine, weakref.ref(self._optimizer)
 
     def _state_slot(self, record: StoredParameter, key: str, dtype: torch.dtype) -> Slot:
-        """Return a slot for a state tensor: one left by an optimizer that is gone, else a new one."""
+        """Return a slot for a state tensor: one that nobody looks at since its optimizer is gone, else a new one."""
         for owner, states in record.other_states:
-            if owner() is None and key in states and states[key].tensor.dtype == dtype:
+            slot = states.get(key) if owner() is None else None
+            # Two references are the slot's and this call's own; a third is a state_dict that somebody kept.
+            if slot is not None and slot.tensor.dtype == dtype and sys.getrefcount(slot.tensor) == 2:
                 return states.pop(key)
         tier = self._store.placements[record.name].optimizer_state
         return self._store.new_slot(f"{record.name} ({key})", record.master.tensor.shape, dtype, tier)

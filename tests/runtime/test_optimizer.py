@@ -1,8 +1,10 @@
 """The streamed step is the user's own optimizer: bit for bit what it does to a model in memory."""
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -444,3 +446,21 @@ def test_state_lives_in_the_store(optimize: Callable[..., nn.Module]) -> None:
             assert optimizer.state[parameter][key] is slot.tensor, f"{name} {key}"
     report = zinf_compile.report(model)
     assert {moved.route for moved in report.moved} >= {"nvme -> host", "host -> nvme"}, report.moved
+
+
+def test_a_state_dict_somebody_kept_outlives_its_optimizer(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(200, 200))
+    zinf_compile.optimize(model, device_memory="8MiB", host_memory="1MiB", nvme=tmp_path, capture=False)
+
+    def train() -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 200)).sum().backward()
+        optimizer.step()
+        return optimizer.state_dict()
+
+    kept = train()
+    moment = kept["state"][0]["exp_avg"].clone()
+    gc.collect()
+    assert train()["state"][0]["exp_avg"].data_ptr() != kept["state"][0]["exp_avg"].data_ptr()
+    assert torch.equal(kept["state"][0]["exp_avg"], moment)
+    zinf_compile.close(model)

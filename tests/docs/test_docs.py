@@ -1,0 +1,276 @@
+"""README and docs are true: their Python runs, their links resolve, their files, options and commands exist."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zinf_compile
+from zinf_compile.cli.main import main
+from zinf_compile.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+PACKAGES = ("zinf_compile", "passes", "runtime")
+
+_FENCE = re.compile(r"```(\w*)")
+_MARK = re.compile(r"<!-- (file|edit|not executed): (.+) -->")
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_ROW = re.compile(r"\| `([\w./-]+)` \|")
+_COMMAND = re.compile(r"`(zinf [^`]+|make [^`]+|python [^`]+)`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block: ``mark`` is the comment above it, ``("file", "passes/new.py")`` or the like."""
+
+    language: str
+    text: str
+    line: int
+    mark: tuple[str, str] | None
+
+
+def blocks(document: Path) -> Iterator[Block]:
+    """Return the fenced blocks of a document, in order."""
+    lines = document.read_text(encoding="utf-8").splitlines()
+    start, language = 0, None
+    for number, line in enumerate(lines):
+        fence = _FENCE.fullmatch(line)
+        if fence is None:
+            continue
+        if language is None:
+            start, language = number, fence[1]
+            continue
+        mark = _MARK.fullmatch(lines[start - 1]) if start else None
+        text = "".join(f"{each}\n" for each in lines[start + 1 : number])
+        yield Block(language=language, text=text, line=start + 2, mark=(mark[1], mark[2]) if mark else None)
+        language = None
+    assert language is None, f"{document.name}: the block at line {start + 1} has no end"
+
+
+def python_blocks(document: Path) -> list[Block]:
+    return [block for block in blocks(document) if block.language == "python" and block.mark is None]
+
+
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if python_blocks(each)], ids=lambda path: path.name)
+def test_python_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a document run in order, in one namespace and in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "documentation"}
+    try:
+        for block in python_blocks(document):
+            # Padded with empty lines, so that a traceback says the line of the document.
+            exec(compile("\n" * (block.line - 1) + block.text, str(document), "exec"), names)
+    finally:
+        for value in names.values():
+            if isinstance(value, torch.nn.Module):
+                zinf_compile.close(value)
+        torch._dynamo.reset()
+
+
+def test_the_readme_runs_something() -> None:
+    assert len(python_blocks(ROOT / "README.md")) >= 3
+
+
+def test_blocks_that_do_not_run_are_rare() -> None:
+    marks = [block.mark for document in DOCUMENTS for block in blocks(document) if block.mark is not None]
+    assert len([reason for kind, reason in marks if kind == "not executed"]) <= 2
+
+
+def _apply(edit: str, text: str) -> str:
+    """Return ``text`` with each "+" line put behind the " " line above it."""
+    lines = text.splitlines()
+    position = 0
+    for line in edit.splitlines():
+        sign, content = line[:1], line[1:]
+        if sign == "+":
+            lines.insert(position, content)
+        else:
+            assert sign == " ", f"an edit has lines that begin with ' ' or '+', not {line!r}"
+            position = lines.index(content, position)
+        position += 1
+    return "\n".join(lines) + "\n"
+
+
+def test_adding_a_pass_as_written(tmp_path: Path) -> None:
+    """In a copy of the repository: write the files, edit the pipeline, run the new test, and train with the new pass."""
+    for name in ("zinf_compile", "passes", "runtime", "cuda", "examples", "tests/passes", "tests/parity"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    written = []
+    for block in blocks(ROOT / "docs" / "adding_a_pass.md"):
+        match block.mark:
+            case ("file", name):
+                (tmp_path / name).write_text(block.text, encoding="utf-8")
+                written.append(name)
+            case ("edit", name):
+                edited = _apply(block.text, (tmp_path / name).read_text(encoding="utf-8"))
+                (tmp_path / name).write_text(edited, encoding="utf-8")
+    (new_pass,) = [name for name in written if name.startswith("passes/")]
+    (new_test,) = [name for name in written if name.startswith("tests/")]
+    script = (
+        "import sys, pytest, zinf_compile\n"
+        "QUIET = ['-q', '-p', 'no:cacheprovider']\n"
+        f"assert zinf_compile.__file__.startswith({str(tmp_path)!r}), zinf_compile.__file__\n"
+        "from zinf_compile.passes.pipeline import LOWER\n"
+        f"assert {Path(new_pass).stem!r} in [item.name for item in LOWER]\n"
+        f"code = pytest.main([*QUIET, {new_test!r}, 'tests/passes/test_contract.py'])\n"
+        "chosen = 'test_bitwise and gpt and nvme and captured and not tied'\n"
+        "sys.exit(code or pytest.main([*QUIET, 'tests/parity/test_models.py', '-k', chosen]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_adding_a_pass_is_clean(tmp_path: Path) -> None:
+    """What the page says to write passes the linter, as it will have to."""
+    ruff = Path(sys.executable).with_name("ruff")
+    if not ruff.exists():
+        pytest.skip("ruff is not installed")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for block in blocks(ROOT / "docs" / "adding_a_pass.md"):
+        if block.mark is not None and block.mark[0] == "file":
+            (tmp_path / Path(block.mark[1]).name).write_text(block.text, encoding="utf-8")
+    for arguments in (["check"], ["format", "--check"]):
+        done = subprocess.run([ruff, *arguments, tmp_path], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _anchors(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_links_resolve(document: Path) -> None:
+    for link in _LINK.findall(document.read_text(encoding="utf-8")):
+        if link.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        assert target.is_relative_to(ROOT), f"{link} leaves the repository"
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in _anchors(target), f"{link}: {target.name} has no such heading"
+
+
+def _section(document: Path, heading: str) -> str:
+    """Return the text of a section of the second level."""
+    text = document.read_text(encoding="utf-8")
+    _, found, rest = text.partition(f"\n## {heading}\n")
+    assert found, f"{document.name} has no section {heading!r}"
+    return rest.partition("\n## ")[0]
+
+
+def test_the_file_map_is_complete() -> None:
+    listed = _ROW.findall(_section(ROOT / "docs" / "architecture.md", "File map"))
+    assert len(set(listed)) == len(listed), "a file is listed twice"
+    missing = [name for name in listed if not (ROOT / name).is_file()]
+    assert not missing, f"listed, and not there: {missing}"
+    modules = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+        and not any((ROOT / package / part).is_symlink() for part in _parts(path, package))
+    }
+    assert not modules - set(listed), f"not in the file map of docs/architecture.md: {sorted(modules - set(listed))}"
+
+
+def _parts(path: Path, package: str) -> tuple[str, ...]:
+    return path.relative_to(ROOT / package).parts[:1]
+
+
+def test_the_option_table_is_config() -> None:
+    documented = _ROW.findall(_section(ROOT / "README.md", "Options"))
+    assert sorted(documented) == sorted(field.name for field in fields(Config))
+
+
+def _commands(document: Path) -> Iterator[list[str]]:
+    """Return the words of every command line in shell blocks and in running text."""
+    for block in blocks(document):
+        if block.language == "bash":
+            for line in block.text.splitlines():
+                words = shlex.split(line, comments=True)
+                yield [word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)]
+    for text in _COMMAND.findall(document.read_text(encoding="utf-8")):
+        yield shlex.split(text)
+
+
+@pytest.fixture(scope="module")
+def help_text() -> Callable[..., str]:
+    """Return ``help_text(*words)``: what a Python program of this repository prints for --help."""
+    cache: dict[tuple[str, ...], str] = {}
+
+    def run(*words: str) -> str:
+        if words not in cache:
+            command = [sys.executable, *words, "--help"]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+            cache[words] = done.stdout
+        return cache[words]
+
+    return run
+
+
+def _assert_options(words: list[str], text: str) -> None:
+    for word in words:
+        if word.startswith("--"):
+            assert re.search(rf"{re.escape(word)}\b", text), f"{' '.join(words)}: there is no {word}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help_text: Callable[..., str]) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for words in _commands(document):
+        program, *rest = words
+        if program == "make":
+            assert set(rest) <= targets, f"make {rest}: the Makefile has {sorted(targets)}"
+        elif program == "zinf":
+            with pytest.raises(SystemExit) as left:
+                main([rest[0], "--help"])
+            assert left.value.code == 0, f"zinf {rest[0]}"
+            _assert_options(rest, capsys.readouterr().out)
+        elif Path(program).name == "python" and rest[0] == "-m":
+            if rest[1] == "pytest":
+                folders = [word for word in rest[2:] if not word.startswith("-")]
+                assert all((ROOT / folder).exists() or "skip_detaches" in folder for folder in folders), folders
+            else:
+                _assert_options(rest, help_text("-m", rest[1]))
+        elif program == "python":
+            assert (ROOT / rest[0]).is_file(), f"{rest[0]} does not exist"
+        else:
+            pytest.fail(f"{document.name}: nobody checks {' '.join(words)!r}")
+
+
+def test_the_documented_commands_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for command in set(re.findall(r"`zinf (\w+)", readme)):
+        assert re.search(rf"^\s+{command}\b", printed, flags=re.MULTILINE), f"zinf --help does not have {command!r}"
+
+
+def test_the_public_names_are_documented() -> None:
+    """Every function a user calls is in the README."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("optimize", "report", "Plan", "CapacityError"):
+        assert name in zinf_compile.__all__
+        assert name in readme
