@@ -39,7 +39,8 @@ def optimize(model: Module, **options: object) -> Module:
         capture: False to run the model's own forward eagerly, gathering parameters as it goes.
 
     Raises ConfigError for options that cannot be used, UnsupportedError for a model this version cannot hold, and
-    CapacityError, before anything has moved, for budgets that are too small.
+    CapacityError, before anything has moved, for budgets in which no graph of the model could run. Activations are only
+    known when the model is called: where they do not fit, its first call raises CapacityError.
     """
     if not isinstance(model, Module):
         raise ConfigError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")

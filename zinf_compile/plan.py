@@ -104,7 +104,7 @@ class ActivationPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The streamed optimizer step: parameters in the order the next forward gathers them, chunk by chunk."""
+    """The streamed optimizer step: parameters in the order of the optimizer's groups, chunk by chunk."""
 
     chunk_elements: int
     num_chunks: int

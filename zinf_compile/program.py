@@ -1,6 +1,7 @@
 """One captured graph: chooses its split, plans it, and lowers it, again if parameters have moved since."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -17,6 +18,7 @@ from zinf_compile.passes.planning.planner import Request, make_plan
 from zinf_compile.plan import Plan
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.runtime.executor import Executor
+from zinf_compile.simulate import simulate
 from zinf_compile.terms import ActivationPolicy, Phase
 
 if TYPE_CHECKING:
@@ -36,31 +38,33 @@ class Program:
         self.plan: Plan | None = None
 
     def choose(self, partition: Partition) -> CapturedGraph:
-        """Return the split to compile: with torch's own choice of what to save where it fits, else recomputing blocks."""
+        """Return the split to compile: the one whose plan has the shorter simulated step.
+
+        Torch's own choice of what to save comes first. Recomputing every block costs about a forward more, so it is only
+        looked at where the first does not fit, or waits longer for its transfers than that.
+        """
         recompute = self._session.config.recompute
-        policies = {
-            None: (ActivationPolicy.SAVE, ActivationPolicy.RECOMPUTE_BLOCKS),
-            True: (ActivationPolicy.RECOMPUTE_BLOCKS,),
-            False: (ActivationPolicy.SAVE,),
-        }[recompute]
-        tried: list[GraphFacts] = []
-        for policy in policies:
-            captured = partition(policy)
-            tried.append(self._analyze(captured))
-            self._captured, self._facts = captured, tried[-1]
-            try:
-                self._make_plan(tried if policy is policies[-1] else tried[-1:])
-            except CapacityError:
-                if policy is policies[-1]:
-                    raise
-                continue
-            return captured
-        raise AssertionError("unreachable: the last policy returns or raises")
+        first = ActivationPolicy.RECOMPUTE_BLOCKS if recompute else ActivationPolicy.SAVE
+        splits = [partition(first)]
+        facts = [self._analyze(splits[0])]
+        plan: Plan | None = None
+        if recompute is None:
+            with suppress(CapacityError):
+                plan = self._plan_for(facts)
+            if plan is None or _stall_seconds(plan) > _forward_seconds(plan):
+                splits.append(partition(ActivationPolicy.RECOMPUTE_BLOCKS))
+                facts.append(self._analyze(splits[1]))
+        if plan is None or len(splits) > 1:
+            plan = self._plan_for(facts)
+        chosen = next(index for index, fact in enumerate(facts) if fact.policy is plan.activations.policy)
+        self._captured, self._facts = splits[chosen], facts[chosen]
+        self._adopt(plan)
+        return splits[chosen]
 
     def choose_inference(self, captured: CapturedGraph) -> None:
         """Plan a graph without backward."""
         self._captured, self._facts = captured, self._analyze(captured)
-        self._make_plan([self._facts])
+        self._adopt(self._plan_for([self._facts]))
 
     def compile_forward(self, graph_module: fx.GraphModule) -> BoxedCallable:
         """Return the forward as a callable that plans again when parameters have moved."""
@@ -79,7 +83,7 @@ class Program:
             assert self._facts is not None
             if phase is Phase.FORWARD:
                 if self.plan.placements != self._session.placements:
-                    self._make_plan([self._facts])
+                    self._adopt(self._plan_for([self._facts]))
                 self._session.settle()
             return self.plan.arena_nbytes
 
@@ -89,8 +93,7 @@ class Program:
         names = {record.param: name for name, record in self._session.store.records.items()}
         return analyze_graph(captured, name=self._name, param_names=names)
 
-    def _make_plan(self, candidates: Sequence[GraphFacts]) -> None:
-        """Plan, verify and lower. The last candidate is the one captured."""
+    def _plan_for(self, candidates: Sequence[GraphFacts]) -> Plan:
         session = self._session
         plan = make_plan(
             Request(
@@ -103,8 +106,12 @@ class Program:
             )
         )
         verify_plan(plan)
-        session.placements = plan.placements
-        session.store.chunk_elements = plan.step.chunk_elements
+        return plan
+
+    def _adopt(self, plan: Plan) -> None:
+        """Make a plan this program's, and its placements the session's; parameters move before the next run."""
+        self._session.placements = plan.placements
+        self._session.store.chunk_elements = plan.step.chunk_elements
         self.plan = plan
         self._lower(plan)
 
@@ -124,3 +131,14 @@ class Program:
                 lowered = copy_graph_module(graph_module)
                 lower_graph(lowered, inputs)
                 self._lowered[phase] = lowered.forward
+
+
+def _stall_seconds(plan: Plan) -> float:
+    """Return how long forward and backward wait for transfers, as simulated."""
+    timeline = simulate(plan)
+    return sum(stall.seconds for phase in (Phase.FORWARD, Phase.BACKWARD) for stall in timeline.stalls_in(phase))
+
+
+def _forward_seconds(plan: Plan) -> float:
+    """Return how long forward computes."""
+    return sum(span.seconds for span in plan.spans if span.phase is Phase.FORWARD)

@@ -59,8 +59,9 @@ def llama():
     return transformers.LlamaForCausalLM(config), batches
 
 
-@pytest.mark.parametrize("placement", ["nvme", "host"])
-@pytest.mark.parametrize("workload", [mlp, gpt, gpt_tied, llama])
+@pytest.mark.parametrize(
+    ("workload", "placement"), [(mlp, "nvme"), (mlp, "host"), (gpt, "nvme"), (gpt_tied, "nvme"), (llama, "nvme")]
+)
 def test_bitwise(parity, workload, placement):
     plain = parity.reference(workload, captured=True)
     options = parity.budgets(workload, placement, captured=True, backend="zinf")

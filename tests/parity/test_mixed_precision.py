@@ -34,6 +34,9 @@ def train_by_hand(parity, batches, *, captured: bool):
         model.compile(backend="aot_eager", dynamic=False)
     optimizer = adamw(masters.values())
     for step in range(STEPS):
+        if step == 1:
+            write_some(masters["head.weight"], masters["norm.weight"])
+            copy_back(model, masters)
         for batch in batches[step * MICRO_STEPS :][:MICRO_STEPS]:
             loss = model(**batch)
             loss.backward()
@@ -42,14 +45,25 @@ def train_by_hand(parity, batches, *, captured: bool):
         for name, parameter in model.named_parameters():
             masters[name].grad = parameter.grad.float()
         optimizer.step()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(masters[name])
-                parameter.grad = None
+        model.zero_grad()
+        copy_back(model, masters)
         trace.parameters.append({name: master.detach().clone() for name, master in masters.items()})
         trace.states.append(copy_state(optimizer))
     torch._dynamo.reset()
     return trace
+
+
+@torch.no_grad()
+def copy_back(model: torch.nn.Module, masters: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(masters[name])
+
+
+def write_some(head: Tensor, norm: Tensor) -> None:
+    """Change two parameters between steps, as users do: through ``.data``, and in place."""
+    head.data.mul_(0.75)
+    with torch.no_grad():
+        norm.add_(0.1)
 
 
 def copy_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -62,6 +76,8 @@ def test_bfloat16(parity, placement, captured):
     plain = train_by_hand(parity, batches, captured=captured)
     ours, optimizer = parity.trace(), adamw(model.parameters())
     for step in range(STEPS):
+        if step == 1:
+            write_some(model.head.weight, model.norm.weight)
         for batch in batches[step * MICRO_STEPS :][:MICRO_STEPS]:
             loss = model(**batch)
             loss.backward()

@@ -68,8 +68,8 @@ def bert(dropout: float = 0.0):
 def t5():
     torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_decoder_layers=1, num_heads=2, dropout_rate=0.0, use_cache=False,
-        decoder_start_token_id=0, pad_token_id=0,
+        vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_decoder_layers=1, num_heads=2,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config), token_batches()
 
