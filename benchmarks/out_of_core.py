@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from zinf_compile.errors import CapacityError
+
 _ROOT = Path(__file__).resolve().parents[1]
 _STATE_BYTES = 18  # per parameter: fp32 master, two fp32 moments, bf16 copy, bf16 gradient, and fp32 gradient's other half
 _BUDGET_SHARE = 8  # device and host budgets together are an eighth of the model states
@@ -266,14 +268,14 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
     return result
 
 
-def measure_peer(case: Case, python: str, rounds: int) -> dict[str, object]:
+def measure_peer(case: Case, python: str, rounds: int, mmap_threshold: int) -> dict[str, object]:
     """Run DeepSpeed on the same problem in its own environment and return what it printed."""
     command = [
         python, str(_ROOT / "benchmarks" / "peers" / "deepspeed_zero3.py"), "--model", str(_ROOT / "examples" / "gpt.py"),
         "--layers", str(case.layers), "--hidden", str(case.hidden), "--heads", str(case.hidden // 64), "--vocab", "256",
         "--batch", str(case.batch), "--seq", str(case.seq), "--steps", str(rounds), "--warmup", "1",
         "--nvme", str(Path(case.nvme) / "deepspeed"), "--offload", "nvme", "--gradient-checkpointing",
-        "--sub-group-size", "8000000",
+        "--sub-group-size", "8000000", "--mmap-threshold-bytes", str(mmap_threshold),
     ]  # fmt: skip
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {"question": "peer", **json.loads(printed.strip().splitlines()[-1])}
@@ -318,7 +320,11 @@ def main() -> None:
         options = json.loads(args.child)
         case = Case(**options["case"])
         measure = {"memory": measure_memory, "time": measure_time}[options["question"]]
-        print(json.dumps(measure(case, options["rounds"])))
+        try:
+            answer = measure(case, options["rounds"])
+        except CapacityError as error:
+            answer = {"question": options["question"], "tokens_per_step": case.tokens, "does_not_fit": str(error)}
+        print(json.dumps(answer))
         return
 
     def case_of(tokens: int) -> Case:
@@ -342,7 +348,9 @@ def main() -> None:
         for tokens in dict.fromkeys([args.tokens, *([512, 1024, 2048, 4096] if args.sweep else [])]):
             print(json.dumps({"command": command, **in_child(case_of(tokens), "time", args.rounds)}), flush=True)
     if args.peer:
-        print(json.dumps({"command": command, **measure_peer(case, args.peer, args.rounds)}), flush=True)
+        for mmap_threshold in (0, 2**20):  # its fast end, and the small one
+            answer = measure_peer(case, args.peer, args.rounds, mmap_threshold)
+            print(json.dumps({"command": command, "mmap_threshold": mmap_threshold, **answer}), flush=True)
 
 
 if __name__ == "__main__":

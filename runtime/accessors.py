@@ -9,10 +9,12 @@ Every module with parameters gets a subclass of its own class, with the same nam
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import Module
 
@@ -49,6 +51,12 @@ class Anchors:
 
 def install_accessors(model: Module, anchors: Anchors) -> None:
     """Give every module below ``model`` whose parameters are in a store its accessors."""
+    # After a graph break Dynamo would compile these frames by themselves, one specialisation per module. They are still
+    # traced through when a module that calls them is captured.
+    for function in (_specialise, _accessor):
+        for code in function.__code__.co_consts:
+            if isinstance(code, CodeType):
+                skip_code(code)
     for path, module in model.named_modules():
         records = {
             name: record
@@ -134,8 +142,10 @@ def _accessor(name: str, record: StoredParameter, anchors: Anchors) -> Callable[
     return get
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's annotation is partial
 def gather_eagerly(record: StoredParameter) -> Tensor:
     """Return a parameter's gathered value outside of captured graphs, differentiable if it is trained."""
+    record.store.meter.num_eager_gathers += 1
     if record.gradient is None or not torch.is_grad_enabled() or not record.parameter.requires_grad:
         return record.store.gather_value(record)
     apply: Callable[..., Tensor] = EagerGather.apply

@@ -27,6 +27,7 @@ class Meter:
         self._lock = threading.Lock()
         self._moved: dict[str, int] = defaultdict(int)
         self._stalls: dict[str, tuple[float, int]] = {}
+        self.num_eager_gathers = 0  # outside of captured graphs
         self._phase_seconds: dict[Phase, list[float]] = defaultdict(list)
 
     def add_moved(self, source: Tier, destination: Tier, nbytes: int) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import gc
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,11 +40,12 @@ class DeviceRam:
 
 
 def anonymous_rss() -> int:
-    """Return the bytes of anonymous memory this process holds in RAM now."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon line; this needs Linux 4.5 or newer")
+    """Return the bytes of anonymous memory this process holds in RAM now.
+
+    From statm, where it is resident minus shared pages; the RssAnon line of status says the same and takes 20 times longer.
+    """
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
 def return_freed_memory() -> None:

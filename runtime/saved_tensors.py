@@ -53,6 +53,7 @@ class PackedWeight:
         return value.as_strided(self.size, self.stride, self.storage_offset)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's annotation is partial
 def _pack(tensor: Tensor) -> Tensor | PackedWeight:
     if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
         return tensor
@@ -68,6 +69,7 @@ def _pack(tensor: Tensor) -> Tensor | PackedWeight:
     )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's annotation is partial
 def _unpack(packed: Tensor | PackedWeight) -> Tensor:
     return packed.unpack() if isinstance(packed, PackedWeight) else packed
 

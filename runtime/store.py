@@ -219,9 +219,11 @@ class Store:
         slot = record.compute
         if slot.tier is Tier.DEVICE:
             return slot.tensor.detach()
+        self.begin_memory()
         value = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
         with self.closing_on_error():
             self.transfers.read_value(slot, value)
+        self.sample_memory()
         return value
 
     def store_gradient(self, record: StoredParameter, grad: Tensor) -> None:

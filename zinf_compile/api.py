@@ -116,6 +116,7 @@ def report(model: Module) -> Report:
             StallReport(transfer=stall.name, seconds=stall.seconds, count=stall.count) for stall in meter.stalls
         ),
         graph_breaks=tuple(session.graph_breaks),
+        num_eager_gathers=meter.num_eager_gathers,
     )
 
 

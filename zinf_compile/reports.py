@@ -54,6 +54,7 @@ class Report:
     moved: tuple[RouteReport, ...]
     stalls: tuple[StallReport, ...]
     graph_breaks: tuple[str, ...]  # "file:line: reason"
+    num_eager_gathers: int  # parameters read outside of captured graphs, where code ran eagerly
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {len(self.plans)} captured graph(s), {len(self.graph_breaks)} graph break(s)", ""]
@@ -77,4 +78,10 @@ class Report:
         if self.graph_breaks:
             lines += ["", "graph breaks, where code runs eagerly"]
         lines += [f"  {where}" for where in self.graph_breaks]
+        if self.num_eager_gathers:
+            lines += [
+                "",
+                f"{self.num_eager_gathers} gathers ran eagerly, outside of captured graphs; where that is not wanted, "
+                "TORCH_LOGS=graph_breaks tells what Dynamo could not capture",
+            ]
         return "\n".join(lines)

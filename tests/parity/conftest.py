@@ -323,6 +323,9 @@ class Parity:
             assert moved["host -> nvme"] > 0, moved  # the streamed step
         if not captured or report.graph_breaks or len(report.plans) > 2:
             return  # of the graphs between breaks, each has room of its own for what it reads
+        if not report.plans:  # Dynamo left the whole forward alone
+            assert report.num_eager_gathers > 0
+            return
         training = [plan for plan in report.plans if plan.num_forward_ticks < plan.num_ticks and plan.uses]
         assert training
         assert all(plan.transfers for plan in training)
