@@ -289,6 +289,7 @@ def describe(case: Case, num_parameters: int) -> dict[str, object]:
         "tokens_per_step": case.tokens,
         "threads": case.threads,
         "model_state_bytes": num_parameters * _STATE_BYTES,
+        "states_over_budgets": round(1 / case.budget_share, 3),
         "reserve_memory": case.reserve,
     }
 
@@ -311,6 +312,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--reserve-mib", type=int, default=208, help="of the device budget, for Python and its graphs")
+    parser.add_argument("--share", type=float, default=_BUDGET_SHARE, help="model states over both budgets together")
     parser.add_argument("--sweep", action="store_true", help="also 512, 1024 and 4096 tokens per step")
     parser.add_argument("--only", choices=("memory", "time", "peer"))
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with deepspeed")
@@ -337,7 +339,7 @@ def main() -> None:
             nvme=str(Path(args.nvme).resolve()),
             threads=args.threads,
             reserve=args.reserve_mib * 2**20,
-            budget_share=1 / _BUDGET_SHARE,
+            budget_share=1 / args.share,
         )
 
     command = " ".join(["python -m benchmarks.out_of_core", *sys.argv[1:]])

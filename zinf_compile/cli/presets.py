@@ -37,7 +37,7 @@ PRESETS = {
         compute_dtype="float32", device_memory="8MiB", host_memory="4MiB",
     ),  # 0.46 M
     "demo": Preset(
-        layers=4, hidden=1280, seq=256, batch=2, steps=40, lr=3e-4,
+        layers=4, hidden=1280, seq=256, batch=2, steps=70, lr=3e-4,
         compute_dtype="bfloat16", device_memory="160MiB", host_memory="128MiB",
     ),  # 79 M
     "small": Preset(
