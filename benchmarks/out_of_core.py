@@ -31,7 +31,9 @@ from types import ModuleType
 from zinf_compile.errors import CapacityError
 
 _ROOT = Path(__file__).resolve().parents[1]
-_STATE_BYTES = 18  # per parameter: fp32 master, two fp32 moments, bf16 copy, bf16 gradient, and fp32 gradient's other half
+_STATE_BYTES = (
+    18  # per parameter: fp32 master, two fp32 moments, bf16 copy, bf16 gradient, and fp32 gradient's other half
+)
 _BUDGET_SHARE = 8  # device and host budgets together are an eighth of the model states
 _HOST_SHARE = 0.25  # of both budgets
 _SAMPLE_SECONDS = 0.005
