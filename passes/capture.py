@@ -12,6 +12,8 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from zinf_compile.errors import UnsupportedError
+from zinf_compile.ops import GATHER
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import JointInputs
 from zinf_compile.passes.fx_edit import copy_graph_module, set_missing_values
@@ -96,6 +98,31 @@ def describe_break(graph_module: fx.GraphModule) -> str | None:
         return None
     frame = reason.user_stack[-1]
     return f"{frame.filename}:{frame.lineno}: {reason.reason.splitlines()[0]}"
+
+
+# What gives another view of the same tensor in a torch-level graph, by name of the function or method.
+_VIEWS = frozenset(
+    {"detach", "_get_data_attr", "view", "reshape", "t", "transpose", "permute", "getitem", "narrow", "select"}
+)
+_WRITING_OPERATORS = frozenset({"setitem", "iadd", "isub", "imul", "itruediv"})
+
+
+def refuse_writes_to_parameters(graph_module: fx.GraphModule) -> None:
+    """Raise UnsupportedError if a torch-level graph writes to a gathered parameter: the write would be lost."""
+    gathered: set[fx.Node] = set()
+    for node in graph_module.graph.nodes:
+        source = node.args[0] if node.args else None
+        if node.op == "call_function" and node.target in (GATHER, torch.ops.zinf.gather):
+            gathered.add(node)
+        elif source in gathered and node.op in ("call_function", "call_method"):
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            if name in _VIEWS:
+                gathered.add(node)
+            elif name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+                raise UnsupportedError(
+                    f"the model writes to one of its parameters in its own forward ({name}), which a gathered value cannot "
+                    f"take home; write to it between steps instead:\n{node.stack_trace or ''}"
+                )
 
 
 def parameter_placeholders(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, torch.nn.Parameter]:

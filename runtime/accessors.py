@@ -31,6 +31,12 @@ class Anchors:
         self.trainable = trainable
         self.frozen = frozen
         self.depth = 0
+        self.sites: list[tuple[Module, str, StoredParameter]] = []  # where each stored parameter is registered
+
+    @property
+    def is_swapped(self) -> bool:
+        """Return whether somebody put other tensors where stored parameters were, as ``functional_call`` does."""
+        return any(module._parameters.get(name) is not record.parameter for module, name, record in self.sites)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -63,6 +69,7 @@ def install_accessors(model: Module, anchors: Anchors) -> None:
             for name, parameter in module._parameters.items()
             if parameter is not None and (record := record_of(parameter)) is not None
         }
+        anchors.sites += [(module, name, record) for name, record in records.items()]
         if records or module is model:
             module.__class__ = _specialise(type(module), path, records, anchors)
 
@@ -77,6 +84,8 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
         if torch.compiler.is_compiling():
             return cls.__call__(self, *args, **kwargs)
         with anchors.computing():
+            if self._compiled_call_impl is not None and anchors.is_swapped:  # the captured graphs know only our own
+                return self._call_impl(*args, **kwargs)
             try:
                 return cls.__call__(self, *args, **kwargs)
             except BackendCompilerFailed as error:  # Dynamo wraps what a backend raises
@@ -137,7 +146,7 @@ def _accessor(name: str, record: StoredParameter, anchors: Anchors) -> Callable[
             return gathered
         parameter = self._parameters[name]
         assert parameter is not None
-        return gather_eagerly(record) if anchors.depth else parameter
+        return gather_eagerly(record) if anchors.depth and parameter is record.parameter else parameter
 
     return get
 

@@ -58,6 +58,10 @@ class Arena:
             raise VerifyError(f"no arena bytes are taken at offset {offset}")
         del self._taken[offset]
 
+    def give_back_all(self) -> None:
+        """Mark everything as free, after an error."""
+        self._taken.clear()
+
     def view(self, offset: int, shape: torch.Size | list[int] | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return arena bytes as a tensor of this shape and dtype."""
         return self._elements(offset, torch.Size(shape).numel(), dtype).view(shape)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from zinf_compile.errors import StoreError
 from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Phase
@@ -27,6 +29,10 @@ class Executor:
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph. An I/O error closes the store; after any error no transfer is left in flight."""
+        with self._store.lock:
+            return self._call(inputs)
+
+    def _call(self, inputs: list[Any]) -> Sequence[Any]:
         store = self._store
         store.check_usable()
         if self._phase is Phase.FORWARD:
@@ -42,6 +48,7 @@ class Executor:
         store.arena.reserve(arena_nbytes)
         with store.meter.phase(self._phase):
             try:
+                store.sinks_gradients = self._phase is Phase.FORWARD or _is_asked_for_parameters(store)
                 return self._run(inputs)
             except StoreError as error:
                 store.transfers.abandon_gathers()
@@ -49,4 +56,21 @@ class Executor:
                 raise
             except BaseException:
                 store.transfers.abandon_gathers()
+                store.transfers.wait_writes()
                 raise
+            finally:
+                store.sinks_gradients = True
+
+
+def _is_asked_for_parameters(store: Store) -> bool:
+    """Return whether the backward that runs now accumulates into leaves: ``autograd.grad(loss, x)`` does not."""
+    if store.anchor is None:
+        return True
+    with torch.enable_grad():
+        node = store.anchor.view_as(store.anchor).grad_fn
+    accumulate_grad = node.next_functions[0][0] if node is not None else None
+    assert accumulate_grad is not None
+    try:
+        return torch._C._will_engine_execute_node(accumulate_grad)
+    except RuntimeError:  # it does not answer for leaves inside autograd.grad()
+        return False

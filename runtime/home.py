@@ -15,6 +15,8 @@ _DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ALIASES = frozenset({_DATA_GET, Tensor.detach, Tensor.numpy, Tensor.untyped_storage, Tensor.data_ptr})
 
+_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
+
 
 class HomeParameter(Parameter):
     """A parameter whose bytes are at home in a store.
@@ -48,10 +50,20 @@ class HomeParameter(Parameter):
                         f"cannot unfreeze '{record.name}': the store keeps no gradient for what was frozen at optimize(); "
                         "call requires_grad_(True) before optimize()"
                     )
+                if func in _HOOKS and record.store.config.capture:
+                    raise UnsupportedError(
+                        f"cannot hook '{record.name}': gradients leave captured graphs without calling hooks; "
+                        "say capture=False in optimize(), or change p.grad between backward() and step()"
+                    )
         with torch._C.DisableTorchFunctionSubclass():
             if func == _DATA_SET:
                 return _set_data(*args)
             return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the plain parameter it stands for."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]  # as Parameter has it; Tensor takes an argument more
         if (record := record_of(self)) is not None and record.torn:

@@ -120,7 +120,7 @@ class StreamedStep:
             if self._wide is not None:
                 self._store.staging.return_(self._wide)
                 self._wide = None
-        self._store.update_count += 1
+        self._store.update_count += bool(jobs)
         self._store.sample_memory()
 
     def _jobs(self) -> Iterator[_Job]:
@@ -179,7 +179,9 @@ class StreamedStep:
         """Write state that somebody else put there, as ``load_state_dict`` does, to its slot, and show the slot."""
         shape = record.master.tensor.shape
         for key, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != shape or value.dim() == 0:
+            if not isinstance(value, Tensor) or value.shape != shape:
+                continue
+            if value.dim() == 0 and key not in record.states:  # a step count, and no moment of a 0-dim parameter
                 continue
             slot = record.states.get(key)
             if slot is None or slot.tensor.dtype != value.dtype:

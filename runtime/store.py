@@ -1,6 +1,8 @@
 """The store: where the parameters of one model live, and the one object that owns its file, buffers and threads."""
 
 import itertools
+import os
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -73,6 +75,10 @@ class Store:
         self.chunk_elements = 2**20  # of the streamed step; a plan sets it
         self.ram = DeviceRam(budget=config.device_memory - config.reserve_memory)
         self._homes_nbytes = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.NVME: 0}
+        self.anchor: Tensor | None = None  # what captured gathers hang on in the autograd graph
+        self.sinks_gradients = True  # False while a backward runs that was not asked for parameters' gradients
+        self.lock = threading.RLock()  # one captured graph runs at a time: they share the arena
+        self._process = os.getpid()
         self.forward_update_count = 0  # at the last forward of a captured graph
         self.update_count = 0  # of optimizer steps; backward compares it with its forward's
         self._failure: str | None = None
@@ -127,10 +133,10 @@ class Store:
         if gradient is not None and gradient.tensor.dtype != parameter.dtype:
             parameter.grad_dtype = gradient.tensor.dtype
         setattr(parameter, RECORD, record)
-        if as_home:
-            parameter.__class__ = HomeParameter
         if gradient is not None:
             parameter.register_post_accumulate_grad_hook(_take_gradient_home)
+        if as_home:
+            parameter.__class__ = HomeParameter
         record.synced_version = _version(parameter)
         self.records[fact.name] = record
         self.facts[fact.name] = fact
@@ -206,8 +212,8 @@ class Store:
         else:
             with self.closing_on_error():
                 self.transfers.read_value(slot, moved.tensor)
-            assert slot.extent is not None
-            self.layout.free(slot.extent)
+            # Its extent is not used again: somebody may hold an alias of the old mapping, and would read, or write,
+            # whatever came to lie there.
         return moved
 
     # Values
@@ -232,7 +238,9 @@ class Store:
         slot, parameter = record.gradient, record.parameter
         if slot is None:
             raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
-        if not parameter.requires_grad:  # frozen since the graph was captured
+        if (
+            not parameter.requires_grad or not self.sinks_gradients
+        ):  # frozen since the graph was captured, or not asked for
             return
         with torch.no_grad(), self.closing_on_error():
             if parameter.grad is None:
@@ -265,6 +273,11 @@ class Store:
         """Raise StoreError if the store was closed or has failed, or if ``record`` holds half an update."""
         if self._failure is not None:
             raise StoreError(self._failure)
+        if os.getpid() != self._process:
+            raise StoreError(
+                "this model lives in a store of another process, whose threads a fork does not copy; use it in the process "
+                "that called optimize(), or start workers with 'spawn' and build the model there"
+            )
         if record is not None and record.torn:
             raise torn_error(record)
 

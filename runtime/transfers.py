@@ -100,6 +100,7 @@ class Transfers:
                 future.exception()
             self._gathers[ticket].futures.clear()
             self.release(ticket)
+        self._arena.give_back_all()  # also what an interrupted issue_gather took
 
     # Plain reads and writes
 

@@ -44,6 +44,8 @@ def zinf(
     graph_module = copy_graph_module(graph_module)  # Dynamo keeps reading its own
     prepare_graph(graph_module, PrepareInputs(handles=handles))
     anchors = [make_anchor(requires_grad=True), make_anchor(requires_grad=False)] if parameters else []
+    if anchors and session.store.anchor is None:
+        session.store.anchor = anchors[0]
     compiled = session.compile(graph_module, [*anchors, *inputs])
 
     def call(*args: Any) -> Any:

@@ -1,5 +1,6 @@
 """One model under zinf_compile: its budgets, its store, and the programs made of its captured graphs."""
 
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,14 +13,16 @@ from zinf_compile.errors import ConfigError, UnsupportedError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.modules import block_of
-from zinf_compile.passes.capture import compile_graph, describe_break
+from zinf_compile.passes.capture import compile_graph, describe_break, refuse_writes_to_parameters
 from zinf_compile.passes.planning.placement import check_budgets, plan_placement
 from zinf_compile.plan import Placement
 from zinf_compile.program import Program
 from zinf_compile.runtime.calibrate import measure_hardware
 from zinf_compile.runtime.op_impls import register
 from zinf_compile.runtime.step_hooks import install_step_hooks
-from zinf_compile.runtime.store import NamedParameter, Store
+from zinf_compile.runtime.store import NamedParameter, Store, find_record
+
+_MAX_DESCRIPTORS = 65536  # Linux allows a process 65530 mappings by default
 
 
 class Session:
@@ -28,6 +31,7 @@ class Session:
     def __init__(self, config: Config, model_name: str) -> None:
         register()
         install_step_hooks()
+        _allow_descriptors()
         self.config = config
         self.model_name = model_name
         self.store = Store(config)
@@ -56,12 +60,20 @@ class Session:
 
     def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Return the planned and lowered callable for a torch-level graph whose parameters are all gathers."""
+        for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.zinf.gather):
+            if find_record(node.args[1]).store is not self.store:
+                raise UnsupportedError(
+                    f"one captured function uses {self.model_name} and another optimized model; call them one after the "
+                    "other, outside of each other's forward"
+                )
+        refuse_writes_to_parameters(graph_module)
         where = describe_break(graph_module)
         if where is not None:
             self.graph_breaks.append(where)
         if self._hardware is None:
             dtypes = {record.compute.tensor.dtype for record in self.store.records.values()}
-            self._hardware = measure_hardware(self.store, frozenset(dtypes or {torch.float32}))
+            floating = frozenset(dtype for dtype in dtypes if dtype.is_floating_point)
+            self._hardware = measure_hardware(self.store, floating or frozenset({torch.float32}))
         program = Program(self, f"{self.model_name} graph {len(self.programs)}", self._hardware)
         compiled = compile_graph(graph_module, inputs, program)
         self.programs.append(program)
@@ -110,3 +122,11 @@ def check_devices(parameters: Mapping[str, Parameter]) -> None:
         )
     if device.type != "cpu":
         raise UnsupportedError(f"the model is on {device}; this version computes on the CPU: call model.cpu() first")
+
+
+def _allow_descriptors() -> None:
+    """Raise the soft limit on open files to the hard one: every home tensor on nvme is a mapping with a descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,168 @@
+"""What people do beside the plain loop: input gradients, swapped parameters, threads. Same numbers, or refused."""
+
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zinf_compile
+from zinf_compile.errors import UnsupportedError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(256, 300)
+        self.down = nn.Linear(300, 256)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(torch.tanh(self.up(x))) * self.scale).square().sum()
+
+
+class Clamping(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def optimized(folder: Path, model: nn.Module | None = None, **options: Any) -> nn.Module:
+    budgets = {"device_memory": "8MiB", "host_memory": "1MiB", "nvme": folder}
+    return zinf_compile.optimize(Net() if model is None else model, **budgets, **options)
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randn(4, 256, generator=torch.Generator().manual_seed(seed))
+
+
+def grads(model: nn.Module) -> list[Tensor | None]:
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_the_gradient_of_an_input_leaves_parameters_alone(tmp_path: Path, capture: bool) -> None:
+    plain, model = Net(), optimized(tmp_path, capture=capture)
+    results = []
+    for net in (plain, model):
+        x = batch().requires_grad_()
+        loss = net(x)
+        (by_input,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert grads(net) == [None] * 5
+        loss.backward()
+        results.append([by_input, *grads(net)])
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(*results, strict=True))
+    zinf_compile.close(model)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_functional_call_uses_the_tensors_it_is_given(tmp_path: Path, capture: bool) -> None:
+    model = optimized(tmp_path, capture=capture)
+    before = model(batch())
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    assert torch.func.functional_call(model, zeros, batch()).item() == 0
+    assert torch.equal(model(batch()), before)
+    zinf_compile.close(model)
+
+
+def test_a_state_dict_taken_before_the_first_call_is_never_overwritten(tmp_path: Path) -> None:
+    model = optimized(tmp_path)
+    taken = model.state_dict()
+    expected = Net().state_dict()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    model(batch()).backward()
+    optimizer.step()
+    assert all(torch.equal(taken[name], expected[name]) for name in expected)
+    moments = [optimizer.state[parameter]["exp_avg"].clone() for parameter in model.parameters()]
+    for value in taken.values():
+        value.zero_()
+    now = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, now, strict=True))
+    zinf_compile.close(model)
+
+
+def test_a_forward_that_writes_to_its_parameters_is_refused(tmp_path: Path) -> None:
+    model = optimized(tmp_path, Clamping())
+    with pytest.raises(UnsupportedError, match=r"writes to one of its parameters in its own forward \(clamp_\)"):
+        model(batch())
+    zinf_compile.close(model)
+
+
+def test_hooks_are_refused_where_they_would_not_be_called(tmp_path: Path) -> None:
+    model = optimized(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"cannot hook 'up\.weight'.* say capture=False"):
+        model.up.weight.register_hook(lambda grad: grad * 0)
+    zinf_compile.close(model)
+
+
+def test_hooks_are_called_in_eager_mode(tmp_path: Path) -> None:
+    model = optimized(tmp_path, capture=False)
+    model.up.weight.register_hook(lambda grad: grad * 0)
+    model(batch()).backward()
+    assert model.up.weight.grad is not None
+    assert not model.up.weight.grad.any()
+    assert model.down.weight.grad is not None
+    assert model.down.weight.grad.any()
+    zinf_compile.close(model)
+
+
+def test_the_state_of_a_parameter_without_dimensions_is_resumed(tmp_path: Path) -> None:
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for seed in range(2):
+            net(batch(seed)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    results = []
+    for net, other in ((Net(), Net()), (optimized(tmp_path, capture=False), optimized(tmp_path, capture=False))):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        train(net, optimizer)
+        saved = io.BytesIO()
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+        saved.seek(0)
+        loaded = torch.load(saved)
+        resumed = torch.optim.AdamW(other.parameters(), lr=0.1)
+        other.load_state_dict(loaded["model"])
+        resumed.load_state_dict(loaded["optimizer"])
+        train(other, resumed)
+        results.append([parameter.detach().clone() for parameter in other.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_named_parameters_can_be_saved(tmp_path: Path) -> None:
+    model = optimized(tmp_path)
+    saved = io.BytesIO()
+    torch.save(dict(model.named_parameters()), saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    assert all(torch.equal(loaded[name], value) for name, value in Net().state_dict().items())
+    zinf_compile.close(model)
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    model = optimized(tmp_path)
+    expected = {seed: model(batch(seed)).item() for seed in range(2)}
+    wrong: list[int] = []
+
+    def run(seed: int) -> None:
+        wrong.extend(seed for _ in range(20) if model(batch(seed)).item() != expected[seed])
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    zinf_compile.close(model)
