@@ -1,6 +1,7 @@
 """Run a lowered graph: refuse what cannot run, measure it, and leave nothing in flight when it fails."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ class Executor:
                 raise
             except BaseException:
                 store.transfers.abandon_gathers()
-                store.transfers.wait_writes()
+                with suppress(StoreError), store.closing_on_error():
+                    store.transfers.wait_writes()
                 raise
             finally:
                 store.sinks_gradients = True
