@@ -7,6 +7,7 @@ Every module with parameters gets a subclass of its own class, with the same nam
     anywhere else                 the registered home tensor, for people to look at and write to
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -76,13 +77,19 @@ def install_accessors(model: Module, anchors: Anchors) -> None:
 
 def is_optimized(module: Module) -> bool:
     """Return whether accessors were installed on a module."""
-    return hasattr(type(module), "_zinf_anchors")
+    return hasattr(type(module), "_zinf_optimized")
 
 
 def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter], anchors: Anchors) -> type[Module]:
+    names = frozenset(records)
+    # Torch keeps every class it has seen: what a class holds strongly would never be freed with its model.
+    alive = weakref.ref(anchors)
+
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return cls.__call__(self, *args, **kwargs)
+        anchors = alive()
+        assert anchors is not None
         with anchors.computing():
             if self._compiled_call_impl is not None and anchors.is_swapped:  # the captured graphs know only our own
                 return self._call_impl(*args, **kwargs)
@@ -94,7 +101,7 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
                 raise
 
     def set_attribute(self: Module, name: str, value: Tensor | Module) -> None:
-        if name in records and value is not self._parameters.get(name):
+        if name in names and value is not self._parameters.get(name):
             raise UnsupportedError(
                 f"cannot assign to '{_join(path, name)}': it lives in a store since optimize(); write into it instead, "
                 "for example with torch.no_grad(): module.weight.copy_(value)"
@@ -102,7 +109,7 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
         cls.__setattr__(self, name, value)
 
     def delete_attribute(self: Module, name: str) -> None:
-        if name in records:
+        if name in names:
             raise UnsupportedError(f"cannot delete '{_join(path, name)}': it lives in a store since optimize()")
         cls.__delattr__(self, name)
 
@@ -126,7 +133,7 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
         "__delattr__": delete_attribute,
         "__deepcopy__": refuse_copy,
         "__reduce_ex__": refuse_pickling,
-        "_zinf_anchors": anchors,
+        "_zinf_optimized": True,
     }
     for name, record in records.items():
         namespace[name] = property(_accessor(name, record, anchors))
@@ -139,6 +146,7 @@ def _accessor(name: str, record: StoredParameter, anchors: Anchors) -> Callable[
     param, shape, device = record.param, tuple(record.compute.tensor.shape), record.compute.tensor.device
     dtype = record.compute.tensor.dtype
     anchor = anchors.trainable if record.gradient is not None else anchors.frozen
+    alive, of_record = weakref.ref(anchors), weakref.ref(record)
 
     def get(self: Module) -> Tensor:
         if torch.compiler.is_compiling():
@@ -146,6 +154,9 @@ def _accessor(name: str, record: StoredParameter, anchors: Anchors) -> Callable[
             return gathered
         parameter = self._parameters[name]
         assert parameter is not None
+        anchors, record = alive(), of_record()
+        assert anchors is not None
+        assert record is not None
         return gather_eagerly(record) if anchors.depth and parameter is record.parameter else parameter
 
     return get

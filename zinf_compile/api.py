@@ -58,6 +58,7 @@ def optimize(model: Module, **options: object) -> Module:
         session.store.close()
         raise
     anchors = Anchors(make_anchor(requires_grad=True), make_anchor(requires_grad=False))
+    session.anchors = anchors
     session.store.anchor = anchors.trainable
     install_accessors(model, anchors)
     if config.capture:

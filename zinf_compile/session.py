@@ -36,6 +36,7 @@ class Session:
         self.model_name = model_name
         self.store = Store(config)
         self.store.session = self
+        self.anchors: object = None  # of the accessors, which hold it weakly
         self.programs: list[Program] = []
         self.graph_breaks: list[str] = []
         self.placements: tuple[Placement, ...] = ()  # where the newest plan wants every parameter
