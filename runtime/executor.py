@@ -45,7 +45,7 @@ class Executor:
                 "call backward() before step()"
             )
         arena_nbytes = self._prepare()
-        store.begin_memory()
+        store.begin_memory(after_capture=True)
         store.arena.reserve(arena_nbytes)
         with store.meter.phase(self._phase):
             try:

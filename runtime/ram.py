@@ -20,11 +20,12 @@ class DeviceRam:
         self._budget = budget
         self._not_ours: int | None = None  # Python, torch and captured graphs
 
-    def begin(self, homes_nbytes: int) -> None:
+    def begin(self, homes_nbytes: int, *, after_capture: bool) -> None:
         """Take what is held now, beside ``homes_nbytes`` of ours, as not ours. Only the first call counts."""
         if self._not_ours is None:
-            gc.collect()  # capturing leaves cycles of nodes and fake tensors behind
-            return_freed_memory()
+            if after_capture:  # which leaves cycles of nodes and fake tensors behind
+                gc.collect()
+                return_freed_memory()
             self._not_ours = anonymous_rss() - homes_nbytes
 
     def sample(self, host_nbytes: int) -> None:

@@ -319,9 +319,9 @@ class Store:
         """Return the bytes all slots keep on a tier."""
         return self._homes_nbytes[tier]
 
-    def begin_memory(self) -> None:
+    def begin_memory(self, *, after_capture: bool = False) -> None:
         """Take what this process holds beside our homes as not ours. Called before every run of a graph."""
-        self.ram.begin(self.nbytes_on(Tier.DEVICE) + self._host_nbytes())
+        self.ram.begin(self.nbytes_on(Tier.DEVICE) + self._host_nbytes(), after_capture=after_capture)
 
     def sample_memory(self) -> None:
         """Look at what the process holds now; what is neither explained nor on the host tier is the device's."""
