@@ -267,6 +267,14 @@ class Store:
                 self.transfers.wait_writes()
         record.synced_version, record.exposed = version, False
 
+    def finish(self, record: StoredParameter) -> None:
+        """Block until nothing is in flight for one parameter: no update of it, its gradient or its optimizer state."""
+
+    def synchronize(self) -> None:
+        """Block until nothing is in flight for any parameter."""
+        for record in self.records.values():
+            self.finish(record)
+
     # Life
 
     def check_usable(self, record: StoredParameter | None = None) -> None:

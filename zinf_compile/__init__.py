@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zinf_compile.api import close as close
     from zinf_compile.api import optimize as optimize
     from zinf_compile.api import report as report
+    from zinf_compile.api import synchronize as synchronize
     from zinf_compile.errors import CapacityError as CapacityError
     from zinf_compile.errors import ConfigError as ConfigError
     from zinf_compile.errors import PlanFileError as PlanFileError
@@ -24,6 +25,7 @@ _HOMES = {
     "optimize": "zinf_compile.api",
     "report": "zinf_compile.api",
     "close": "zinf_compile.api",
+    "synchronize": "zinf_compile.api",
     "Plan": "zinf_compile.plan",
     "Report": "zinf_compile.reports",
     "ZinfError": "zinf_compile.errors",

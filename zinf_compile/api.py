@@ -122,6 +122,11 @@ def report(model: Module) -> Report:
     )
 
 
+def synchronize(model: Module) -> None:
+    """Block until every update of the last ``optimizer.step()`` is home. Raises the StoreError of one that failed."""
+    _session_of(model).store.synchronize()
+
+
 def close(model: Module) -> None:
     """Give back the file, threads and buffers of a model. Its parameters can be read, and no longer trained."""
     _session_of(model).store.close()
