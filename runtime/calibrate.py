@@ -92,7 +92,7 @@ def _measure_disk(store: Store) -> tuple[float, float]:
     try:
         store.engine.reserve(store.layout.end)
         slot = Slot(name="calibration", tier=Tier.NVME, tensor=torch.empty(0), extent=extent)
-        with store.closing_on_error(), store.staging.lease(nbytes) as lease:
+        with store.staging.lease(nbytes) as lease:
             view = lease.view
             write = _best_seconds(lambda: wait_all(transfers.write(slot, extent.offset, view)))
             read = _best_seconds(lambda: wait_all(transfers.read(slot, extent.offset, view)))

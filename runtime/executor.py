@@ -57,7 +57,7 @@ class Executor:
                 raise
             except BaseException:
                 store.transfers.abandon_gathers()
-                with suppress(StoreError), store.closing_on_error():
+                with suppress(StoreError), store.failing_on_error():
                     store.transfers.wait_writes()
                 raise
             finally:

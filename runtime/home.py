@@ -90,8 +90,8 @@ def _set_data(parameter: Tensor, value: Tensor) -> None:
 def torn_error(record: StoredParameter) -> StoreError:
     """Return the error for a parameter whose update began and failed."""
     return StoreError(
-        f"parameter '{record.name}' was being updated when a read or write failed, and holds neither its old nor its "
-        "new value; build the model again and load its last checkpoint"
+        f"parameter '{record.name}' was being updated when an error came, and holds neither its old nor its new value; "
+        "load a checkpoint with zinf_compile.load(folder, model, optimizer)"
     )
 
 

@@ -20,7 +20,7 @@ def store_grad(grad: Tensor, param: int) -> Tensor:
     """Move a gradient home; blocks until it is there."""
     record = find_record(param)
     record.store.store_gradient(record, grad)
-    with record.store.closing_on_error():
+    with record.store.failing_on_error():
         record.store.transfers.wait_writes()
     return torch.empty(0)
 

@@ -49,6 +49,11 @@ class _Job:
     def num_elements(self) -> int:
         return self.record.master.tensor.numel()
 
+    def is_torn(self) -> bool:
+        """Return whether it holds neither its old nor its new value, after waiting for its writes."""
+        failed = sum(write.exception() is not None for write in self.writes)  # not any(): waits for each
+        return self.is_begun and (failed > 0 or not self.is_updated)
+
     def staged_slots(self) -> dict[str, Slot]:
         """Return the slots on nvme that a chunk of this parameter passes through, by role."""
         record = self.record
@@ -92,8 +97,8 @@ class StreamedStep:
         self._wide: StagingBuffer | None = None  # where gradients are widened to the master's dtype
 
     def run(self) -> None:
-        """Update every parameter that has a gradient. A StoreError closes the store and marks half updates as torn."""
-        with self._store.closing_on_error():
+        """Update every parameter that has a gradient. An error on the way fails the store, half updates torn."""
+        with self._store.failing_on_error():
             jobs = list(self._jobs())
         for job in jobs:
             self._check_fits(job)
@@ -108,15 +113,17 @@ class StreamedStep:
             while pending:
                 self._update(pending.popleft())
             wait_all([write for job in jobs for write in job.writes])
+            for job in jobs:
+                job.record.torn = False
         except BaseException as error:  # an error of the user's optimizer too: nothing may stay in flight
             self._abandon(pending)
-            if isinstance(error, StoreError):
-                self._store.fail(error)
+            begun = [job for job in jobs if job.is_begun]
+            for job in begun:
+                job.record.torn = job.is_torn()
+            if begun or isinstance(error, StoreError):
+                self._store.fail(error, updated=[job.record for job in begun if not job.record.torn])
             raise
         finally:
-            for job in jobs:
-                failed = sum(write.exception() is not None for write in job.writes)  # not any(): waits for each
-                job.record.torn = job.is_begun and (failed > 0 or not job.is_updated)
             if self._wide is not None:
                 self._store.staging.return_(self._wide)
                 self._wide = None

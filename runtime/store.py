@@ -17,6 +17,7 @@ from zinf_compile.errors import StoreError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.plan import Placement
 from zinf_compile.runtime.arena import Arena
+from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.home import HomeParameter, torn_error
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN, Engine
@@ -81,7 +82,8 @@ class Store:
         self._process = os.getpid()
         self.forward_update_count = 0  # at the last forward of a captured graph
         self.update_count = 0  # of optimizer steps; backward compares it with its forward's
-        self._failure: str | None = None
+        self._failure: str | None = None  # why it computes no more until a checkpoint is loaded
+        self._closed = False
         _stores[self.store_id] = self
         self._finalizer = weakref.finalize(self, _close, self.transfers, self.staging, self.engine)
 
@@ -103,7 +105,7 @@ class Store:
             compute[item.fact.name] = self.new_slot(
                 item.fact.name, item.parameter.shape, dtype, homes[item.fact.name].compute
             )
-        with self.closing_on_error():
+        with self.failing_on_error():
             for item in parameters:
                 self._adopt_one(item, homes[item.fact.name], compute[item.fact.name], as_home=as_home)
             self.transfers.wait_writes()
@@ -168,7 +170,7 @@ class Store:
             for key in record.states:
                 self._move_state(record, key, placement.optimizer_state)
             self.placements[placement.parameter] = placement
-        with self.closing_on_error():
+        with self.failing_on_error():
             self.transfers.wait_writes()
         return_freed_memory()
 
@@ -206,11 +208,11 @@ class Store:
         moved = self.new_slot(slot.name, slot.tensor.shape, slot.tensor.dtype, tier)
         self._homes_nbytes[slot.tier] -= slot.nbytes
         if slot.in_memory:
-            with self.closing_on_error():
+            with self.failing_on_error():
                 self.transfers.write_value(moved, slot.tensor)
                 self.transfers.wait_writes()
         else:
-            with self.closing_on_error():
+            with self.failing_on_error():
                 self.transfers.read_value(slot, moved.tensor)
             # Its extent is not used again: somebody may hold an alias of the old mapping, and would read, or write,
             # whatever came to lie there.
@@ -227,7 +229,7 @@ class Store:
             return slot.tensor.detach()
         self.begin_memory()
         value = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
-        with self.closing_on_error():
+        with self.failing_on_error():
             self.transfers.read_value(slot, value)
         self.sample_memory()
         return value
@@ -242,7 +244,7 @@ class Store:
             not parameter.requires_grad or not self.sinks_gradients
         ):  # frozen since the graph was captured, or not asked for
             return
-        with torch.no_grad(), self.closing_on_error():
+        with torch.no_grad(), self.failing_on_error():
             if parameter.grad is None:
                 self.transfers.write_value(slot, grad, Tier.DEVICE)
                 parameter.grad = slot.tensor
@@ -262,7 +264,7 @@ class Store:
         if version == record.synced_version and not record.exposed:
             return
         if record.has_compute_copy:
-            with self.closing_on_error():
+            with self.failing_on_error():
                 self.transfers.write_value(record.compute, record.master.tensor)
                 self.transfers.wait_writes()
         record.synced_version, record.exposed = version, False
@@ -279,38 +281,55 @@ class Store:
 
     def check_usable(self, record: StoredParameter | None = None) -> None:
         """Raise StoreError if the store was closed or has failed, or if ``record`` holds half an update."""
-        if self._failure is not None:
-            raise StoreError(self._failure)
+        if self._closed:
+            raise StoreError("the store of this model is closed; build and optimize the model again to train it")
         if os.getpid() != self._process:
             raise StoreError(
                 "this model lives in a store of another process, whose threads a fork does not copy; use it in the process "
                 "that called optimize(), or start workers with 'spawn' and build the model there"
             )
+        if self._failure is not None:
+            raise StoreError(self._failure)
         if record is not None and record.torn:
             raise torn_error(record)
 
     @contextmanager
-    def closing_on_error(self) -> Iterator[None]:
-        """Close when a read or write inside fails."""
+    def failing_on_error(self) -> Iterator[None]:
+        """Fail when a read or write inside does."""
         try:
             yield
         except StoreError as error:
             self.fail(error)
             raise
 
-    def fail(self, error: StoreError) -> None:
-        """Close after an I/O error; everything that asks for the store from now on is told why."""
+    def fail(self, error: BaseException, *, updated: Sequence[StoredParameter] = ()) -> None:
+        """Refuse to compute and to step until a checkpoint is loaded, and tell ``error`` so in a note.
+
+        ``updated`` are the parameters whose update was complete when a step failed. The first failure counts.
+        """
+        if self._failure is not None or self._closed:
+            return
+        with suppress(StoreError):  # nothing may stay in flight; what failed is in failed_slots
+            self.transfers.wait_writes()
         for record in self.records.values():  # a master copy that did not get home has no value
             record.torn = record.torn or record.master in self.transfers.failed_slots
-        self._shut(f"the store was closed by an earlier error: {error}")
+        torn = [record.name for record in self.records.values() if record.torn]
+        state = describe_state(updated=[record.name for record in updated], torn=torn)
+        self._failure = f"an earlier error stopped this model: {describe_error(error)}; {state}; {REMEDY}"
+        error.add_note(f"zinf_compile: {state}; {REMEDY}")
+
+    def recover(self) -> None:
+        """Compute and step again. Called once every parameter, and its optimizer state, has a value again."""
+        for record in self.records.values():
+            record.torn = False
+        self.transfers.failed_slots.clear()
+        self._failure = None
+        self.update_count += 1  # a backward whose forward saw other values is refused
 
     def close(self) -> None:
         """Finish what is in flight and give back the file, the threads and the buffers. Safe to call twice."""
-        self._shut("the store of this model is closed; build and optimize the model again to train it")
-
-    def _shut(self, reason: str) -> None:
-        if self._failure is None:
-            self._failure = reason
+        if not self._closed:
+            self._closed = True
             with suppress(StoreError):  # a write that failed was reported by the step it belonged to
                 self.transfers.wait_writes()
             self._finalizer()
@@ -348,7 +367,7 @@ def _take_gradient_home(parameter: Tensor) -> None:
         if grad is None or slot is None or grad.data_ptr() == slot.tensor.data_ptr():
             return
         record.store.check_usable(record)
-        with record.store.closing_on_error():
+        with record.store.failing_on_error():
             record.store.transfers.write_value(slot, grad, Tier.DEVICE)
             record.store.transfers.wait_writes()
         parameter.grad = slot.tensor
