@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zinf_compile.api import report as report
     from zinf_compile.api import synchronize as synchronize
     from zinf_compile.errors import CapacityError as CapacityError
+    from zinf_compile.errors import CheckpointError as CheckpointError
     from zinf_compile.errors import ConfigError as ConfigError
     from zinf_compile.errors import PlanFileError as PlanFileError
     from zinf_compile.errors import StoreError as StoreError
@@ -29,6 +30,7 @@ _HOMES = {
     "Plan": "zinf_compile.plan",
     "Report": "zinf_compile.reports",
     "ZinfError": "zinf_compile.errors",
+    "CheckpointError": "zinf_compile.errors",
     "ConfigError": "zinf_compile.errors",
     "UnsupportedError": "zinf_compile.errors",
     "CapacityError": "zinf_compile.errors",

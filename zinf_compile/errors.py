@@ -25,5 +25,9 @@ class PlanFileError(ZinfError, ValueError):
     """A saved plan is damaged, or was written by another version."""
 
 
+class CheckpointError(ZinfError, ValueError):
+    """A checkpoint, or a file of weights, is damaged, or was written by another version; names the file and the tensor."""
+
+
 class VerifyError(ZinfError, AssertionError):
     """A bug of ours: a plan or a graph breaks a property it must hold. Please report it with the plan."""
