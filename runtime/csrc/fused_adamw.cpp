@@ -1,0 +1,157 @@
+// Adam and AdamW over one chunk, in one pass over memory: bit for bit what torch.optim computes on float32.
+//
+// Every expression rounds where a kernel of ATen rounds, so contraction is off and each fused multiply-add is written out.
+// torch's op-by-op path takes square roots from a vector library where it has one, which are not correctly rounded; its
+// fused kernel uses the processor's, and rounds another product in what its vectors leave over.
+//
+// The chunk goes through the first-level cache in blocks: widen the gradient, update the moments, take roots, update the
+// master copy, round it to the compute copy.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <vector>
+
+extern "C" {
+
+// What vmsSqrt of MKL looks like.
+using VectorRoot = void (*)(int32_t count, const float* values, float* roots, int64_t mode);
+
+enum Decay : int32_t { kNoDecay = 0, kAddToGradient = 1, kShrinkParameter = 2 };
+
+// Mirrored by ctypes in fused_adamw.py.
+struct Update {
+  float* master;
+  float* mean;            // exp_avg
+  float* square;          // exp_avg_sq
+  float* max_square;      // max_exp_avg_sq, or null without amsgrad
+  const void* gradient;   // float32 or bfloat16
+  uint16_t* compute;      // bfloat16, or null
+  VectorRoot vector_root; // or null: correctly rounded roots
+  int64_t num_elements;
+  float decay;               // weight_decay, or the factor 1 - lr * weight_decay
+  float mean_weight;         // 1 - beta1
+  float beta2;
+  float square_weight;       // 1 - beta2
+  float root_correction;     // sqrt(1 - beta2 ** step)
+  float eps;
+  float negative_step_size;  // -lr / (1 - beta1 ** step)
+  int32_t decay_mode;
+  int32_t gradient_is_bfloat16;
+  int32_t maximize;
+  int32_t as_fused;          // round as torch's fused kernel does
+  int32_t num_threads;
+};
+}
+
+namespace {
+
+constexpr int64_t kBlock = 1024;        // elements; six arrays of float32 are 24 KiB of a first-level cache
+constexpr int64_t kFusedVector = 8;     // floats in a vector of torch's fused kernel, which it builds for AVX2 at most
+constexpr int64_t kRootMode = 0x140102; // VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE, as ATen calls it
+
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+void widen(const uint16_t* narrow, float* __restrict wide, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(narrow[i]) << 16;
+    std::memcpy(&wide[i], &bits, sizeof bits);
+  }
+}
+
+// To nearest, ties to even; NaN as ATen writes it.
+void round_to_bfloat16(const float* wide, uint16_t* __restrict narrow, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, &wide[i], sizeof bits);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    narrow[i] = static_cast<uint16_t>(wide[i] != wide[i] ? 0xffff : rounded);
+  }
+}
+
+// The functions below take ``u`` by value: no store to an array can then change it.
+
+template <bool kFusedTail>
+void update_moments(const Update u, const float* gradient, const float* master, float* __restrict mean,
+                    float* __restrict square, int64_t count) {
+  const bool is_near = std::fabs(u.mean_weight) < 0.5f;  // torch.lerp starts from the nearer end
+  const float mean_weight = is_near ? u.mean_weight : u.mean_weight - 1.0f;
+  const float sign = u.maximize ? -1.0f : 1.0f;
+  const bool adds_decay = u.decay_mode == kAddToGradient;
+  for (int64_t i = 0; i < count; ++i) {
+    float g = gradient[i] * sign;
+    if (adds_decay) g = multiply_add(master[i], u.decay, g);
+    mean[i] = multiply_add(mean_weight, g - mean[i], is_near ? mean[i] : g);
+    if constexpr (kFusedTail) {
+      square[i] = multiply_add(square[i], u.beta2, u.square_weight * g * g);
+    } else {
+      square[i] = multiply_add(u.square_weight * g, g, square[i] * u.beta2);
+    }
+  }
+}
+
+// Keeps NaN, as torch.maximum does.
+void raise_maxima(float* __restrict maxima, const float* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    maxima[i] = maxima[i] > values[i] || maxima[i] != maxima[i] ? maxima[i] : values[i];
+  }
+}
+
+void take_roots(const Update& u, const float* values, float* __restrict roots, int64_t count) {
+  if (u.vector_root && !u.as_fused) return u.vector_root(static_cast<int32_t>(count), values, roots, kRootMode);
+  for (int64_t i = 0; i < count; ++i) roots[i] = std::sqrt(values[i]);
+}
+
+void update_master(const Update u, float* __restrict master, const float* mean, const float* roots, int64_t count) {
+  const float shrink = u.decay_mode == kShrinkParameter ? u.decay : 1.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    master[i] = master[i] * shrink + u.negative_step_size * mean[i] / (roots[i] / u.root_correction + u.eps);
+  }
+}
+
+void update_range(const Update& u, int64_t start, int64_t stop) {
+  float wide[kBlock], roots[kBlock];
+  const int64_t tail = u.as_fused ? u.num_elements / kFusedVector * kFusedVector : u.num_elements;
+  for (int64_t block = start; block < stop; block += kBlock) {
+    const int64_t count = stop - block < kBlock ? stop - block : kBlock;
+    const float* gradient = static_cast<const float*>(u.gradient) + block;
+    if (u.gradient_is_bfloat16) {
+      widen(static_cast<const uint16_t*>(u.gradient) + block, wide, count);
+      gradient = wide;
+    }
+    float* master = u.master + block;
+    float* mean = u.mean + block;
+    float* square = u.square + block;
+    const int64_t body = tail - block < count ? tail - block : count;
+    update_moments<false>(u, gradient, master, mean, square, body);
+    update_moments<true>(u, gradient + body, master + body, mean + body, square + body, count - body);
+    if (u.max_square) raise_maxima(u.max_square + block, square, count);
+    take_roots(u, u.max_square ? u.max_square + block : square, roots, count);
+    update_master(u, master, mean, roots, count);
+    if (u.compute) round_to_bfloat16(master, u.compute + block, count);
+  }
+}
+
+}  // namespace
+
+extern "C" void zinf_update_adam(const Update* update) {
+  const int64_t num_blocks = (update->num_elements + kBlock - 1) / kBlock;
+  const int64_t num_threads = update->num_threads < num_blocks ? update->num_threads : num_blocks;
+  const auto bound = [&](int64_t index) {
+    return index < num_threads ? num_blocks * index / num_threads * kBlock : update->num_elements;
+  };
+  std::vector<std::thread> threads;
+  for (int64_t index = 1; index < num_threads; ++index) {
+    threads.emplace_back(update_range, std::cref(*update), bound(index), bound(index + 1));
+  }
+  if (num_threads > 0) update_range(*update, 0, bound(1));
+  for (std::thread& thread : threads) thread.join();
+}
