@@ -24,7 +24,16 @@ COMPILE_SECONDS = 120  # takes about one; a machine that needs longer than this 
 
 _COMPILERS = ("g++", "c++", "clang++")
 # No contraction: where ATen fuses a multiplication and an addition is written out in the source.
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 # The instructions that torch says its kernels may use here.
 _CAPABILITIES: Mapping[str, tuple[str, ...]] = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
@@ -44,6 +53,11 @@ def load_compiled(file: str) -> ctypes.CDLL | None:
 def cache_folder() -> Path:
     """Return where libraries are kept: ``zinf_compile`` in ``XDG_CACHE_HOME``, or in ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zinf_compile"
+
+
+def find_compiler() -> str | None:
+    """Return the path of a C++ compiler; None if there is none."""
+    return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
 @functools.cache
@@ -68,7 +82,7 @@ def compile_library(source: Path) -> Path:
     library = cache_folder() / f"{source.stem}-{key[:16]}.so"
     if library.exists():
         return library
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
         raise FileNotFoundError(f"no C++ compiler ({', '.join(_COMPILERS)}) on the PATH")
     library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from zinf_compile.runtime.compiled import load_compiled
@@ -39,7 +40,10 @@ class _Update(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("master", "mean", "square", "max_square", "gradient", "compute", "vector_root")
+            for name in (
+                *("master", "mean", "square", "max_square", "gradient", "compute"),
+                *("vector_root", "set_local_threads"),
+            )
         ),
         ("num_elements", ctypes.c_int64),
         *(
@@ -61,15 +65,15 @@ class Kernel:
     """The compiled update. It releases the GIL, and allocates nothing per element."""
 
     run: Any  # the C function
-    vector_root: int | None  # the address of the square root that torch's op-by-op kernels call
+    root_functions: tuple[int | None, int | None]  # addresses of what MKL gives torch's op-by-op kernels
 
     def takes(self, state: Mapping[str, Any]) -> bool:
         """Return whether the kernel can go on from this state: float32 moments, and a step count as torch keeps it."""
-        step = state.get("step")
-        moments = [value for key, value in state.items() if key != "step"]
-        return all(isinstance(value, Tensor) and value.dtype == torch.float32 for value in moments) and (
-            step is None or (isinstance(step, Tensor) and step.dim() == 0 and step.device.type == "cpu")
-        )
+        moments = {key: value for key, value in state.items() if key != "step"}
+        if "step" in state and not (isinstance(state["step"], Tensor) and state["step"].dim() == 0):
+            return False
+        is_complete = moments.keys() in ({"exp_avg", "exp_avg_sq"}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+        return is_complete and all(value.dtype == torch.float32 for value in moments.values())
 
     def update(
         self,
@@ -95,13 +99,15 @@ class Kernel:
         update = _scalars(group, new_state["step"].item())
         update.num_elements = master.numel()
         update.num_threads = num_threads
-        update.vector_root = self.vector_root
+        if not update.as_fused:
+            update.vector_root, update.set_local_threads = self.root_functions
         update.master, update.gradient = master.data_ptr(), gradient.data_ptr()
         update.mean, update.square = new_state["exp_avg"].data_ptr(), new_state["exp_avg_sq"].data_ptr()
         update.max_square = new_state["max_exp_avg_sq"].data_ptr() if group["amsgrad"] else None
         update.compute = None if compute is None else compute.data_ptr()
         update.gradient_is_bfloat16 = gradient.dtype == _NARROW
         self.run(ctypes.byref(update))
+        increment_version(master if compute is None else compute)  # what a forward may have saved
         return new_state
 
 
@@ -129,7 +135,7 @@ def find_kernel(
         return None
     run = library.zinf_update_adam
     run.restype, run.argtypes = None, (ctypes.POINTER(_Update),)
-    kernel = Kernel(run=run, vector_root=_find_vector_root())
+    kernel = Kernel(run=run, root_functions=_find_root_functions())
     key = (
         *(bool(group[option]) for option in ("fused", "amsgrad", "maximize", "weight_decay", "decoupled_weight_decay")),
         *(isinstance(group["lr"], Tensor), 1 - group["betas"][0] < 0.5, gradient_dtype, compute_dtype),
@@ -138,18 +144,20 @@ def find_kernel(
         if key not in _checked:
             _checked[key] = _is_bitwise_plain(kernel, optimizer, group, gradient_dtype, compute_dtype)
             if not _checked[key]:
-                _log.warning("the compiled AdamW does not round as torch does here; torch's is used: %s", key)
+                _log.warning("the compiled AdamW does not round as torch does here, and torch's is used: %s", key)
     return kernel if _checked[key] else None
 
 
 @functools.cache
-def _find_vector_root() -> int | None:
-    """Return the address of the vector square root of the MKL that torch is linked with; None where it has none."""
+def _find_root_functions() -> tuple[int | None, int | None]:
+    """Return the addresses of MKL's square root and of its thread setting, as torch has them; none where it has no MKL."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))  # loaded already
     try:
-        return ctypes.cast(library.vmsSqrt, ctypes.c_void_p).value
+        functions = (library.vmsSqrt, library.MKL_Set_Num_Threads_Local)
     except AttributeError:
-        return None
+        return None, None
+    root, set_local_threads = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    return root, set_local_threads
 
 
 def _is_known(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -165,7 +173,8 @@ def _is_known(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         is_plain = lr.numel() == 1 and lr.device.type == "cpu" and not lr.requires_grad and not group["foreach"]
     else:
         is_plain = isinstance(lr, int | float)
-    return is_plain and all(isinstance(number, int | float) for number in (*group["betas"], group["eps"], group["weight_decay"]))
+    numbers = (*group["betas"], group["eps"], group["weight_decay"])
+    return is_plain and all(isinstance(number, int | float) for number in numbers)
 
 
 def _scalars(group: Mapping[str, Any], step: float) -> _Update:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CapacityError, StoreError
+from zinf_compile.runtime.fused_adamw import find_kernel
 from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.shadow import copy_scalars, is_element_wise, probe_state, shadow_step
 from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
@@ -302,16 +303,28 @@ class StreamedStep:
         master = _shaped(chunk.tensor(_MASTER, record.master), shape)
         gradient = self._gradient(chunk)
         state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in job.old_scalars.items()}
-        if job.has_state:
-            state |= {key: _shaped(chunk.tensor(key, slot), shape) for key, slot in record.states.items()}
-        wide = _shaped(self._widen(gradient, master.dtype), shape)
-        new_state = shadow_step(self._optimizer, job.group, master.detach(), wide, state)
-        for key, slot in record.states.items():
-            staged = chunk.tensor(key, slot)
-            if new_state[key].data_ptr() != staged.data_ptr():
-                staged.copy_(new_state[key].detach().reshape(-1))
-        if record.has_compute_copy:
-            chunk.tensor(_COMPUTE, record.compute).copy_(master.detach().reshape(-1))
+        staged = {key: chunk.tensor(key, slot) for key, slot in record.states.items()}
+        compute = chunk.tensor(_COMPUTE, record.compute) if record.has_compute_copy else None
+        kernel = find_kernel(
+            self._optimizer,
+            job.group,
+            master_dtype=master.dtype,
+            gradient_dtype=gradient.dtype,
+            compute_dtype=None if compute is None else compute.dtype,
+        )
+        if kernel is not None and kernel.takes(state | staged):
+            num_threads = torch.get_num_threads()
+            new_state = kernel.update(job.group, state | staged, master, gradient, compute, num_threads=num_threads)
+        else:
+            if job.has_state:
+                state |= {key: _shaped(tensor, shape) for key, tensor in staged.items()}
+            wide = _shaped(self._widen(gradient, master.dtype), shape)
+            new_state = shadow_step(self._optimizer, job.group, master.detach(), wide, state)
+            for key, tensor in staged.items():
+                if new_state[key].data_ptr() != tensor.data_ptr():
+                    tensor.copy_(new_state[key].detach().reshape(-1))
+            if compute is not None:
+                compute.copy_(master.detach().reshape(-1))
         if chunk.stop == job.num_elements:
             self._show_state(job, new_state)
 

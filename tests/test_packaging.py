@@ -51,6 +51,13 @@ def test_every_package_has_an_init() -> None:
         assert (path / "__init__.py").is_file(), package
 
 
+def test_every_source_that_is_compiled_at_run_time_is_in_the_wheel() -> None:
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["zinf_compile.runtime"]
+    installed = {path for pattern in patterns for path in (ROOT / "runtime").glob(pattern)}
+    assert {path for path in (ROOT / "runtime" / "csrc").iterdir() if path.is_file()} == installed
+    assert installed
+
+
 @pytest.mark.parametrize("name", LINKED)
 def test_the_link_into_the_package_is_there(name: str) -> None:
     link = ROOT / "zinf_compile" / name

@@ -7,32 +7,35 @@
 // The chunk goes through the first-level cache in blocks: widen the gradient, update the moments, take roots, update the
 // master copy, round it to the compute copy.
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <thread>
 #include <vector>
 
 extern "C" {
 
-// What vmsSqrt of MKL looks like.
+// vmsSqrt and MKL_Set_Num_Threads_Local of MKL.
 using VectorRoot = void (*)(int32_t count, const float* values, float* roots, int64_t mode);
+using SetLocalThreads = int32_t (*)(int32_t count);
 
 enum Decay : int32_t { kNoDecay = 0, kAddToGradient = 1, kShrinkParameter = 2 };
 
 // Mirrored by ctypes in fused_adamw.py.
 struct Update {
   float* master;
-  float* mean;            // exp_avg
-  float* square;          // exp_avg_sq
-  float* max_square;      // max_exp_avg_sq, or null without amsgrad
-  const void* gradient;   // float32 or bfloat16
-  uint16_t* compute;      // bfloat16, or null
-  VectorRoot vector_root; // or null: correctly rounded roots
+  float* mean;             // exp_avg
+  float* square;           // exp_avg_sq
+  float* max_square;       // max_exp_avg_sq, or null without amsgrad
+  const void* gradient;    // float32 or bfloat16
+  uint16_t* compute;       // bfloat16, or null
+  VectorRoot vector_root;  // or null: correctly rounded roots
+  SetLocalThreads set_local_threads;
   int64_t num_elements;
-  float decay;               // weight_decay, or the factor 1 - lr * weight_decay
-  float mean_weight;         // 1 - beta1
+  float decay;        // weight_decay, or the factor 1 - lr * weight_decay
+  float mean_weight;  // 1 - beta1
   float beta2;
   float square_weight;       // 1 - beta2
   float root_correction;     // sqrt(1 - beta2 ** step)
@@ -41,16 +44,17 @@ struct Update {
   int32_t decay_mode;
   int32_t gradient_is_bfloat16;
   int32_t maximize;
-  int32_t as_fused;          // round as torch's fused kernel does
+  int32_t as_fused;  // round as torch's fused kernel does
   int32_t num_threads;
 };
 }
 
 namespace {
 
-constexpr int64_t kBlock = 1024;        // elements; six arrays of float32 are 24 KiB of a first-level cache
-constexpr int64_t kFusedVector = 8;     // floats in a vector of torch's fused kernel, which it builds for AVX2 at most
-constexpr int64_t kRootMode = 0x140102; // VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE, as ATen calls it
+constexpr int64_t kBlock = 1024;         // elements; six arrays of float32 are 24 KiB of a first-level cache
+constexpr int64_t kPiece = 64 * kBlock;  // what a thread takes at once
+constexpr int64_t kFusedVector = 8;      // floats in a vector of torch's fused kernel, which it builds for AVX2 at most
+constexpr int64_t kRootMode = 0x140102;  // VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE, as ATen calls it
 
 inline float multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
@@ -106,7 +110,7 @@ void raise_maxima(float* __restrict maxima, const float* values, int64_t count) 
 }
 
 void take_roots(const Update& u, const float* values, float* __restrict roots, int64_t count) {
-  if (u.vector_root && !u.as_fused) return u.vector_root(static_cast<int32_t>(count), values, roots, kRootMode);
+  if (u.vector_root) return u.vector_root(static_cast<int32_t>(count), values, roots, kRootMode);
   for (int64_t i = 0; i < count; ++i) roots[i] = std::sqrt(values[i]);
 }
 
@@ -121,7 +125,7 @@ void update_range(const Update& u, int64_t start, int64_t stop) {
   float wide[kBlock], roots[kBlock];
   const int64_t tail = u.as_fused ? u.num_elements / kFusedVector * kFusedVector : u.num_elements;
   for (int64_t block = start; block < stop; block += kBlock) {
-    const int64_t count = stop - block < kBlock ? stop - block : kBlock;
+    const int64_t count = std::min(stop - block, kBlock);
     const float* gradient = static_cast<const float*>(u.gradient) + block;
     if (u.gradient_is_bfloat16) {
       widen(static_cast<const uint16_t*>(u.gradient) + block, wide, count);
@@ -130,7 +134,7 @@ void update_range(const Update& u, int64_t start, int64_t stop) {
     float* master = u.master + block;
     float* mean = u.mean + block;
     float* square = u.square + block;
-    const int64_t body = tail - block < count ? tail - block : count;
+    const int64_t body = std::min(tail - block, count);
     update_moments<false>(u, gradient, master, mean, square, body);
     update_moments<true>(u, gradient + body, master + body, mean + body, square + body, count - body);
     if (u.max_square) raise_maxima(u.max_square + block, square, count);
@@ -142,16 +146,21 @@ void update_range(const Update& u, int64_t start, int64_t stop) {
 
 }  // namespace
 
+// Threads take the next piece when they are done with one: a thread that gets no core holds up little.
 extern "C" void zinf_update_adam(const Update* update) {
-  const int64_t num_blocks = (update->num_elements + kBlock - 1) / kBlock;
-  const int64_t num_threads = update->num_threads < num_blocks ? update->num_threads : num_blocks;
-  const auto bound = [&](int64_t index) {
-    return index < num_threads ? num_blocks * index / num_threads * kBlock : update->num_elements;
+  const int64_t num_pieces = (update->num_elements + kPiece - 1) / kPiece;
+  const int64_t num_threads = std::min<int64_t>(update->num_threads, num_pieces);
+  std::atomic<int64_t> next{0};
+  const auto work = [&] {
+    // Without this MKL would start threads of its own in each of ours.
+    const int32_t outer = update->vector_root ? update->set_local_threads(1) : 0;
+    for (int64_t piece = next++; piece < num_pieces; piece = next++) {
+      update_range(*update, piece * kPiece, std::min((piece + 1) * kPiece, update->num_elements));
+    }
+    if (update->vector_root) update->set_local_threads(outer);
   };
-  std::vector<std::thread> threads;
-  for (int64_t index = 1; index < num_threads; ++index) {
-    threads.emplace_back(update_range, std::cref(*update), bound(index), bound(index + 1));
-  }
-  if (num_threads > 0) update_range(*update, 0, bound(1));
-  for (std::thread& thread : threads) thread.join();
+  std::vector<std::thread> others;
+  for (int64_t count = 1; count < num_threads; ++count) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
 }
