@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
 
 from zinf_compile.errors import UnsupportedError
 from zinf_compile.ops import GATHER
@@ -70,9 +71,16 @@ def compile_graph(
         )
         return _boxed(compiler.compile_forward(forward))
 
+    def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> BoxedCallable:
+        # A backward first run without retain_graph could not run with it later: saved values were donated to it.
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []
+        return _boxed(compiler.compile_backward(backward))
+
     wrap = aot_autograd(
         fw_compiler=lambda forward, _: _boxed(compiler.compile_forward(forward)),
-        bw_compiler=lambda backward, _: _boxed(compiler.compile_backward(backward)),
+        bw_compiler=compile_backward,
         inference_compiler=compile_inference,
         partition_fn=partition,
         keep_inference_input_mutations=True,

@@ -1,12 +1,11 @@
 """Run a lowered graph: refuse what cannot run, measure it, and leave nothing in flight when it fails."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from zinf_compile.errors import StoreError
+from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Phase
 
@@ -21,12 +20,14 @@ class Executor:
         phase: Phase,
         *,
         prepare: Callable[[], int],
+        records: Callable[[], Iterable[StoredParameter]],
     ) -> None:
-        """``prepare`` is called before each run and returns the arena bytes the graph needs."""
+        """``prepare`` is called before each run and returns the arena bytes the graph needs, ``records`` what it reads."""
         self._store = store
         self._run = run
         self._phase = phase
         self._prepare = prepare
+        self._records = records
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph. An I/O error closes the store; after any error no transfer is left in flight."""
@@ -38,18 +39,15 @@ class Executor:
         store.check_usable()
         if self._phase is Phase.FORWARD:
             store.refresh_stale()
-            store.forward_update_count = store.update_count
-        elif store.forward_update_count != store.update_count:
-            raise RuntimeError(
-                "the parameters were modified by an optimizer step between forward and backward of this model; "
-                "call backward() before step()"
-            )
+            for record in self._records():
+                record.forward_update_count = record.update_count
+        else:
+            self._check_not_updated()
         arena_nbytes = self._prepare()
         store.begin_memory(after_capture=True)
         store.arena.reserve(arena_nbytes)
         with store.meter.phase(self._phase):
             try:
-                store.sinks_gradients = self._phase is Phase.FORWARD or _is_asked_for_parameters(store)
                 return self._run(inputs)
             except StoreError as error:
                 store.transfers.abandon_gathers()
@@ -60,19 +58,11 @@ class Executor:
                 with suppress(StoreError), store.failing_on_error():
                     store.transfers.wait_writes()
                 raise
-            finally:
-                store.sinks_gradients = True
 
-
-def _is_asked_for_parameters(store: Store) -> bool:
-    """Return whether the backward that runs now accumulates into leaves: ``autograd.grad(loss, x)`` does not."""
-    if store.anchor is None:
-        return True
-    with torch.enable_grad():
-        node = store.anchor.view_as(store.anchor).grad_fn
-    accumulate_grad = node.next_functions[0][0] if node is not None else None
-    assert accumulate_grad is not None
-    try:
-        return torch._C._will_engine_execute_node(accumulate_grad)
-    except RuntimeError:  # it does not answer for leaves inside autograd.grad()
-        return False
+    def _check_not_updated(self) -> None:
+        for record in self._records():
+            if record.forward_update_count != record.update_count:
+                raise RuntimeError(
+                    f"parameter '{record.name}' was modified by an optimizer step between forward and backward of this "
+                    "model; call backward() before step()"
+                )

@@ -15,8 +15,6 @@ _DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ALIASES = frozenset({_DATA_GET, Tensor.detach, Tensor.numpy, Tensor.untyped_storage, Tensor.data_ptr})
 
-_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
-
 
 class HomeParameter(Parameter):
     """A parameter whose bytes are at home in a store.
@@ -49,11 +47,6 @@ class HomeParameter(Parameter):
                     raise UnsupportedError(
                         f"cannot unfreeze '{record.name}': the store keeps no gradient for what was frozen at optimize(); "
                         "call requires_grad_(True) before optimize()"
-                    )
-                if func in _HOOKS and record.store.config.capture:
-                    raise UnsupportedError(
-                        f"cannot hook '{record.name}': gradients leave captured graphs without calling hooks; "
-                        "say capture=False in optimize(), or change p.grad between backward() and step()"
                     )
         with torch._C.DisableTorchFunctionSubclass():
             if func == _DATA_SET:
@@ -104,6 +97,9 @@ class EagerGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Parameter, gather: Callable[[], Tensor]) -> Tensor:
         """Return the gathered value."""
+        record = record_of(parameter)
+        assert record is not None
+        record.uses.add(ctx)
         return gather()
 
     @staticmethod

@@ -128,7 +128,8 @@ class StreamedStep:
             if self._wide is not None:
                 self._store.staging.return_(self._wide)
                 self._wide = None
-        self._store.update_count += bool(jobs)
+        for job in jobs:
+            job.record.update_count += 1
         self._store.sample_memory()
 
     def _jobs(self) -> Iterator[_Job]:

@@ -44,7 +44,7 @@ class PackedWeight:
     def unpack(self) -> Tensor:
         """Gather again; RuntimeError if the parameter was updated since, as for any saved tensor in PyTorch."""
         store = self.record.store
-        if store.update_count != self.update_count:
+        if self.record.update_count != self.update_count:
             raise RuntimeError(
                 f"parameter '{self.record.name}' was modified by an optimizer step between its forward and its backward; "
                 "call backward() before step()"
@@ -62,7 +62,7 @@ def _pack(tensor: Tensor) -> Tensor | PackedWeight:
         return tensor
     return PackedWeight(
         record=record,
-        update_count=record.store.update_count,
+        update_count=record.update_count,
         size=tensor.shape,
         stride=tensor.stride(),
         storage_offset=tensor.storage_offset(),

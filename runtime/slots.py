@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class StoredParameter:
     synced_version: int = 0  # of the parameter, when the compute copy was last made from the master
     exposed: bool = False  # a writable alias of the master was handed out since
     torn: bool = False  # an update of it began and did not finish
+    update_count: int = 0  # of optimizer steps; backward compares it with its forward's
+    forward_update_count: int = 0  # at the last forward of a captured graph that reads it
+    uses: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)  # autograd nodes that give it gradients
+    home_backward: int = -1  # the last backward, by its number, whose gradient went straight home
+    handed: Tensor | None = None  # a gradient on its way from a captured backward to autograd
 
     @property
     def has_compute_copy(self) -> bool:

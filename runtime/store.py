@@ -19,6 +19,7 @@ from zinf_compile.plan import Placement
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.home import HomeParameter, torn_error
+from zinf_compile.runtime.leaves import Delivery, choose_delivery
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN, Engine
 from zinf_compile.runtime.nvme.layout import FileLayout
@@ -76,12 +77,8 @@ class Store:
         self.chunk_elements = 2**20  # of the streamed step; a plan sets it
         self.ram = DeviceRam(budget=config.device_memory - config.reserve_memory)
         self._homes_nbytes = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.NVME: 0}
-        self.anchor: Tensor | None = None  # what captured gathers hang on in the autograd graph
-        self.sinks_gradients = True  # False while a backward runs that was not asked for parameters' gradients
         self.lock = threading.RLock()  # one captured graph runs at a time: they share the arena
         self._process = os.getpid()
-        self.forward_update_count = 0  # at the last forward of a captured graph
-        self.update_count = 0  # of optimizer steps; backward compares it with its forward's
         self._failure: str | None = None  # why it computes no more until a checkpoint is loaded
         self._closed = False
         _stores[self.store_id] = self
@@ -235,14 +232,18 @@ class Store:
         return value
 
     def store_gradient(self, record: StoredParameter, grad: Tensor) -> None:
-        """Start moving a gradient home, or adding it to the one there; ``wait_writes`` ends it."""
+        """Start moving a gradient home, or adding it to the one there; ``wait_writes`` ends it.
+
+        One that autograd must see is handed over instead, and one that nobody asked for dropped.
+        """
         self.check_usable(record)
         slot, parameter = record.gradient, record.parameter
         if slot is None:
             raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
-        if (
-            not parameter.requires_grad or not self.sinks_gradients
-        ):  # frozen since the graph was captured, or not asked for
+        delivery = choose_delivery(record)
+        if delivery is Delivery.AUTOGRAD:  # a copy: what a graph computed may lie in the arena
+            record.handed = grad.clone() if record.handed is None else record.handed + grad
+        if delivery is not Delivery.HOME:
             return
         with torch.no_grad(), self.failing_on_error():
             if parameter.grad is None:

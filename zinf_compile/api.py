@@ -11,7 +11,6 @@ from torch.nn import Module
 
 from zinf_compile.config import make_config
 from zinf_compile.errors import ConfigError
-from zinf_compile.ops import make_anchor
 from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, TierReport
 from zinf_compile.runtime.accessors import Anchors, install_accessors, refuse_optimized
 from zinf_compile.runtime.slots import record_of
@@ -57,9 +56,8 @@ def optimize(model: Module, **options: object) -> Module:
     except BaseException:
         session.store.close()
         raise
-    anchors = Anchors(make_anchor(requires_grad=True), make_anchor(requires_grad=False))
-    session.anchors = anchors
-    session.store.anchor = anchors.trainable
+    anchors = Anchors(session.anchor, session.frozen_anchor)
+    session.accessors = anchors
     install_accessors(model, anchors)
     if config.capture:
         forward: Callable[..., Any] = model._call_impl

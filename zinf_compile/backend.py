@@ -10,7 +10,6 @@ from torch import Tensor, fx
 from torch.nn import Parameter
 
 from zinf_compile.config import make_config
-from zinf_compile.ops import make_anchor
 from zinf_compile.passes.capture import parameter_placeholders
 from zinf_compile.passes.contract import ParameterHandle, PrepareInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
@@ -43,9 +42,7 @@ def zinf(
     handles = {name: _handle(parameter) for name, parameter in parameters.items()}
     graph_module = copy_graph_module(graph_module)  # Dynamo keeps reading its own
     prepare_graph(graph_module, PrepareInputs(handles=handles))
-    anchors = [make_anchor(requires_grad=True), make_anchor(requires_grad=False)] if parameters else []
-    if anchors and session.store.anchor is None:
-        session.store.anchor = anchors[0]
+    anchors = [session.anchor, session.frozen_anchor] if parameters else []
     compiled = session.compile(graph_module, [*anchors, *inputs])
 
     def call(*args: Any) -> Any:

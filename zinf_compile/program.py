@@ -18,6 +18,7 @@ from zinf_compile.passes.planning.planner import Request, make_plan
 from zinf_compile.plan import Plan
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.runtime.executor import Executor
+from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import ActivationPolicy, Phase
 
@@ -36,6 +37,18 @@ class Program:
         self._facts: GraphFacts | None = None
         self._lowered: dict[Phase, Callable[[list[Any]], Sequence[Any]]] = {}
         self.plan: Plan | None = None
+
+    @property
+    def read_records(self) -> list[StoredParameter]:
+        """Return the parameters that the graph reads."""
+        assert self._facts is not None
+        return [self._session.store.records[use.parameter] for use in self._facts.uses]
+
+    @property
+    def trained_records(self) -> list[StoredParameter]:
+        """Return the parameters that the graph's backward gives a gradient."""
+        assert self._facts is not None
+        return [self._session.store.records[gradient.parameter] for gradient in self._facts.gradients]
 
     def choose(self, partition: Partition) -> CapturedGraph:
         """Return the split to compile: the one whose plan has the shorter simulated step.
@@ -87,7 +100,7 @@ class Program:
                 self._session.settle()
             return self.plan.arena_nbytes
 
-        return Executor(self._session.store, run, phase, prepare=prepare)
+        return Executor(self._session.store, run, phase, prepare=prepare, records=lambda: self.read_records)
 
     def _analyze(self, captured: CapturedGraph) -> GraphFacts:
         names = {record.param: name for name, record in self._session.store.records.items()}

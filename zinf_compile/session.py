@@ -12,12 +12,14 @@ from zinf_compile.config import Config
 from zinf_compile.errors import ConfigError, UnsupportedError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.hardware import Hardware
+from zinf_compile.ops import make_anchor
 from zinf_compile.passes.analysis.modules import block_of
 from zinf_compile.passes.capture import compile_graph, describe_break, refuse_writes_to_parameters
 from zinf_compile.passes.planning.placement import check_budgets, plan_placement
 from zinf_compile.plan import Placement
 from zinf_compile.program import Program
 from zinf_compile.runtime.calibrate import measure_hardware
+from zinf_compile.runtime.leaves import hang_on_parameters
 from zinf_compile.runtime.op_impls import register
 from zinf_compile.runtime.step_hooks import install_step_hooks
 from zinf_compile.runtime.store import NamedParameter, Store, find_record
@@ -36,7 +38,8 @@ class Session:
         self.model_name = model_name
         self.store = Store(config)
         self.store.session = self
-        self.anchors: object = None  # of the accessors, which hold it weakly
+        self.anchor, self.frozen_anchor = make_anchor(requires_grad=True), make_anchor(requires_grad=False)
+        self.accessors: object = None  # what they share, and hold weakly
         self.programs: list[Program] = []
         self.graph_breaks: list[str] = []
         self.placements: tuple[Placement, ...] = ()  # where the newest plan wants every parameter
@@ -78,7 +81,13 @@ class Session:
         program = Program(self, f"{self.model_name} graph {len(self.programs)}", self._hardware)
         compiled = compile_graph(graph_module, inputs, program)
         self.programs.append(program)
-        return compiled
+        trained = program.trained_records
+
+        def call(*args: Any) -> Any:
+            anchor = hang_on_parameters(self.anchor, trained)
+            return compiled(*(anchor if arg is self.anchor else arg for arg in args))
+
+        return call
 
     def settle(self) -> None:
         """Move parameters to where the newest plan wants them. Called before a graph runs, never while one is traced."""

@@ -100,24 +100,6 @@ def test_a_forward_that_writes_to_its_parameters_is_refused(tmp_path: Path) -> N
     zinf_compile.close(model)
 
 
-def test_hooks_are_refused_where_they_would_not_be_called(tmp_path: Path) -> None:
-    model = optimized(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"cannot hook 'up\.weight'.* say capture=False"):
-        model.up.weight.register_hook(lambda grad: grad * 0)
-    zinf_compile.close(model)
-
-
-def test_hooks_are_called_in_eager_mode(tmp_path: Path) -> None:
-    model = optimized(tmp_path, capture=False)
-    model.up.weight.register_hook(lambda grad: grad * 0)
-    model(batch()).backward()
-    assert model.up.weight.grad is not None
-    assert not model.up.weight.grad.any()
-    assert model.down.weight.grad is not None
-    assert model.down.weight.grad.any()
-    zinf_compile.close(model)
-
-
 def test_the_state_of_a_parameter_without_dimensions_is_resumed(tmp_path: Path) -> None:
     def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for seed in range(2):

@@ -1,0 +1,336 @@
+"""What a loop does with gradients beside ``backward`` and ``step``: hooks, ``autograd.grad``, ``inputs=``, sums."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+STEPS = 3
+WIDTH = 24
+
+
+class Net(nn.Module):
+    """Tied input and output, a norm and a layer that run several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = hidden + layer(torch.tanh(self.up(self.norm(hidden))))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+class BrokenNet(Net):
+    """Two graphs in one forward, which share the tied weight, the norm and a layer."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            hidden = hidden + layer(torch.tanh(self.up(self.norm(hidden))))
+            if number == 1:
+                torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+def broken_net():
+    return net(BrokenNet)
+
+
+def net(cls=Net):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(40, (4 * STEPS, 2, 7), generator=generator)
+    return cls(), [{"x": each[:, :-1], "y": each[:, 1:]} for each in tokens]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def run(model, batches, trace, backward, *, zero_every=1):
+    """Take a step per batch, with ``backward(step, model, batch)`` making the gradients and returning losses."""
+    optimizer = adamw(model)
+    for step, batch in enumerate(batches[:STEPS]):
+        trace.losses += [loss.detach().clone() for loss in backward(step, model, batch)]
+        trace.record_gradients(model)
+        optimizer.step()
+        if (step + 1) % zero_every == 0:
+            optimizer.zero_grad()
+        trace.record_model(model, optimizer)
+
+
+def test_several_forwards_added_to_gradients_that_are_there(parity, captured):
+    """One backward adds the sum of what its forwards give, as one addition: the order shows in the last bit."""
+
+    def loop(model, batches, trace):
+        def backward(step, model, batch):
+            model(**batches[-1]).backward()
+            losses = [model(**each) for each in batches[4 * step :][:3]]
+            torch.stack(losses).sum().backward()
+            return losses
+
+        run(model, batches, trace, backward, zero_every=2)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+def test_parameters_that_two_graphs_of_a_forward_share(parity, captured):
+    def backward(step, model, batch):
+        losses = [model(**batch), model(**batches_of(step))]
+        for loss in losses:
+            loss.backward()
+        return losses
+
+    def batches_of(step):
+        return net()[1][-1 - step]
+
+    parity.check_loop(lambda *args: run(*args, backward), broken_net, captured=captured)
+
+
+def test_a_graph_kept_for_a_second_backward(parity, captured):
+    def backward(step, model, batch):
+        loss = model(**batch)
+        loss.backward(retain_graph=True)
+        (loss * 0.5).backward()
+        return [loss]
+
+    parity.check_loop(lambda *args: run(*args, backward), net, captured=captured)
+
+
+def test_backward_into_some_parameters(parity, captured):
+    """``inputs=`` gives a gradient to those alone."""
+
+    def backward(step, model, batch):
+        loss = model(**batch)
+        loss.backward(inputs=[model.get_parameter("up.weight"), model.get_parameter("embed.weight")])
+        return [loss]
+
+    parity.check_loop(lambda *args: run(*args, backward), net, captured=captured)
+
+
+@pytest.fixture
+def kept_graphs():
+    """Let plain PyTorch keep a graph for a second backward that it has run without before: ours always can."""
+
+    def apply(model):
+        plain = not hasattr(model, "_zinf_optimized")
+        return torch._functorch.config.patch(donated_buffer=False) if plain else contextlib.nullcontext()
+
+    return apply
+
+
+def test_grad_of_parameters(parity, captured, kept_graphs):
+    """``autograd.grad`` returns gradients and leaves ``p.grad`` alone; the user puts them there."""
+
+    def loop(model, batches, trace):
+        def backward(step, model, batch):
+            parameters = list(model.parameters())
+            loss = model(**batch)
+            if step == 0:
+                loss.backward()
+                return [loss]
+            grads = torch.autograd.grad(loss, parameters, retain_graph=True)
+            assert [parameter.grad for parameter in parameters] == [None] * len(parameters)
+            (scale,) = torch.autograd.grad(loss, [model.get_parameter("norm.weight")])
+            trace.losses += [grad.clone() for grad in (*grads, scale)]
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad * scale.norm()
+            return [loss]
+
+        with kept_graphs(model):
+            run(model, batches, trace, backward)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+def test_tensor_hooks(parity, captured):
+    """A hook sees the sum over all uses, once per backward, and may replace it; added and removed between steps."""
+    seen = []
+
+    def loop(model, batches, trace):
+        def backward(step, model, batch):
+            handles = [
+                model.get_parameter("embed.weight").register_hook(lambda grad: seen.append(grad.clone())),
+                model.get_parameter("up.bias").register_hook(lambda grad: grad * 3),
+            ]
+            losses = [model(**each) for each in (batch, batches[-1])]
+            sum(losses).backward()
+            if step != 1:
+                for handle in handles:
+                    handle.remove()
+            return losses
+
+        run(model, batches, trace, backward, zero_every=2)
+
+    parity.check_loop(loop, net, captured=captured)
+    half = len(seen) // 2
+    assert half == STEPS + 1  # the handle of step 1 stays for step 2
+    for plain, ours in zip(seen[:half], seen[half:], strict=True):
+        parity.assert_equal(ours, plain, "what a hook saw")
+
+
+def test_post_accumulate_hooks(parity, captured):
+    """They find ``p.grad`` complete, the earlier backward's part included, and may change it."""
+    seen = []
+
+    def look(parameter):
+        seen.append(parameter.grad.clone())
+        parameter.grad.mul_(0.5)
+
+    def loop(model, batches, trace):
+        def backward(step, model, batch):
+            handle = model.get_parameter("up.weight").register_post_accumulate_grad_hook(look)
+            losses = [model(**batch), model(**batches[-1])]
+            for loss in losses:
+                loss.backward()
+            handle.remove()
+            return losses
+
+        run(model, batches, trace, backward)
+
+    parity.check_loop(loop, net, captured=captured)
+    half = len(seen) // 2
+    assert half == 2 * STEPS
+    for plain, ours in zip(seen[:half], seen[half:], strict=True):
+        parity.assert_equal(ours, plain, "what a hook saw")
+
+
+def test_a_hook_on_several_gradients(parity, captured):
+    """``register_multi_grad_hook`` is called when all of them are there."""
+
+    def loop(model, batches, trace):
+        tensors = [model.get_parameter("up.weight"), model.get_parameter("norm.bias")]
+        sums = []
+        torch.autograd.graph.register_multi_grad_hook(
+            tensors, lambda grads: sums.append(sum(grad.sum() for grad in grads))
+        )
+
+        def backward(step, model, batch):
+            loss = model(**batch)
+            loss.backward()
+            return [loss, sums[-1]]
+
+        run(model, batches, trace, backward)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+def test_the_step_in_backward(parity, captured):
+    """One optimizer per parameter, each stepped from the hook that sees its gradient complete."""
+
+    def loop(model, batches, trace):
+        optimizers = {name: torch.optim.AdamW([p], lr=1e-2) for name, p in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+
+            def step(_, optimizer=optimizers[name]):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        for batch in batches[:STEPS]:
+            loss = model(**batch)
+            loss.backward()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            trace.losses.append(loss.detach().clone())
+            trace.record_model(model, None)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+def test_gradients_kept_by_the_user(parity, captured):
+    """Gradients cleared by assignment, put back, scaled, and read through ``state_dict``-like copies."""
+
+    def backward(step, model, batch):
+        loss = model(**batch)
+        loss.backward()
+        kept = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        model(**batch).backward()
+        for name, parameter in model.named_parameters():
+            parameter.grad.add_(kept[name]).div_(2)
+        model.get_parameter("up.bias").grad = kept["up.bias"]
+        model.get_parameter("norm.bias").grad.zero_()
+        return [loss, sum(parameter.grad.norm() for parameter in model.parameters())]
+
+    parity.check_loop(lambda *args: run(*args, backward), net, captured=captured)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_in_the_middle(parity, captured, mode):
+    """Between two micro-batches, and between a forward and its backward."""
+
+    def loop(model, batches, trace):
+        def evaluate():
+            model.eval()
+            with mode():
+                trace.losses.append(model(**batches[-2]).clone())
+            model.train()
+
+        def backward(step, model, batch):
+            loss = model(**batch)
+            evaluate()
+            loss.backward()
+            evaluate()
+            other = model(**batches[-1])
+            other.backward()
+            return [loss, other]
+
+        run(model, batches, trace, backward)
+
+    parity.check_loop(loop, net, captured=captured)
+
+
+def test_two_models_in_one_loss(parity, captured, tmp_path):
+    """Each with its own store: gradients flow through both, and each optimizer steps its own."""
+    options = {"device_memory": "4MiB", "host_memory": "1MiB", "nvme": tmp_path}
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 8)
+            self.outer = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(torch.tanh(self.inner(x)))
+
+    def train(wrap):
+        torch.manual_seed(0)
+        maker = wrap(nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
+        critic = wrap(Critic())
+        opt_m, opt_c = torch.optim.AdamW(maker.parameters(), lr=1e-2), torch.optim.SGD(critic.parameters(), lr=0.1)
+        numbers = []
+        for _ in range(STEPS):
+            noise, real = torch.randn(4, 6), torch.randn(4, WIDTH)
+            loss = F.softplus(critic(maker(noise).detach())).mean() + F.softplus(-critic(real)).mean()
+            opt_c.zero_grad()
+            loss.backward()
+            opt_c.step()
+            fooled = F.softplus(-critic(maker(noise))).mean()
+            opt_m.zero_grad()
+            fooled.backward()
+            opt_m.step()
+            numbers += [loss.detach().clone(), fooled.detach().clone()]
+            numbers += [p.grad.clone() for net in (maker, critic) for p in net.parameters()]
+        numbers += [p.detach().clone() for net in (maker, critic) for p in net.parameters()]
+        torch._dynamo.reset()
+        return numbers
+
+    def plainly(model):
+        if captured:
+            model.compile(backend="aot_eager", dynamic=False)
+        return model
+
+    plain = train(plainly)
+    ours = train(lambda model: parity.optimize(model, capture=captured, **options))
+    for index, (a, b) in enumerate(zip(ours, plain, strict=True)):
+        parity.assert_equal(a, b, f"number {index}")
