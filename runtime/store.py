@@ -323,9 +323,9 @@ class Store:
         """Compute and step again. Called once every parameter, and its optimizer state, has a value again."""
         for record in self.records.values():
             record.torn = False
+            record.update_count += 1  # a backward whose forward saw other values is refused
         self.transfers.failed_slots.clear()
         self._failure = None
-        self.update_count += 1  # a backward whose forward saw other values is refused
 
     def close(self) -> None:
         """Finish what is in flight and give back the file, the threads and the buffers. Safe to call twice."""
