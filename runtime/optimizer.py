@@ -158,6 +158,14 @@ class StreamedStep:
                     has_state=had_state,
                 )
 
+    def state_slot(self, record: StoredParameter, key: str, dtype: torch.dtype) -> Slot:
+        """Return the slot for a state tensor of this optimizer; a new one has undefined content."""
+        self._own_states(record)
+        slot = record.states.get(key)
+        if slot is None or slot.tensor.dtype != dtype:
+            slot = record.states[key] = self._state_slot(record, key, dtype)
+        return slot
+
     def _own_states(self, record: StoredParameter) -> None:
         """Make ``record.states`` this optimizer's: another one keeps its own, and its slots are reused once it is gone."""
         if record.states_owner is not None:
@@ -192,9 +200,7 @@ class StreamedStep:
                 continue
             if value.dim() == 0 and key not in record.states:  # a step count, and no moment of a 0-dim parameter
                 continue
-            slot = record.states.get(key)
-            if slot is None or slot.tensor.dtype != value.dtype:
-                slot = record.states[key] = self._state_slot(record, key, value.dtype)
+            slot = self.state_slot(record, key, value.dtype)
             if value.data_ptr() != slot.tensor.data_ptr():
                 self._store.transfers.write_value(slot, value)
                 self._store.transfers.wait_writes()

@@ -282,6 +282,14 @@ class Store:
 
     def check_usable(self, record: StoredParameter | None = None) -> None:
         """Raise StoreError if the store was closed or has failed, or if ``record`` holds half an update."""
+        self.check_open()
+        if self._failure is not None:
+            raise StoreError(self._failure)
+        if record is not None and record.torn:
+            raise torn_error(record)
+
+    def check_open(self) -> None:
+        """Raise StoreError if the store was closed, or is another process's."""
         if self._closed:
             raise StoreError("the store of this model is closed; build and optimize the model again to train it")
         if os.getpid() != self._process:
@@ -289,10 +297,6 @@ class Store:
                 "this model lives in a store of another process, whose threads a fork does not copy; use it in the process "
                 "that called optimize(), or start workers with 'spawn' and build the model there"
             )
-        if self._failure is not None:
-            raise StoreError(self._failure)
-        if record is not None and record.torn:
-            raise torn_error(record)
 
     @contextmanager
     def failing_on_error(self) -> Iterator[None]:
@@ -319,10 +323,23 @@ class Store:
         self._failure = f"an earlier error stopped this model: {describe_error(error)}; {state}; {REMEDY}"
         error.add_note(f"zinf_compile: {state}; {REMEDY}")
 
-    def recover(self) -> None:
-        """Compute and step again. Called once every parameter, and its optimizer state, has a value again."""
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Inside, every copy of every parameter and its optimizer state are written; then all is in order, whatever failed.
+
+        An error inside leaves every parameter torn.
+        """
         for record in self.records.values():
-            record.torn = False
+            record.torn = True
+        try:
+            yield
+            self.transfers.wait_writes()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        for record in self.records.values():
+            record.torn = record.exposed = False
+            record.synced_version = _version(record.parameter)
             record.update_count += 1  # a backward whose forward saw other values is refused
         self.transfers.failed_slots.clear()
         self._failure = None

@@ -39,7 +39,7 @@ class Transfers:
 
     def __init__(self, *, engine: Engine | None, staging: StagingPool, arena: Arena, meter: Meter) -> None:
         self._engine = engine
-        self._staging = staging
+        self.staging = staging
         self._arena = arena
         self._meter = meter
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zinf-transfer")
@@ -131,7 +131,7 @@ class Transfers:
 
     def piece_elements(self, dtype: torch.dtype) -> int:
         """Return how many elements move per staging buffer: a quarter of staging, in whole sectors, 16 MiB at most."""
-        nbytes = min(self._staging.capacity // 4, 4 * _BLOCK_NBYTES)
+        nbytes = min(self.staging.capacity // 4, 4 * _BLOCK_NBYTES)
         return max(ALIGN, nbytes - nbytes % ALIGN) // dtype.itemsize
 
     def write_value(self, slot: Slot, value: Tensor, source: Tier = Tier.HOST, *, add: bool = False) -> None:
@@ -150,21 +150,25 @@ class Transfers:
         for start in range(0, flat.numel(), piece):
             stop = min(flat.numel(), start + piece)
             offset, nbytes = slot.byte_range(start, stop)
-            lease = self._staging.lease(nbytes)
+            lease = self.staging.lease(nbytes)
             staged = torch.frombuffer(lease.view, dtype=dtype, count=stop - start)
             if add:
                 try:
                     wait_all(self.read(slot, offset, lease.view))
                 except StoreError:
-                    self._staging.return_(lease)
+                    self.staging.return_(lease)
                     raise
                 staged.add_(flat[start:stop].to(dtype))
             else:
                 staged.copy_(flat[start:stop])
             del staged
-            futures = self.write(slot, offset, lease.view, source)
-            return_when_done(self._staging, lease, futures)
-            self._writes += [(slot, future) for future in futures]
+            self.send_home(slot, start, stop, lease, source)
+
+    def send_home(self, slot: Slot, start: int, stop: int, lease: StagingBuffer, source: Tier = Tier.HOST) -> None:
+        """Start writing elements [start, stop) of a slot from ``lease``, and return that; ``wait_writes`` makes it home."""
+        futures = self.write(slot, slot.byte_range(start, stop)[0], lease.view, source)
+        return_when_done(self.staging, lease, futures)
+        self._writes += [(slot, future) for future in futures]
 
     def wait_writes(self) -> None:
         """Block until every value written so far is home; raise the StoreError of the first that failed."""
@@ -192,7 +196,7 @@ class Transfers:
         for start in range(0, flat.numel(), piece):
             stop = min(flat.numel(), start + piece)
             offset, nbytes = slot.byte_range(start, stop)
-            with self._staging.lease(nbytes) as lease:
+            with self.staging.lease(nbytes) as lease:
                 wait_all(self.read(slot, offset, lease.view, Tier.DEVICE))
                 flat[start:stop].copy_(torch.frombuffer(lease.view, dtype=flat.dtype, count=stop - start))
 

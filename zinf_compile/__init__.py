@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from zinf_compile.api import optimize as optimize
     from zinf_compile.api import report as report
     from zinf_compile.api import synchronize as synchronize
+    from zinf_compile.checkpoint.load import load as load
+    from zinf_compile.checkpoint.save import save as save
     from zinf_compile.errors import CapacityError as CapacityError
     from zinf_compile.errors import CheckpointError as CheckpointError
     from zinf_compile.errors import ConfigError as ConfigError
@@ -27,6 +29,8 @@ _HOMES = {
     "report": "zinf_compile.api",
     "close": "zinf_compile.api",
     "synchronize": "zinf_compile.api",
+    "save": "zinf_compile.checkpoint.save",
+    "load": "zinf_compile.checkpoint.load",
     "Plan": "zinf_compile.plan",
     "Report": "zinf_compile.reports",
     "ZinfError": "zinf_compile.errors",

@@ -1,0 +1,140 @@
+"""What a model and its optimizer hold, by name: every tensor with its home."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from zinf_compile.errors import UnsupportedError
+from zinf_compile.runtime.optimizer import StreamedStep
+from zinf_compile.runtime.slots import Slot, record_of
+from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.transfers import Transfers
+from zinf_compile.terms import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomedTensor:
+    """A tensor of the model's state, where it lives, and what moves it there."""
+
+    slot: Slot
+    transfers: Transfers | None = None  # of the store that has the slot; None: a plain tensor in memory
+    compute: Slot | None = None  # the compute copy that is made from it
+
+
+def stores_of(model: Module) -> tuple[Store, ...]:
+    """Return the stores in which parameters of a model live; none for a plain model."""
+    records = (record_of(parameter) for parameter in model.parameters())
+    return tuple({record.store.store_id: record.store for record in records if record is not None}.values())
+
+
+def model_tensors(model: Module) -> dict[str, HomedTensor]:
+    """Return every parameter and every persistent buffer by its name in ``state_dict()``; a tied one once."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if (record := record_of(parameter)) is None:
+            tensors[name] = _plain(name, parameter)
+        else:
+            compute = record.compute if record.has_compute_copy else None
+            tensors[name] = HomedTensor(slot=record.master, transfers=record.store.transfers, compute=compute)
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                name = f"{path}.{key}" if path else key
+                tensors[name] = _plain(name, buffer)
+    return tensors
+
+
+def modules_with_state(model: Module) -> dict[str, Module]:
+    """Return the modules that have a ``get_extra_state`` of their own, by path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not Module.get_extra_state
+    }
+
+
+def gradient_tensors(model: Module) -> dict[str, HomedTensor]:
+    """Return the gradients there are, by the names of their parameters."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        record = record_of(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = parameter.grad
+        if grad is None:
+            continue
+        if record is not None and record.gradient is not None and _is_home(grad, record.gradient):
+            tensors[name] = HomedTensor(slot=record.gradient, transfers=record.store.transfers)
+        else:
+            tensors[name] = _plain(f"the gradient of {name}", grad)
+    return tensors
+
+
+def gradient_dtype(parameter: Parameter) -> torch.dtype | None:
+    """Return the dtype of a parameter's gradients; None for one that was frozen when its store took it."""
+    record = record_of(parameter)
+    if record is None:
+        return parameter.dtype
+    return record.gradient.tensor.dtype if record.gradient is not None else None
+
+
+def add_gradient(parameter: Parameter) -> HomedTensor:
+    """Give a parameter a gradient whose content is to be filled in; return it."""
+    record = record_of(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        if record is None or record.gradient is None:
+            parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            return _plain("a gradient", parameter.grad)
+        parameter.grad = record.gradient.tensor
+        return HomedTensor(slot=record.gradient, transfers=record.store.transfers)
+
+
+def remove_gradient(parameter: Parameter) -> None:
+    """Leave a parameter without a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None
+
+
+def state_tensors(optimizer: Optimizer, parameter: Parameter) -> dict[str, HomedTensor]:
+    """Return the tensors that an optimizer keeps for a parameter, step counts too, by their keys."""
+    record = record_of(parameter)
+    tensors = {}
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor):
+            continue
+        slot = record.states.get(key) if record is not None else None
+        if record is not None and slot is not None and _is_home(value, slot):
+            tensors[key] = HomedTensor(slot=slot, transfers=record.store.transfers)
+        else:
+            tensors[key] = _plain(f"{key} of the optimizer", value)
+    return tensors
+
+
+def add_state(
+    optimizer: Optimizer, parameter: Parameter, key: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> HomedTensor:
+    """Give an optimizer a state tensor for a parameter, whose content is to be filled in; return it.
+
+    One that has an element for every element of a stored parameter lives in its store.
+    """
+    record = record_of(parameter)
+    if record is not None and shape and shape == tuple(record.master.tensor.shape):
+        slot = StreamedStep(record.store, optimizer).state_slot(record, key, dtype)
+        optimizer.state[parameter][key] = slot.tensor
+        return HomedTensor(slot=slot, transfers=record.store.transfers)
+    value = optimizer.state[parameter][key] = torch.zeros(shape, dtype=dtype)
+    return _plain(key, value)
+
+
+def _plain(name: str, tensor: Tensor) -> HomedTensor:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{name} is a {tensor.layout} tensor on {tensor.device}; this version saves and loads dense tensors on the CPU"
+        )
+    return HomedTensor(slot=Slot(name=name, tier=Tier.HOST, tensor=tensor.detach()))
+
+
+def _is_home(tensor: Tensor, slot: Slot) -> bool:
+    return tensor.data_ptr() == slot.tensor.data_ptr()

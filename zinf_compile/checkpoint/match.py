@@ -1,0 +1,122 @@
+"""Is a checkpoint one of this model and this optimizer? Every difference is named, before anything changes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from zinf_compile.checkpoint.objects import Objects
+from zinf_compile.errors import ConfigError, UnsupportedError
+from zinf_compile.runtime.checkpoint_folder import GRADIENTS, MODEL, OPTIMIZER, Manifest
+from zinf_compile.runtime.model_state import gradient_dtype, model_tensors, modules_with_state
+
+
+def group_names(model: Module, optimizer: Optimizer | None) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the parameters in each parameter group; ConfigError for a parameter that the model has not."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = optimizer.param_groups if optimizer is not None else []
+    strange = sum(id(parameter) not in names for group in groups for parameter in group["params"])
+    if strange:
+        raise ConfigError(
+            f"{strange} parameters of the optimizer are not in this {type(model).__name__}; save and load an optimizer "
+            "with the whole model that it trains"
+        )
+    return tuple(tuple(names[id(parameter)] for parameter in group["params"]) for group in groups)
+
+
+def state_name(parameter: str, key: object) -> str:
+    """Return the name of a tensor of optimizer state in its file: "layers.0.weight/exp_avg"."""
+    if not isinstance(key, str) or "/" in key:
+        raise UnsupportedError(
+            f"the optimizer keeps {key!r} for '{parameter}'; its keys must be strings without a slash"
+        )
+    return f"{parameter}/{key}"
+
+
+def split_state_name(name: str) -> tuple[str, str]:
+    """Return the parameter and the key of a tensor of optimizer state."""
+    parameter, _, key = name.rpartition("/")
+    return parameter, key
+
+
+def check_same(where: Path, manifest: Manifest, objects: Objects, model: Module, optimizer: Optimizer | None) -> None:
+    """Raise ConfigError, which lists every difference, unless a checkpoint is one of this model and optimizer."""
+    if manifest.optimizer is not None and optimizer is None:
+        raise ConfigError(
+            f"the checkpoint in '{where}' holds the state of {manifest.optimizer}: give the optimizer as well, "
+            "load(folder, model, optimizer)"
+        )
+    if manifest.optimizer is None and optimizer is not None:
+        raise ConfigError(f"the checkpoint in '{where}' was saved without an optimizer: load it by load(folder, model)")
+    differences = [*_model_differences(manifest, objects, model), *_gradient_differences(manifest, model)]
+    if optimizer is not None:
+        differences += _optimizer_differences(manifest, objects, model, optimizer)
+    if differences:
+        listed = "".join(f"\n  {difference}" for difference in differences)
+        raise ConfigError(
+            f"the checkpoint in '{where}' is not one of this {type(model).__name__} and its optimizer; nothing was "
+            f"loaded. {len(differences)} differences:{listed}"
+        )
+
+
+def _model_differences(manifest: Manifest, objects: Objects, model: Module) -> Iterator[str]:
+    here = {
+        name: _form(tensor.slot.tensor.shape, tensor.slot.tensor.dtype) for name, tensor in model_tensors(model).items()
+    }
+    there = _saved_forms(manifest, MODEL)
+    yield from (f"missing in the checkpoint: '{name}', {here[name]}" for name in here if name not in there)
+    yield from (f"not in this model: '{name}', {there[name]}" for name in there if name not in here)
+    yield from _changed(here, there)
+    modules = set(modules_with_state(model))
+    yield from (
+        f"missing in the checkpoint: extra state of '{path}'" for path in sorted(modules - set(objects.modules))
+    )
+    yield from (f"not in this model: extra state of '{path}'" for path in sorted(set(objects.modules) - modules))
+
+
+def _gradient_differences(manifest: Manifest, model: Module) -> Iterator[str]:
+    parameters, tensors = dict(model.named_parameters()), model_tensors(model)
+    there = _saved_forms(manifest, GRADIENTS)
+    here = {}
+    for name in there:
+        dtype = gradient_dtype(parameters[name]) if name in parameters else None
+        if dtype is not None:
+            here[name] = _form(tensors[name].slot.tensor.shape, dtype)
+        elif name in parameters:
+            yield f"has a gradient in the checkpoint, and is frozen in this model: '{name}'"
+    yield from _changed(here, there, "the gradient of ")
+
+
+def _optimizer_differences(manifest: Manifest, objects: Objects, model: Module, optimizer: Optimizer) -> Iterator[str]:
+    name = type(optimizer).__qualname__
+    if name != manifest.optimizer:
+        yield f"the optimizer is {manifest.optimizer} in the checkpoint, {name} here"
+    here, there = group_names(model, optimizer), manifest.groups
+    if len(here) != len(there) or len(objects.options) != len(there):
+        yield f"{len(there)} parameter groups in the checkpoint, {len(here)} here"
+        return
+    for index, (ours, theirs) in enumerate(zip(here, there, strict=True)):
+        more, less = [name for name in theirs if name not in ours], [name for name in ours if name not in theirs]
+        yield from (f"in parameter group {index} of the checkpoint, and not here: '{name}'" for name in more)
+        yield from (f"in parameter group {index} here, and not in the checkpoint: '{name}'" for name in less)
+        if not more and not less and ours != theirs:
+            yield f"parameter group {index} has the same parameters in another order"
+    known = {name for names in here for name in names}
+    owners = {split_state_name(name)[0] for name in _saved_forms(manifest, OPTIMIZER)} | set(objects.states)
+    yield from (f"state for a parameter that is in no group here: '{name}'" for name in sorted(owners - known))
+
+
+def _form(shape: Sequence[int], dtype: object) -> str:
+    """Return a tensor's shape and dtype as they are compared and shown: "(4, 3) float32"."""
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _saved_forms(manifest: Manifest, file: str) -> dict[str, str]:
+    return {tensor.name: _form(tensor.shape, tensor.dtype) for tensor in manifest.tensors if tensor.file == file}
+
+
+def _changed(here: Mapping[str, str], there: Mapping[str, str], what: str = "") -> Iterator[str]:
+    for name in here:
+        if there.get(name, here[name]) != here[name]:
+            yield f"{what}'{name}' is {there[name]} in the checkpoint, {here[name]} here"
