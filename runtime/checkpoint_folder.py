@@ -138,7 +138,7 @@ def publish(folder: Path, manifest: Manifest) -> None:
     """Make a data folder, whose files are on the disk, the checkpoint: either this happens or nothing does."""
     with _storing(folder):
         _sync(folder / manifest.data_folder)
-        write_file(folder / _NEW_MANIFEST, manifest.dump().encode())
+        _write_file(folder / _NEW_MANIFEST, manifest.dump().encode())
         os.replace(folder / _NEW_MANIFEST, folder / _MANIFEST)
         _sync(folder)
 
@@ -158,6 +158,11 @@ def _remove_leftovers(folder: Path, manifest: Manifest | None) -> None:
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a small file, and block until it is on the disk."""
+    with _storing(path.parent):
+        _write_file(path, content)
+
+
+def _write_file(path: Path, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
@@ -177,4 +182,4 @@ def _storing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"saving to '{folder}' failed: {error.strerror} ({error.filename})") from error
+        raise StoreError(f"saving to '{error.filename or folder}' failed: {error.strerror}") from error

@@ -85,7 +85,7 @@ def add_gradient(parameter: Parameter) -> HomedTensor:
     record = record_of(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         if record is None or record.gradient is None:
-            parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            parameter.grad = torch.zeros_like(parameter)
             return _plain("a gradient", parameter.grad)
         parameter.grad = record.gradient.tensor
         return HomedTensor(slot=record.gradient, transfers=record.store.transfers)
@@ -124,7 +124,11 @@ def add_state(
         slot = StreamedStep(record.store, optimizer).state_slot(record, key, dtype)
         optimizer.state[parameter][key] = slot.tensor
         return HomedTensor(slot=slot, transfers=record.store.transfers)
-    value = optimizer.state[parameter][key] = torch.zeros(shape, dtype=dtype)
+    if record is None and shape == tuple(parameter.shape):
+        value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    else:
+        value = torch.zeros(shape, dtype=dtype)
+    optimizer.state[parameter][key] = value
     return _plain(key, value)
 
 

@@ -120,7 +120,7 @@ def _lease(transfers: Transfers | None, slot: Slot, start: int, stop: int) -> St
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor in memory, to be read or written."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _staged(lease: StagingBuffer | None, slot: Slot, num_elements: int) -> Tensor:

@@ -1,0 +1,322 @@
+"""What is refused, in which words, and that nothing has changed then: wrong arguments, other models, damaged files."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zinf_compile
+from zinf_compile.errors import CapacityError, CheckpointError, ConfigError, StoreError, UnsupportedError
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
+    """Return copies of all that ``load`` may change."""
+    values: dict[str, object] = {name: value.clone() for name, value in model.state_dict().items()}
+    values |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    values["random"] = torch.get_rng_state()
+    if optimizer is not None:
+        state = optimizer.state_dict()
+        values["groups"] = str(state["param_groups"])
+        values |= {f"{i}/{k}": v.clone() for i, entry in state["state"].items() for k, v in entry.items()}
+    return values
+
+
+def assert_unchanged(before: dict[str, object], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    after = contents(model, optimizer)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name], name  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def saved(make: Callable, tmp_path: Path) -> Path:
+    model, optimizer = make()
+    zinf_compile.save(tmp_path / "saved", model, optimizer, extra=[1, "two", (3.0, None)])
+    return tmp_path / "saved"
+
+
+def data_of(folder: Path) -> Path:
+    (data,) = folder.glob("data-*")
+    return data
+
+
+def refuse(
+    folder: Path, made: tuple[nn.Module, torch.optim.Optimizer | None], error: type[Exception], match: str
+) -> str:
+    model, optimizer = made
+    before = contents(model, optimizer)
+    with pytest.raises(error, match=match) as caught:
+        zinf_compile.load(folder, model, optimizer)
+    assert_unchanged(before, model, optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_another_model(make: Callable, saved: Path, stored: bool) -> None:
+    """Every difference is listed."""
+    message = refuse(
+        saved, make(stored=stored, width=70), ConfigError, "is not one of this Sequential and its optimizer"
+    )
+    assert "nothing was loaded. 7 differences:" in message
+    for line in (
+        "'0.weight' is (67, 65) float32 in the checkpoint, (70, 65) float32 here",
+        "'0.bias' is (67,) float32 in the checkpoint, (70,) float32 here",
+        "'1.running_var' is (67,) float32 in the checkpoint, (70,) float32 here",
+        "'3.weight' is (65, 67) float32 in the checkpoint, (65, 70) float32 here",
+    ):
+        assert f"\n  {line}" in message
+
+
+def test_missing_and_unexpected(saved: Path) -> None:
+    model = nn.Sequential(nn.Linear(65, 67), nn.Tanh(), nn.Linear(67, 65, bias=False, dtype=torch.float64))
+    message = refuse(
+        saved, (model, torch.optim.SGD(reversed(list(model.parameters())))), ConfigError, "not one of this"
+    )
+    assert re.findall(r"^  .*", message, re.MULTILINE) == [
+        "  missing in the checkpoint: '2.weight', (65, 67) float64",
+        "  not in this model: '1.num_batches_tracked', () int64",
+        "  not in this model: '1.weight', (67,) float32",
+        "  not in this model: '1.bias', (67,) float32",
+        "  not in this model: '3.weight', (65, 67) float32",
+        "  not in this model: '3.bias', (65,) float32",
+        "  not in this model: '1.running_mean', (67,) float32",
+        "  not in this model: '1.running_var', (67,) float32",
+        "  the optimizer is AdamW in the checkpoint, SGD here",
+        "  in parameter group 0 of the checkpoint, and not here: '1.weight'",
+        "  in parameter group 0 of the checkpoint, and not here: '1.bias'",
+        "  in parameter group 0 of the checkpoint, and not here: '3.weight'",
+        "  in parameter group 0 of the checkpoint, and not here: '3.bias'",
+        "  in parameter group 0 here, and not in the checkpoint: '2.weight'",
+        "  state for a parameter that is in no group here: '1.bias'",
+        "  state for a parameter that is in no group here: '1.weight'",
+        "  state for a parameter that is in no group here: '3.bias'",
+        "  state for a parameter that is in no group here: '3.weight'",
+    ]
+
+
+def test_other_groups(make: Callable, saved: Path) -> None:
+    model, _ = make(stored=False)
+    weights, biases = [model[0].weight, model[3].weight], [model[0].bias, model[3].bias, *model[1].parameters()]
+    optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases}])
+    refuse(saved, (model, optimizer), ConfigError, "\n  1 parameter groups in the checkpoint, 2 here$")
+    optimizer = torch.optim.AdamW(reversed(list(model.parameters())))
+    refuse(saved, (model, optimizer), ConfigError, "parameter group 0 has the same parameters in another order")
+
+
+def test_one_side_has_no_optimizer(make: Callable, saved: Path, tmp_path: Path) -> None:
+    model, optimizer = make()
+    refuse(saved, (model, None), ConfigError, "holds the state of AdamW: give the optimizer as well")
+    zinf_compile.save(tmp_path / "bare", model)
+    refuse(tmp_path / "bare", (model, optimizer), ConfigError, "was saved without an optimizer")
+    assert zinf_compile.load(tmp_path / "bare", model) is None
+
+
+def test_a_pending_gradient_that_has_no_place(make: Callable, tmp_path: Path) -> None:
+    model, optimizer = make(stored=False)
+    model(torch.randn(3, 65)).sum().backward()
+    zinf_compile.save(tmp_path / "pending", model, optimizer)
+    other, other_optimizer = make(stored=False)
+    zinf_compile.optimize(other, device_memory="8MiB", host_memory="8MiB", compute_dtype=torch.bfloat16, capture=False)
+    message = r"\n  the gradient of '0.weight' is \(67, 65\) float32 in the checkpoint, \(67, 65\) bfloat16 here"
+    refuse(tmp_path / "pending", (other, other_optimizer), ConfigError, message)
+    zinf_compile.close(other)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "gradients.safetensors", "objects.pt"])
+def test_one_changed_bit_anywhere(make: Callable, tmp_path: Path, file: str, stored: bool) -> None:
+    model, optimizer = make(stored=stored)
+    model(torch.randn(3, 65)).sum().backward()
+    zinf_compile.save(tmp_path / "saved", model, optimizer)
+    path = data_of(tmp_path / "saved") / file
+    whole = path.read_bytes()
+    for position in [*range(0, len(whole), len(whole) // 7), len(whole) - 1]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 16
+        path.write_bytes(damaged)
+        padding = file != "objects.pt" and damaged[8:4096].rstrip() == whole[8:4096].rstrip()
+        if padding and position < 4096:
+            continue
+        message = refuse(tmp_path / "saved", (model, optimizer), CheckpointError, "is damaged")
+        assert str(path) in message
+        assert position < 4096 or file == "objects.pt" or re.search(r"the checksum of '[\w./]+' is", message)
+    path.write_bytes(whole)
+    zinf_compile.load(tmp_path / "saved", model, optimizer)
+
+
+def test_the_damaged_tensor_is_named(make: Callable, saved: Path) -> None:
+    path = data_of(saved) / "optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    message = r"optimizer\.safetensors is damaged: the checksum of '3\.bias/exp_avg_sq' is [0-9a-f]{8} and should be"
+    refuse(saved, make(), CheckpointError, message)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "objects.pt"])
+def test_files_cut_or_gone(make: Callable, saved: Path, file: str) -> None:
+    path = data_of(saved) / file
+    os.truncate(path, path.stat().st_size - 1)
+    refuse(saved, make(), CheckpointError, f"{file} is damaged")
+    path.unlink()
+    refuse(saved, make(), CheckpointError, f"{file} cannot be read: No such file or directory")
+
+
+def test_a_file_of_another_checkpoint(make: Callable, saved: Path, tmp_path: Path) -> None:
+    other, optimizer = make(width=70)
+    zinf_compile.save(tmp_path / "other", other, optimizer)
+    shutil.copy(data_of(tmp_path / "other") / "model.safetensors", data_of(saved))
+    refuse(saved, make(), CheckpointError, "does not hold what the manifest says")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda text: text[:-9], "is damaged"),
+        (lambda text: "[]", "is damaged"),
+        (lambda text: text.replace('"data-1"', '"../x"'), "is damaged .'../x' is no data folder"),
+        (lambda text: text.replace('"crc32"', '"crc33"'), "is damaged"),
+        (
+            lambda text: text.replace('"version": 1', '"version": 9'),
+            "is of version 9, and this zinf_compile reads version 1",
+        ),
+    ],
+)
+def test_manifests_that_make_no_sense(edit: Callable[[str], str], message: str, make: Callable, saved: Path) -> None:
+    path = saved / "manifest.json"
+    path.write_text(edit(path.read_text()))
+    made = make()
+    refuse(saved, made, CheckpointError, re.escape(str(path)) + " " + message)
+    with pytest.raises(CheckpointError, match=message):  # nor is it replaced: it may be of use to somebody
+        zinf_compile.save(saved, *made)
+
+
+def test_no_checkpoint(make: Callable, tmp_path: Path) -> None:
+    refuse(tmp_path / "nowhere", make(), ConfigError, "there is no checkpoint in '.*nowhere': it is no folder")
+    refuse(tmp_path, make(), ConfigError, "there is no checkpoint in '.*': it has no manifest")
+
+
+def test_wrong_arguments(make: Callable, tmp_path: Path) -> None:
+    model, optimizer = make(stored=False)
+    other, _ = make(stored=False)
+    with pytest.raises(ConfigError, match=r"takes a torch\.nn\.Module, not AdamW"):
+        zinf_compile.save(tmp_path / "x", optimizer, model)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"takes a torch\.optim\.Optimizer, not dict"):
+        zinf_compile.save(tmp_path / "x", model, {})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="6 parameters of the optimizer are not in this Sequential"):
+        zinf_compile.save(tmp_path / "x", other, optimizer)
+    with pytest.raises(ConfigError, match="loading it is safe: it must be made of numbers"):
+        zinf_compile.save(tmp_path / "x", model, optimizer, extra=model)
+    with pytest.raises(ConfigError, match="loading it is safe: it must be made of numbers"):
+        zinf_compile.save(tmp_path / "x", model, optimizer, extra=lambda: 3)
+    assert not (tmp_path / "x").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot save to '.*file': File exists"):
+        zinf_compile.save(tmp_path / "file", model, optimizer)
+
+
+def test_tensors_that_no_file_holds(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"weight is a torch\.strided tensor on meta"):
+        zinf_compile.save(tmp_path / "x", nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UnsupportedError, match=r"'weight' is torch\.complex128"):
+        zinf_compile.save(tmp_path / "x", nn.Linear(2, 2, dtype=torch.complex128))
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_closed_model(make: Callable, saved: Path) -> None:
+    model, optimizer = make()
+    zinf_compile.close(model)
+    closed = "the store of this model is closed; build and optimize the model again"
+    refuse(saved, (model, optimizer), StoreError, closed)
+    with pytest.raises(StoreError, match=closed):
+        zinf_compile.save(saved, model, optimizer)
+    model[0].weight.grad = torch.zeros(67, 65)
+    with pytest.raises(StoreError, match=closed):
+        optimizer.step()
+
+
+def test_a_full_disk(make: Callable, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    before = (saved / "manifest.json").read_text()
+    real = os.statvfs(saved)
+    fields = list(real)
+    fields[4] = 1  # f_bavail
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
+        with pytest.raises(
+            CapacityError, match=r"this checkpoint needs 1\d\d\.\d KiB in '.*saved', beside .* free some space"
+        ):
+            zinf_compile.save(saved, *made)
+    assert (saved / "manifest.json").read_text() == before
+    assert [path.name for path in saved.glob("data-*")] == ["data-1"]
+    assert zinf_compile.load(saved, *made) == [1, "two", (3.0, None)]
+
+
+def test_a_write_that_fails(make: Callable, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every call in turn: the checkpoint that was there stays whole, and nothing is left over."""
+    made = make()
+    plain, last = contents(*made), [1, "two", (3.0, None)]
+    for name in ("pwritev", "fsync", "ftruncate", "replace", "posix_fallocate"):
+        real, calls = getattr(os, name), 0
+
+        def fail(*args: object, **kwargs: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise OSError(5, "Input/output error")
+            return real(*args, **kwargs)  # noqa: B023
+
+        for at in range(1, 20):
+            calls = 0
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, fail)
+                try:
+                    zinf_compile.save(saved, *made, extra=(name, at))
+                except (StoreError, ConfigError) as error:
+                    assert "Input/output error" in str(error)  # noqa: PT017
+                else:
+                    assert calls < at
+                    last = (name, at)
+                    break
+            extra = zinf_compile.load(saved, *made)
+            is_replaced = extra == (name, at)  # by then the rename has happened
+            assert is_replaced == (name == "fsync" and len(list(saved.glob("data-*"))) == 2)
+            assert is_replaced or extra == last
+            assert_unchanged(plain, *made)
+            last = extra
+        else:
+            pytest.fail(f"{name} is called more than 19 times")
+
+
+def test_two_at_once(make: Callable, saved: Path) -> None:
+    made = make()
+    descriptor = os.open(saved, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        zinf_compile.load(saved, *made)
+        with pytest.raises(ConfigError, match="is being saved to or loaded from by somebody else"):
+            zinf_compile.save(saved, *made)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="is being saved to or loaded from by somebody else"):
+            zinf_compile.load(saved, *made)
+    finally:
+        os.close(descriptor)
+
+
+def test_leftovers_go_and_other_files_stay(make: Callable, saved: Path) -> None:
+    made = make()
+    (saved / "data-9").mkdir()
+    (saved / "data-9" / "model.safetensors").write_bytes(bytes(9))
+    (saved / "manifest.json.new").write_text("{")
+    (saved / "notes.txt").write_text("mine")
+    (saved / "data-mine").mkdir()
+    zinf_compile.save(saved, *made)
+    assert sorted(path.name for path in saved.iterdir()) == ["data-2", "data-mine", "manifest.json", "notes.txt"]
+    assert json.loads((saved / "manifest.json").read_text())["data_folder"] == "data-2"
