@@ -68,7 +68,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model, optimizer, schedule, batches, trace, *, first: int = 0) -> None:
-    """Take a step after every second batch; ``first`` is the number of the first of these. One that is left has gradients."""
+    """Take a step after every second batch; ``first`` is the number of the first. What is left over has gradients."""
     for index, batch in enumerate(batches, start=first):
         loss = model(**batch)
         loss.backward()
@@ -174,7 +174,7 @@ def test_before_the_first_step(parity, tmp_path):
 
 
 def gpt():
-    from test_mixed_precision import gpt as make  # noqa: PLC0415
+    from test_mixed_precision import gpt as make
 
     return make()
 

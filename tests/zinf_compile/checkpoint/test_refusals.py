@@ -218,7 +218,7 @@ def test_wrong_arguments(make: Callable, tmp_path: Path) -> None:
         zinf_compile.save(tmp_path / "x", model, optimizer, extra=lambda: 3)
     assert not (tmp_path / "x").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot save to '.*file': File exists"):
+    with pytest.raises(ConfigError, match=r"cannot save to '.*file': File exists"):
         zinf_compile.save(tmp_path / "file", model, optimizer)
 
 
@@ -259,30 +259,34 @@ def test_a_full_disk(make: Callable, saved: Path, monkeypatch: pytest.MonkeyPatc
     assert zinf_compile.load(saved, *made) == [1, "two", (3.0, None)]
 
 
+class FailsAt:
+    """A system call whose ``at``-th call fails."""
+
+    def __init__(self, call: Callable, at: int) -> None:
+        self._call, self._at, self.num_calls = call, at, 0
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        self.num_calls += 1
+        if self.num_calls == self._at:
+            raise OSError(5, "Input/output error")
+        return self._call(*args, **kwargs)
+
+
 def test_a_write_that_fails(make: Callable, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every call in turn: the checkpoint that was there stays whole, and nothing is left over."""
     made = make()
     plain, last = contents(*made), [1, "two", (3.0, None)]
     for name in ("pwritev", "fsync", "ftruncate", "replace", "posix_fallocate"):
-        real, calls = getattr(os, name), 0
-
-        def fail(*args: object, **kwargs: object) -> object:
-            nonlocal calls
-            calls += 1
-            if calls == at:
-                raise OSError(5, "Input/output error")
-            return real(*args, **kwargs)  # noqa: B023
-
         for at in range(1, 20):
-            calls = 0
             with monkeypatch.context() as patch:
-                patch.setattr(os, name, fail)
+                fails = FailsAt(getattr(os, name), at)
+                patch.setattr(os, name, fails)
                 try:
                     zinf_compile.save(saved, *made, extra=(name, at))
                 except (StoreError, ConfigError) as error:
                     assert "Input/output error" in str(error)  # noqa: PT017
                 else:
-                    assert calls < at
+                    assert fails.num_calls < at
                     last = (name, at)
                     break
             extra = zinf_compile.load(saved, *made)
