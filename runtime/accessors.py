@@ -25,12 +25,10 @@ from zinf_compile.runtime.saved_tensors import GATHERED, repack_gathered
 from zinf_compile.runtime.slots import StoredParameter, record_of
 
 
-class Anchors:
-    """The two tensors that gathers hang on in an autograd graph, and whether a forward of the model is running."""
+class Forward:
+    """Whether an eager forward of the model is running, and where its parameters are."""
 
-    def __init__(self, trainable: Tensor, frozen: Tensor) -> None:
-        self.trainable = trainable
-        self.frozen = frozen
+    def __init__(self) -> None:
         self.depth = 0
         self.sites: list[tuple[Module, str, StoredParameter]] = []  # where each stored parameter is registered
 
@@ -56,7 +54,7 @@ class Anchors:
             self.depth -= 1
 
 
-def install_accessors(model: Module, anchors: Anchors) -> None:
+def install_accessors(model: Module, forward: Forward) -> None:
     """Give every module below ``model`` whose parameters are in a store its accessors."""
     # After a graph break Dynamo would compile these frames by themselves, one specialisation per module. They are still
     # traced through when a module that calls them is captured.
@@ -70,9 +68,9 @@ def install_accessors(model: Module, anchors: Anchors) -> None:
             for name, parameter in module._parameters.items()
             if parameter is not None and (record := record_of(parameter)) is not None
         }
-        anchors.sites += [(module, name, record) for name, record in records.items()]
+        forward.sites += [(module, name, record) for name, record in records.items()]
         if records or module is model:
-            module.__class__ = _specialise(type(module), path, records, anchors)
+            module.__class__ = _specialise(type(module), path, records, forward)
 
 
 def is_optimized(module: Module) -> bool:
@@ -80,18 +78,18 @@ def is_optimized(module: Module) -> bool:
     return hasattr(type(module), "_zinf_optimized")
 
 
-def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter], anchors: Anchors) -> type[Module]:
+def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter], forward: Forward) -> type[Module]:
     names = frozenset(records)
     # Torch keeps every class it has seen: what a class holds strongly would never be freed with its model.
-    alive = weakref.ref(anchors)
+    alive = weakref.ref(forward)
 
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return cls.__call__(self, *args, **kwargs)
-        anchors = alive()
-        assert anchors is not None
-        with anchors.computing():
-            if self._compiled_call_impl is not None and anchors.is_swapped:  # the captured graphs know only our own
+        forward = alive()
+        assert forward is not None
+        with forward.computing():
+            if self._compiled_call_impl is not None and forward.is_swapped:  # the captured graphs know only our own
                 return self._call_impl(*args, **kwargs)
             try:
                 return cls.__call__(self, *args, **kwargs)
@@ -136,28 +134,27 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
         "_zinf_optimized": True,
     }
     for name, record in records.items():
-        namespace[name] = property(_accessor(name, record, anchors))
+        namespace[name] = property(_accessor(name, record, forward))
     metaclass: Any = type(cls)
     specialised: type[Module] = metaclass(cls.__name__, (cls,), namespace)
     return specialised
 
 
-def _accessor(name: str, record: StoredParameter, anchors: Anchors) -> Callable[[Module], Tensor]:
+def _accessor(name: str, record: StoredParameter, forward: Forward) -> Callable[[Module], Tensor]:
     param, shape, device = record.param, tuple(record.compute.tensor.shape), record.compute.tensor.device
     dtype = record.compute.tensor.dtype
-    anchor = anchors.trainable if record.gradient is not None else anchors.frozen
-    alive, of_record = weakref.ref(anchors), weakref.ref(record)
+    seat, alive, of_record = record.seat, weakref.ref(forward), weakref.ref(record)
 
     def get(self: Module) -> Tensor:
         if torch.compiler.is_compiling():
-            gathered: Tensor = torch.ops.zinf.gather(anchor, param, shape, dtype, device)
+            gathered: Tensor = torch.ops.zinf.gather(seat.anchor, param, shape, dtype, device)
             return gathered
         parameter = self._parameters[name]
         assert parameter is not None
-        anchors, record = alive(), of_record()
-        assert anchors is not None
+        forward, record = alive(), of_record()
+        assert forward is not None
         assert record is not None
-        return gather_eagerly(record) if anchors.depth and parameter is record.parameter else parameter
+        return gather_eagerly(record) if forward.depth and parameter is record.parameter else parameter
 
     return get
 

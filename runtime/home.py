@@ -44,10 +44,8 @@ class HomeParameter(Parameter):
                     and record.gradient is None
                     and False not in (*args[1:], *kwargs.values())
                 ):
-                    raise UnsupportedError(
-                        f"cannot unfreeze '{record.name}': the store keeps no gradient for what was frozen at optimize(); "
-                        "call requires_grad_(True) before optimize()"
-                    )
+                    assert record.store.session is not None
+                    record.store.session.thaw(record)
         with torch._C.DisableTorchFunctionSubclass():
             if func == _DATA_SET:
                 return _set_data(*args)

@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,23 @@ class Slot:
         return self.extent.offset + start * itemsize, -(-nbytes // ALIGN) * ALIGN
 
 
+class Seat:
+    """What captured gathers of one parameter hang on in the autograd graph.
+
+    Dynamo guards the anchor it finds here: another one means that the model is captured again.
+    """
+
+    def __init__(self, anchor: Tensor) -> None:
+        self.anchor = anchor
+
+
+class Owner(Protocol):
+    """Who made a store, and knows its budgets."""
+
+    def thaw(self, record: "StoredParameter") -> None:
+        """Let a parameter be trained that was frozen so far. CapacityError if there is no room for that."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class StoredParameter:
     """A parameter and all that belongs to it. ``master`` is ``compute`` itself where there is only one copy."""
@@ -53,6 +70,7 @@ class StoredParameter:
     compute: Slot
     master: Slot
     gradient: Slot | None
+    seat: Seat
     states: dict[str, Slot] = field(default_factory=dict)  # of the optimizer that stepped it last
     states_owner: "weakref.ref[torch.optim.Optimizer] | None" = None  # that optimizer
     other_states: "list[tuple[weakref.ref[torch.optim.Optimizer], dict[str, Slot]]]" = field(default_factory=list)

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from zinf_compile.config import Config
 from zinf_compile.errors import StoreError
 from zinf_compile.facts import ParameterFact
+from zinf_compile.ops import make_anchor
 from zinf_compile.plan import Placement
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
@@ -25,7 +26,7 @@ from zinf_compile.runtime.nvme.engine import ALIGN, Engine
 from zinf_compile.runtime.nvme.layout import FileLayout
 from zinf_compile.runtime.nvme.posix import PosixEngine
 from zinf_compile.runtime.ram import DeviceRam, return_freed_memory
-from zinf_compile.runtime.slots import RECORD, Slot, StoredParameter, map_tensor
+from zinf_compile.runtime.slots import RECORD, Owner, Seat, Slot, StoredParameter, map_tensor
 from zinf_compile.runtime.staging import StagingPool
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.terms import Tier
@@ -62,7 +63,8 @@ class Store:
     def __init__(self, config: Config, *, engine: Engine | None = None) -> None:
         self.config = config
         self.store_id = next(_ids)
-        self.session: object = None  # who made this store; the runtime does not look at it
+        self.session: Owner | None = None
+        self.anchor, self.frozen_anchor = make_anchor(requires_grad=True), make_anchor(requires_grad=False)
         self.records: dict[str, StoredParameter] = {}
         self.facts: dict[str, ParameterFact] = {}
         self.placements: dict[str, Placement] = {}
@@ -93,9 +95,7 @@ class Store:
         With ``as_home`` they become ``HomeParameter``; else they keep their class.
         """
         homes = {placement.parameter: placement for placement in placements}
-        if self.engine is not None:
-            on_nvme = sum(_padded_nbytes(placement) for placement in placements)
-            self.engine.reserve(self.layout.end + on_nvme)
+        self.reserve(placements)
         compute = {}
         for item in parameters:  # compute copies first and in module order, so that a block's are one read
             dtype = _torch_dtype(item.fact.compute_dtype)
@@ -126,21 +126,39 @@ class Store:
             store=self,
             compute=compute,
             master=master,
-            gradient=gradient,
+            gradient=None,
+            seat=Seat(self.frozen_anchor),
         )
-        parameter.data = master.tensor  # of a frozen parameter that is the compute copy, in its dtype
-        if gradient is not None and gradient.tensor.dtype != parameter.dtype:
-            parameter.grad_dtype = gradient.tensor.dtype
         setattr(parameter, RECORD, record)
         if gradient is not None:
-            parameter.register_post_accumulate_grad_hook(_take_gradient_home)
+            self.train(record, master, gradient)
+        else:
+            parameter.data = compute.tensor  # of a frozen parameter that is all there is, in its dtype
+            record.synced_version = _version(parameter)
         if as_home:
             parameter.__class__ = HomeParameter
-        record.synced_version = _version(parameter)
         self.records[fact.name] = record
         self.facts[fact.name] = fact
         self.placements[fact.name] = placement
         _records[record.param] = record
+
+    def train(self, record: StoredParameter, master: Slot, gradient: Slot) -> None:
+        """Give a record the slots that training needs, and let its parameter show them."""
+        parameter = record.parameter
+        record.master, record.gradient, record.seat.anchor = master, gradient, self.anchor
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = master.tensor
+            parameter.requires_grad_(True)
+            if gradient.tensor.dtype != parameter.dtype:
+                parameter.grad_dtype = gradient.tensor.dtype
+            parameter.register_post_accumulate_grad_hook(_take_gradient_home)
+        record.synced_version = _version(parameter)
+
+    def reserve(self, placements: Sequence[Placement]) -> None:
+        """Reserve the disk space of what is placed next, so that a disk too small is an error before anything moves."""
+        if self.engine is not None:
+            on_nvme = sum(_padded_nbytes(placement) for placement in placements)
+            self.engine.reserve(self.layout.end + on_nvme)
 
     def new_slot(self, name: str, shape: torch.Size, dtype: torch.dtype, tier: Tier) -> Slot:
         """Return a slot with undefined content; on nvme its extent is reserved on the disk."""

@@ -12,7 +12,7 @@ from torch.nn import Module
 from zinf_compile.config import make_config
 from zinf_compile.errors import ConfigError
 from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, TierReport
-from zinf_compile.runtime.accessors import Anchors, install_accessors, refuse_optimized
+from zinf_compile.runtime.accessors import Forward, install_accessors, refuse_optimized
 from zinf_compile.runtime.slots import record_of
 from zinf_compile.session import Session, check_devices, session_of_store
 from zinf_compile.simulate import simulate
@@ -56,14 +56,13 @@ def optimize(model: Module, **options: object) -> Module:
     except BaseException:
         session.store.close()
         raise
-    anchors = Anchors(session.anchor, session.frozen_anchor)
-    session.accessors = anchors
-    install_accessors(model, anchors)
+    session.forward = forward = Forward()
+    install_accessors(model, forward)
     if config.capture:
-        forward: Callable[..., Any] = model._call_impl
+        call: Callable[..., Any] = model._call_impl
         if trace_rules.check(model.forward):  # torch.nn's own, Sequential say: Dynamo would pass over its frames
-            forward = wrap_inline(forward)
-        model._compiled_call_impl = torch.compile(forward, backend=session.compile, dynamic=False)
+            call = wrap_inline(call)
+        model._compiled_call_impl = torch.compile(call, backend=session.compile, dynamic=False)
     return model
 
 

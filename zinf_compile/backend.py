@@ -39,10 +39,14 @@ def zinf(
     if fresh:
         names = _readable_names(fresh, session.store.records)
         session.adopt({names[name]: parameter for name, parameter in fresh.items()}, as_home=False)
+    for parameter in parameters.values():
+        record = record_of(parameter)
+        if record is not None and record.gradient is None and parameter.requires_grad:
+            session.thaw(record)
     handles = {name: _handle(parameter) for name, parameter in parameters.items()}
     graph_module = copy_graph_module(graph_module)  # Dynamo keeps reading its own
     prepare_graph(graph_module, PrepareInputs(handles=handles))
-    anchors = [session.anchor, session.frozen_anchor] if parameters else []
+    anchors = [session.store.anchor, session.store.frozen_anchor] if parameters else []
     compiled = session.compile(graph_module, [*anchors, *inputs])
 
     def call(*args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,17 +13,18 @@ from zinf_compile.config import Config
 from zinf_compile.errors import ConfigError, UnsupportedError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.hardware import Hardware
-from zinf_compile.ops import make_anchor
 from zinf_compile.passes.analysis.modules import block_of
 from zinf_compile.passes.capture import compile_graph, describe_break, refuse_writes_to_parameters
-from zinf_compile.passes.planning.placement import check_budgets, plan_placement
+from zinf_compile.passes.planning.placement import check_budgets, place_thawed, plan_placement
 from zinf_compile.plan import Placement
 from zinf_compile.program import Program
 from zinf_compile.runtime.calibrate import measure_hardware
 from zinf_compile.runtime.leaves import hang_on_parameters
 from zinf_compile.runtime.op_impls import register
+from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.runtime.step_hooks import install_step_hooks
 from zinf_compile.runtime.store import NamedParameter, Store, find_record
+from zinf_compile.runtime.thawing import thaw_parameter
 
 _MAX_DESCRIPTORS = 65536  # Linux allows a process 65530 mappings by default
 
@@ -38,8 +40,7 @@ class Session:
         self.model_name = model_name
         self.store = Store(config)
         self.store.session = self
-        self.anchor, self.frozen_anchor = make_anchor(requires_grad=True), make_anchor(requires_grad=False)
-        self.accessors: object = None  # what they share, and hold weakly
+        self.forward: object = None  # the accessors', which hold it weakly
         self.programs: list[Program] = []
         self.graph_breaks: list[str] = []
         self.placements: tuple[Placement, ...] = ()  # where the newest plan wants every parameter
@@ -61,6 +62,16 @@ class Session:
         check_budgets(facts, placements, self.config)
         self.store.adopt(named, placements[len(self.facts) :], as_home=as_home)
         self.placements = tuple(self.store.placements.values())
+
+    def thaw(self, record: StoredParameter) -> None:
+        """Let a parameter be trained that was frozen so far. CapacityError, before anything has changed, without room."""
+        fact = replace(self.store.facts[record.name], trainable=True)
+        others = [placement for placement in self.placements if placement.parameter != record.name]
+        thawed = place_thawed(fact, record.compute.tier, others, self.config)
+        placements = tuple(thawed if item.parameter == record.name else item for item in self.placements)
+        check_budgets([fact if item.name == fact.name else item for item in self.facts], placements, self.config)
+        thaw_parameter(self.store, record, fact, thawed)
+        self.placements = placements
 
     def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Return the planned and lowered callable for a torch-level graph whose parameters are all gathers."""
@@ -84,8 +95,8 @@ class Session:
         trained = program.trained_records
 
         def call(*args: Any) -> Any:
-            anchor = hang_on_parameters(self.anchor, trained)
-            return compiled(*(anchor if arg is self.anchor else arg for arg in args))
+            anchor = hang_on_parameters(self.store.anchor, trained)
+            return compiled(*(anchor if arg is self.store.anchor else arg for arg in args))
 
         return call
 

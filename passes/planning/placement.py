@@ -104,6 +104,33 @@ def plan_placement(
     return result
 
 
+def place_thawed(parameter: ParameterFact, compute: Tier, others: Sequence[Placement], config: Config) -> Placement:
+    """Return the homes of a parameter that was frozen and now needs a gradient, a master copy and optimizer state.
+
+    Its compute copy stays. The rest goes where ``others`` leave room; CapacityError if nowhere.
+    """
+    placement = Placement(
+        parameter=parameter.name,
+        compute=compute,
+        master=Tier.NVME if parameter.has_compute_copy else compute,
+        gradient=Tier.NVME,
+        optimizer_state=Tier.NVME,
+        compute_nbytes=parameter.compute_nbytes,
+        master_nbytes=parameter.master_nbytes if parameter.has_compute_copy else 0,
+        gradient_nbytes=parameter.gradient_nbytes,
+        optimizer_state_nbytes=ADAM_STATE.nbytes(parameter),
+    )
+    taken = sum(item.nbytes_on(Tier.HOST) for item in (*others, placement))
+    host_left = config.host_memory - config.staging_memory - taken
+    for role in ("gradient", "master", "optimizer_state"):
+        nbytes = getattr(placement, f"{role}_nbytes")
+        if 0 < nbytes <= host_left:
+            host_left -= nbytes
+            placement = replace(placement, **{role: Tier.HOST})  # type: ignore[arg-type]  # a role is a Tier
+    _check_nvme([*others, placement], config)
+    return placement
+
+
 def check_budgets(parameters: Sequence[ParameterFact], placements: Sequence[Placement], config: Config) -> None:
     """Raise CapacityError if no graph of the model could ever run within the budgets, whatever its activations.
 

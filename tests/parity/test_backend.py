@@ -59,6 +59,28 @@ def llama():
     return transformers.LlamaForCausalLM(config), batches
 
 
+def test_what_was_frozen_is_trained_once_it_requires_grad(parity, tmp_path):
+    def train(backend, **options):
+        (model, batches), trace = mlp(), parity.trace()
+        model.up.requires_grad_(False)
+        compiled = torch.compile(model, backend=backend, dynamic=False, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step, batch in enumerate(batches):
+            model.up.requires_grad_(step > 1)
+            loss = compiled(**batch)
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+            trace.record_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record_model(model, optimizer)
+        torch._dynamo.reset()
+        return trace
+
+    options = {"device_memory": 156 * 2**10, "host_memory": 2**20, "nvme": tmp_path}
+    parity.assert_same(train("zinf", options=options), train("aot_eager"))
+
+
 @pytest.mark.parametrize(
     ("workload", "placement"), [(mlp, "nvme"), (mlp, "host"), (gpt, "nvme"), (gpt_tied, "nvme"), (llama, "nvme")]
 )

@@ -14,6 +14,7 @@ from zinf_compile.passes.planning.placement import (
     MIN_STAGING,
     RESIDENT_THRESHOLD,
     check_budgets,
+    place_thawed,
     plan_placement,
 )
 from zinf_compile.passes.planning.planner import Request
@@ -55,6 +56,23 @@ def test_one_copy_is_compute_and_master_at_once(parameter: Function) -> None:
     (placement,) = plan_placement([parameter("a.weight", ELEMENTS)], make_config(0, NBYTES))
     assert homes(placement) == (HOST, HOST, NVME, NVME)
     assert placement.master_nbytes == 0
+
+
+def test_what_a_thawed_parameter_needs_goes_where_the_others_leave_room(parameter: Function) -> None:
+    thawed = parameter("a.weight", ELEMENTS, compute_dtype="bfloat16")
+    half = NBYTES // 2
+    for room, expected in (
+        (half, (NVME, NVME, NVME, NVME)),
+        (2 * half, (NVME, NVME, HOST, NVME)),
+        (2 * half + NBYTES, (NVME, HOST, HOST, NVME)),
+        (2 * half + 3 * NBYTES, (NVME, HOST, HOST, HOST)),
+    ):
+        config = make_config(0, room)
+        other = plan_placement([parameter("b.weight", ELEMENTS // 2, trainable=False)], make_config(0, half))
+        assert [homes(placement)[0] for placement in other] == [HOST]
+        assert homes(place_thawed(thawed, NVME, other, config)) == expected
+    with pytest.raises(CapacityError, match="nvme_memory is 10 B"):
+        place_thawed(thawed, NVME, other, make_config(0, 0, nvme_memory=10))
 
 
 def test_a_frozen_parameter_has_only_a_compute_copy(parameter: Function) -> None:
