@@ -10,7 +10,7 @@ from zinf_compile.errors import VerifyError
 
 
 class Arena:
-    """One page-aligned allocation on the compute device, grown between calls and never shrunk.
+    """One page-aligned allocation on the compute device, grown between calls, and dropped where its memory is wanted.
 
     It knows which ranges are taken, and refuses to hand out a byte twice: a plan that lies is an error, not silent
     corruption.
@@ -41,6 +41,13 @@ class Arena:
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def drop(self) -> None:
+        """Give the memory back; the next ``reserve`` takes it again. VerifyError while anything is taken."""
+        if self._taken:
+            raise VerifyError(f"the arena cannot be dropped while {self.taken_nbytes} of its bytes are taken")
+        self._memory = None
+        self._tensor = torch.empty(0, dtype=torch.uint8)
 
     def take(self, offset: int, nbytes: int) -> None:
         """Mark bytes as taken; VerifyError if any of them already are, or lie outside."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zinf_compile.errors import StoreError, UnsupportedError
+from zinf_compile.runtime.full_values import end_writes, write_piece
 from zinf_compile.runtime.slots import StoredParameter, record_of
 
 _DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
@@ -49,6 +50,8 @@ class HomeParameter(Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func == _DATA_SET:
                 return _set_data(*args)
+            if func is Tensor.copy_ and _can_stream(args, kwargs):
+                return _copy_home(*args)
             return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -76,6 +79,32 @@ def _set_data(parameter: Tensor, value: Tensor) -> None:
     if value.data_ptr() != parameter.data_ptr() or value.stride() != parameter.stride():
         parameter.detach().copy_(value)
         record.exposed = True
+
+
+def _can_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``args[0].copy_(args[1])`` can pass by the mapping, whose touched pages would stay in RAM."""
+    if len(args) != 2 or kwargs or (record := record_of(args[0])) is None or not isinstance(args[1], Tensor):
+        return False
+    parameter, value = args
+    return (
+        not record.master.in_memory
+        and record.store.is_open
+        and not (torch.is_grad_enabled() and parameter.requires_grad)  # torch refuses that
+        and value.shape == parameter.shape
+        and value.is_contiguous()
+        and value.device == parameter.device
+        and value.dtype.is_complex == parameter.dtype.is_complex
+    )
+
+
+def _copy_home(parameter: Tensor, value: Tensor) -> Tensor:
+    record = record_of(parameter)
+    assert record is not None
+    record.store.check_usable(record)
+    record.store.finish(record)
+    write_piece(record, 0, value.detach())
+    end_writes(record)
+    return parameter
 
 
 def torn_error(record: StoredParameter) -> StoreError:

@@ -64,7 +64,7 @@ class SafetensorsLayout:
     nbytes: int  # of the whole file
 
 
-def lay_out(tensors: Mapping[str, Tensor]) -> SafetensorsLayout:
+def lay_out(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> SafetensorsLayout:
     """Return the layout of a file that holds tensors of these names, dtypes and shapes.
 
     Widest elements first, so that every tensor is aligned to its elements, as the readers of this format expect. The
@@ -83,7 +83,8 @@ def lay_out(tensors: Mapping[str, Tensor]) -> SafetensorsLayout:
             "data_offsets": [end, end + nbytes],
         }
         end += nbytes
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    described = entries if metadata is None else {"__metadata__": dict(metadata), **entries}
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     start = -(-(_LENGTH_NBYTES + len(text)) // ALIGN) * ALIGN
     header = (start - _LENGTH_NBYTES).to_bytes(_LENGTH_NBYTES, "little") + text.ljust(start - _LENGTH_NBYTES)
     return SafetensorsLayout(header=header, spans=_parse_entries(entries, start), nbytes=start + end)

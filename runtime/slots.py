@@ -82,11 +82,19 @@ class StoredParameter:
     uses: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)  # autograd nodes that give it gradients
     home_backward: int = -1  # the last backward, by its number, whose gradient went straight home
     handed: Tensor | None = None  # a gradient on its way from a captured backward to autograd
+    lent: bool = False  # full_parameters() holds its value
 
     @property
     def has_compute_copy(self) -> bool:
         """Return whether compute and master are two slots."""
         return self.compute is not self.master
+
+    @property
+    def original_dtype(self) -> torch.dtype:
+        """Return the dtype it had before ``optimize``: a frozen one is kept in the compute dtype only."""
+        dtype = getattr(torch, self.store.facts[self.name].dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -110,3 +118,23 @@ def record_of(parameter: object) -> StoredParameter | None:
 def map_tensor(buffer: memoryview, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor over mapped file bytes."""
     return torch.frombuffer(buffer, dtype=dtype, count=shape.numel()).view(shape)
+
+
+def give_memory(parameter: torch.nn.Parameter, memory: Tensor) -> None:
+    """Give memory to a parameter on meta, which stays the object it is wherever it is registered."""
+    successor = torch.nn.Parameter(memory, parameter.requires_grad)
+    successor.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, successor)  # other than ``.data``, it may cross devices
+
+
+def return_to_meta(parameter: torch.nn.Parameter) -> None:
+    """Undo ``give_memory`` and adoption for a parameter that was on meta. It need not have been adopted."""
+    if (record := record_of(parameter)) is None:
+        return
+    parameter.__class__ = torch.nn.Parameter
+    delattr(parameter, RECORD)
+    parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]  # the swap would keep the dictionary alone
+    empty = torch.empty(record.master.tensor.shape, dtype=record.original_dtype, device="meta")
+    predecessor = torch.nn.Parameter(empty, parameter.requires_grad)
+    predecessor.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, predecessor)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zinf_compile.config import Config
-from zinf_compile.errors import StoreError
+from zinf_compile.errors import StoreError, UnsupportedError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.ops import make_anchor
 from zinf_compile.plan import Placement
@@ -26,7 +26,7 @@ from zinf_compile.runtime.nvme.engine import ALIGN, Engine
 from zinf_compile.runtime.nvme.layout import FileLayout
 from zinf_compile.runtime.nvme.posix import PosixEngine
 from zinf_compile.runtime.ram import DeviceRam, return_freed_memory
-from zinf_compile.runtime.slots import RECORD, Owner, Seat, Slot, StoredParameter, map_tensor
+from zinf_compile.runtime.slots import RECORD, Owner, Seat, Slot, StoredParameter, give_memory, map_tensor
 from zinf_compile.runtime.staging import StagingPool
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.terms import Tier
@@ -88,11 +88,19 @@ class Store:
 
     # Placement
 
-    def adopt(self, parameters: Sequence[NamedParameter], placements: Sequence[Placement], *, as_home: bool) -> None:
+    def adopt(
+        self,
+        parameters: Sequence[NamedParameter],
+        placements: Sequence[Placement],
+        *,
+        as_home: bool,
+        with_values: bool = True,
+    ) -> None:
         """Move parameters home, one at a time, freeing what they occupied.
 
         Reserves the disk space of all of them first, so that a disk too small is an error before anything has moved.
-        With ``as_home`` they become ``HomeParameter``; else they keep their class.
+        With ``as_home`` they become ``HomeParameter``; else they keep their class. Without ``with_values`` nothing moves:
+        somebody else writes the first values. Parameters on meta have none, and get memory.
         """
         homes = {placement.parameter: placement for placement in placements}
         self.reserve(placements)
@@ -104,21 +112,27 @@ class Store:
             )
         with self.failing_on_error():
             for item in parameters:
-                self._adopt_one(item, homes[item.fact.name], compute[item.fact.name], as_home=as_home)
+                self._adopt_one(
+                    item, homes[item.fact.name], compute[item.fact.name], as_home=as_home, with_value=with_values
+                )
             self.transfers.wait_writes()
         return_freed_memory()
 
-    def _adopt_one(self, item: NamedParameter, placement: Placement, compute: Slot, *, as_home: bool) -> None:
+    def _adopt_one(
+        self, item: NamedParameter, placement: Placement, compute: Slot, *, as_home: bool, with_value: bool
+    ) -> None:
         parameter, fact = item.parameter, item.fact
         master, gradient = compute, None
         if fact.has_compute_copy and fact.trainable:
             master = self.new_slot(f"{fact.name} (master copy)", parameter.shape, parameter.dtype, placement.master)
-            self.transfers.write_value(master, parameter.data)
+            if with_value:
+                self.transfers.write_value(master, parameter.data)
         if fact.trainable:
             gradient = self.new_slot(
                 f"{fact.name} (gradient)", parameter.shape, compute.tensor.dtype, placement.gradient
             )
-        self.transfers.write_value(compute, parameter.data)
+        if with_value:
+            self.transfers.write_value(compute, parameter.data)
         record = StoredParameter(
             param=next(_ids),
             name=fact.name,
@@ -129,6 +143,8 @@ class Store:
             gradient=None,
             seat=Seat(self.frozen_anchor),
         )
+        if parameter.is_meta:
+            give_memory(parameter, master.tensor)
         setattr(parameter, RECORD, record)
         if gradient is not None:
             self.train(record, master, gradient)
@@ -298,6 +314,11 @@ class Store:
 
     # Life
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether bytes can move: the store was neither closed nor forked, and has not failed."""
+        return not self._closed and self._failure is None and os.getpid() == self._process
+
     def check_usable(self, record: StoredParameter | None = None) -> None:
         """Raise StoreError if the store was closed or has failed, or if ``record`` holds half an update."""
         self.check_open()
@@ -305,6 +326,10 @@ class Store:
             raise StoreError(self._failure)
         if record is not None and record.torn:
             raise torn_error(record)
+        if record is not None and record.lent:
+            raise UnsupportedError(
+                f"'{record.name}' is lent to full_parameters(), whose tensor holds its value now; do this after the block"
+            )
 
     def check_open(self) -> None:
         """Raise StoreError if the store was closed, or is another process's."""

@@ -134,14 +134,20 @@ class Transfers:
         nbytes = min(self.staging.capacity // 4, 4 * _BLOCK_NBYTES)
         return max(ALIGN, nbytes - nbytes % ALIGN) // dtype.itemsize
 
-    def write_value(self, slot: Slot, value: Tensor, source: Tier = Tier.HOST, *, add: bool = False) -> None:
-        """Start writing ``value`` to a slot, or adding it. ``value`` is copied at once; ``wait_writes`` makes it home."""
+    def write_value(
+        self, slot: Slot, value: Tensor, source: Tier = Tier.HOST, *, add: bool = False, first: int = 0
+    ) -> None:
+        """Start writing ``value`` to a slot, or adding it. ``value`` is copied at once; ``wait_writes`` makes it home.
+
+        It may be a piece: its elements then go to [first, first + its length) of the flat tensor, at a whole sector.
+        """
         if slot.in_memory:
+            home = slot.tensor.view(-1)[first : first + value.numel()].view(value.shape)
             if add:
-                slot.tensor.add_(value.to(slot.tensor.dtype))
+                home.add_(value.to(home.dtype))
             else:
-                slot.tensor.copy_(value)
-            self._meter.add_moved(source, slot.tier, slot.nbytes)
+                home.copy_(value)
+            self._meter.add_moved(source, slot.tier, home.numel() * home.dtype.itemsize)
             return
         dtype, flat = slot.tensor.dtype, value.reshape(-1)
         piece = self.piece_elements(dtype)
@@ -149,7 +155,7 @@ class Transfers:
             wait_all([future for written, future in self._writes if written is slot])
         for start in range(0, flat.numel(), piece):
             stop = min(flat.numel(), start + piece)
-            offset, nbytes = slot.byte_range(start, stop)
+            offset, nbytes = slot.byte_range(first + start, first + stop)
             lease = self.staging.lease(nbytes)
             staged = torch.frombuffer(lease.view, dtype=dtype, count=stop - start)
             if add:

@@ -1,0 +1,128 @@
+"""Full values of stored parameters: written and read in pieces, or lent as plain tensors in memory."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from zinf_compile.errors import UnsupportedError
+from zinf_compile.runtime.slots import Slot, StoredParameter
+from zinf_compile.runtime.transfers import wait_all
+
+
+class Site(NamedTuple):
+    """Where a stored parameter is registered; a tied one has several sites."""
+
+    module: Module
+    name: str
+    record: StoredParameter
+
+
+def write_piece(record: StoredParameter, first: int, values: Tensor) -> None:
+    """Start writing consecutive elements, from ``first`` on, of a parameter's value; ``end_writes`` makes them home.
+
+    A piece that does not reach the end of the parameter begins and ends at a multiple of 4096 elements. The compute copy is
+    cast from what the master copy then holds.
+    """
+    store = record.store
+    values = values.to(record.original_dtype)
+    with store.failing_on_error():
+        store.transfers.write_value(record.master, values, first=first)
+        if record.has_compute_copy:
+            store.transfers.write_value(record.compute, values, first=first)
+
+
+def end_writes(record: StoredParameter) -> None:
+    """Block until what was written is home; tell autograd and the compute copy that the value is a new one."""
+    with record.store.failing_on_error():
+        record.store.transfers.wait_writes()
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version(record.parameter)
+        record.synced_version, record.exposed = record.parameter._version, False
+
+
+def read_pieces(record: StoredParameter) -> Iterator[Tensor]:
+    """Yield a parameter's value as flat tensors, in order; each is valid until the next is asked for."""
+    store, slot = record.store, record.master
+    store.check_usable(record)
+    store.finish(record)
+    flat = slot.tensor.view(-1)
+    step = store.transfers.piece_elements(flat.dtype)
+    for start in range(0, flat.numel(), step):
+        stop = min(flat.numel(), start + step)
+        if slot.in_memory:
+            yield flat[start:stop]
+            continue
+        offset, nbytes = slot.byte_range(start, stop)
+        with store.staging.lease(nbytes) as lease:
+            with store.failing_on_error():
+                wait_all(store.transfers.read(slot, offset, lease.view))
+            yield torch.frombuffer(lease.view, dtype=flat.dtype, count=stop - start)
+
+
+@contextmanager
+def lend_values(
+    sites: Sequence[Site], *, unread: frozenset[str] = frozenset(), in_original_dtype: bool = False
+) -> Iterator[dict[str, Parameter]]:
+    """Put plain parameters with the full value in memory where stored ones are registered; yields them by name.
+
+    At the end, and also when the block raises, their values are written home and the stored parameters are back: what
+    was written to them stays written, as with any tensor. Gradients that arrived meanwhile are added to the stored
+    ones'. Parameters named in ``unread`` have no value yet, and come with undefined content.
+    """
+    records = {site.record.name: site.record for site in sites}
+    lent: dict[str, Parameter] = {}
+    for name, record in records.items():
+        record.store.check_usable(record)
+        record.store.finish(record)
+        dtype = record.original_dtype if in_original_dtype else record.master.tensor.dtype
+        lent[name] = Parameter(_full_value(record, dtype, read=name not in unread), record.parameter.requires_grad)
+    was = {name: (parameter.shape, parameter.dtype, parameter.device) for name, parameter in lent.items()}
+    try:
+        for record in records.values():
+            record.lent = True
+        for site in sites:
+            site.module._parameters[site.name] = lent[site.record.name]
+        yield lent
+    finally:
+        for site in sites:
+            site.module._parameters[site.name] = site.record.parameter
+        for record in records.values():
+            record.lent = False
+        unfit = []
+        for name, record in records.items():
+            parameter = lent[name]
+            if (parameter.shape, parameter.dtype, parameter.device) == was[name]:
+                write_piece(record, 0, parameter.detach())
+                end_writes(record)
+            else:
+                unfit.append(name)
+            if parameter.grad is not None:
+                record.store.store_gradient(record, parameter.grad)
+                with record.store.failing_on_error():
+                    record.store.transfers.wait_writes()
+        if unfit:
+            raise UnsupportedError(
+                f"{', '.join(unfit)} got another shape, dtype or device inside full_parameters(), and keeps the value it "
+                "had before; write into the tensor that is there"
+            )
+
+
+def _full_value(record: StoredParameter, dtype: torch.dtype, *, read: bool) -> Tensor:
+    """Return the whole value in memory: the home tensor itself where that is in RAM."""
+    slot = record.master
+    if slot.in_memory and slot.tensor.dtype == dtype:
+        return slot.tensor
+    value = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
+    if read:
+        with record.store.failing_on_error():
+            record.store.transfers.read_value(slot, value)
+    return value.to(dtype)
+
+
+def lent_nbytes(slots: Sequence[Slot]) -> int:
+    """Return the memory that lending these master copies takes: what is in RAM already is lent as it is."""
+    return sum(slot.nbytes for slot in slots if not slot.in_memory)
