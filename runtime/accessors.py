@@ -111,6 +111,14 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
             raise UnsupportedError(f"cannot delete '{_join(path, name)}': it lives in a store since optimize()")
         cls.__delattr__(self, name)
 
+    def load_state_dict(self: Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("assign") or args[1:2] == (True,):
+            raise UnsupportedError(
+                f"load_state_dict(assign=True) would replace parameters of {path or cls.__name__} that live in a store "
+                "since optimize(); leave assign out: values are copied, in the dtypes the parameters have"
+            )
+        return cls.load_state_dict(self, state_dict, *args, **kwargs)
+
     def refuse_pickling(self: Module, protocol: object) -> None:
         raise UnsupportedError(
             f"an optimized {cls.__name__} cannot be pickled: its parameters live in one store; save its state_dict()"
@@ -129,6 +137,7 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
         "__call__": call,
         "__setattr__": set_attribute,
         "__delattr__": delete_attribute,
+        "load_state_dict": load_state_dict,
         "__deepcopy__": refuse_copy,
         "__reduce_ex__": refuse_pickling,
         "_zinf_optimized": True,

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from zinf_compile.errors import UnsupportedError
-from zinf_compile.runtime.slots import Slot, StoredParameter
+from zinf_compile.errors import CapacityError, UnsupportedError
+from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.runtime.transfers import wait_all
+from zinf_compile.terms import Tier, format_bytes
+
+if TYPE_CHECKING:
+    from zinf_compile.runtime.store import Store
 
 
 class Site(NamedTuple):
@@ -70,8 +74,7 @@ def lend_values(
     """Put plain parameters with the full value in memory where stored ones are registered; yields them by name.
 
     At the end, and also when the block raises, their values are written home and the stored parameters are back: what
-    was written to them stays written, as with any tensor. Gradients that arrived meanwhile are added to the stored
-    ones'. Parameters named in ``unread`` have no value yet, and come with undefined content.
+    was written to them stays written, as with any tensor. Their gradients are the stored ones'. Parameters named in ``unread`` have no value yet, and come with undefined content.
     """
     records = {site.record.name: site.record for site in sites}
     lent: dict[str, Parameter] = {}
@@ -79,7 +82,8 @@ def lend_values(
         record.store.check_usable(record)
         record.store.finish(record)
         dtype = record.original_dtype if in_original_dtype else record.master.tensor.dtype
-        lent[name] = Parameter(_full_value(record, dtype, read=name not in unread), record.parameter.requires_grad)
+        value = _full_value(record, dtype, read=name not in unread)
+        lent[name] = _like(record.parameter, value)
     was = {name: (parameter.shape, parameter.dtype, parameter.device) for name, parameter in lent.items()}
     try:
         for record in records.values():
@@ -100,15 +104,33 @@ def lend_values(
                 end_writes(record)
             else:
                 unfit.append(name)
-            if parameter.grad is not None:
-                record.store.store_gradient(record, parameter.grad)
-                with record.store.failing_on_error():
-                    record.store.transfers.wait_writes()
+            _return_gradient(record, parameter.grad)
         if unfit:
             raise UnsupportedError(
                 f"{', '.join(unfit)} got another shape, dtype or device inside full_parameters(), and keeps the value it "
                 "had before; write into the tensor that is there"
             )
+
+
+def _like(stored: Parameter, value: Tensor) -> Parameter:
+    """Return a plain parameter with the gradient of a stored one, which autograd then adds to where it is."""
+    lent = Parameter(value, stored.requires_grad)
+    with torch._C.DisableTorchFunctionSubclass():
+        if stored.grad_dtype != lent.grad_dtype:
+            lent.grad_dtype = stored.grad_dtype
+        lent.grad = stored.grad
+    return lent
+
+
+def _return_gradient(record: StoredParameter, grad: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        was = record.parameter.grad
+        if grad is None or was is not None:
+            record.parameter.grad = grad
+            return
+    record.store.store_gradient(record, grad)
+    with record.store.failing_on_error():
+        record.store.transfers.wait_writes()
 
 
 def _full_value(record: StoredParameter, dtype: torch.dtype, *, read: bool) -> Tensor:
@@ -123,6 +145,18 @@ def _full_value(record: StoredParameter, dtype: torch.dtype, *, read: bool) -> T
     return value.to(dtype)
 
 
-def lent_nbytes(slots: Sequence[Slot]) -> int:
-    """Return the memory that lending these master copies takes: what is in RAM already is lent as it is."""
-    return sum(slot.nbytes for slot in slots if not slot.in_memory)
+def check_room(store: "Store", records: Sequence[StoredParameter], what: str) -> None:
+    """Raise CapacityError unless full values fit in the device budget beside what is resident; drops the arena for them.
+
+    What is at home in RAM takes no room: it is lent as it is.
+    """
+    nbytes = sum(record.master.nbytes for record in records if not record.master.in_memory)
+    resident, budget = store.nbytes_on(Tier.DEVICE), store.config.device_memory
+    if resident + nbytes > budget:
+        raise CapacityError(
+            f"{what} takes {format_bytes(nbytes)} of parameters into memory at once, beside {format_bytes(resident)} that "
+            f"are resident, and device_memory is {format_bytes(budget)}; take a smaller module, or raise device_memory to "
+            f"{-(-(resident + nbytes) // 2**20)}MiB"
+        )
+    if resident + store.arena.nbytes + nbytes > budget:
+        store.arena.drop()

@@ -133,7 +133,7 @@ def return_to_meta(parameter: torch.nn.Parameter) -> None:
         return
     parameter.__class__ = torch.nn.Parameter
     delattr(parameter, RECORD)
-    parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]  # the swap would keep the dictionary alone
+    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # the swap would keep the dictionary alone
     empty = torch.empty(record.master.tensor.shape, dtype=record.original_dtype, device="meta")
     predecessor = torch.nn.Parameter(empty, parameter.requires_grad)
     predecessor.__dict__.update(parameter.__dict__)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,9 @@ def find_tensors(source: Source) -> dict[str, FileTensor]:
     if path.is_dir():
         index, single = path / INDEX_FILE, path / SINGLE_FILE
         if not index.is_file() and not single.is_file():
-            raise ConfigError(f"{path} has neither {INDEX_FILE} nor {SINGLE_FILE}; give the files themselves, as a list")
+            raise ConfigError(
+                f"{path} has neither {INDEX_FILE} nor {SINGLE_FILE}; give the files themselves, as a list"
+            )
         path = index if index.is_file() else single
     return _read_index(path) if path.suffix == ".json" else _merge([path])
 
@@ -59,7 +61,9 @@ def _merge(paths: Iterable[Path]) -> dict[str, FileTensor]:
             raise ConfigError(f"there is no file '{path}' to load weights from")
         for span in read_layout(path).spans:
             if span.name in found:
-                raise CheckpointError(f"'{span.name}' is both in {found[span.name].path} and in {path}; leave out one of them")
+                raise CheckpointError(
+                    f"'{span.name}' is both in {found[span.name].path} and in {path}; leave out one of them"
+                )
             found[span.name] = FileTensor(path=path, span=span)
     return found
 
@@ -95,10 +99,16 @@ def read_tensors(tensors: Iterable[FileTensor]) -> Iterator[Piece]:
             with tensor.path.open("rb", buffering=0) as file:
                 for start in range(0, span.nbytes, step):
                     piece = buffer[: min(step, span.nbytes - start)]
-                    _read_fully(file.fileno(), tensor, start, memoryview(piece.numpy()))
+                    _read_fully(file.fileno(), tensor, start, _bytes_of(piece))
                     yield Piece(name=span.name, first=start // span.dtype.itemsize, values=piece.view(span.dtype))
         except OSError as error:
             raise StoreError(f"reading '{span.name}' from {tensor.path} failed: {error.strerror or error}") from error
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a flat tensor; bfloat16 is unknown to numpy, bytes are not."""
+    array: Any = tensor.contiguous().view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _read_fully(descriptor: int, tensor: FileTensor, start: int, buffer: memoryview) -> None:
@@ -113,8 +123,8 @@ def _read_fully(descriptor: int, tensor: FileTensor, start: int, buffer: memoryv
 def write_file(path: Path, tensors: Mapping[str, Tensor], values: Callable[[str], Iterable[Tensor]]) -> None:
     """Write a file of ``tensors``, of which only dtypes and shapes count; ``values`` gives each one's as flat pieces.
 
-    All is on disk at the end. UnsupportedError for a dtype that the format lacks; StoreError when a write fails, which leaves
-    half a file to the caller to remove.
+    All is on disk at the end. UnsupportedError for a dtype that the format lacks. StoreError when a write fails, which
+    leaves half a file to the caller to remove.
     """
     layout = lay_out(tensors, metadata={"format": "pt"})
     try:
@@ -122,7 +132,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], values: Callable[[str]
             file.write(layout.header)
             for span in layout.spans:
                 for piece in values(span.name):
-                    file.write(memoryview(piece.to(span.dtype).contiguous().view(torch.uint8).numpy()))
+                    file.write(_bytes_of(piece.to(span.dtype)))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

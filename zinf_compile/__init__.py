@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zinf_compile.api import close as close
+    from zinf_compile.api import full_parameters as full_parameters
     from zinf_compile.api import optimize as optimize
     from zinf_compile.api import report as report
     from zinf_compile.api import synchronize as synchronize
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from zinf_compile.errors import UnsupportedError as UnsupportedError
     from zinf_compile.errors import VerifyError as VerifyError
     from zinf_compile.errors import ZinfError as ZinfError
+    from zinf_compile.export_model import export as export
     from zinf_compile.plan import Plan as Plan
     from zinf_compile.reports import Report as Report
 
@@ -28,6 +30,8 @@ _HOMES = {
     "optimize": "zinf_compile.api",
     "report": "zinf_compile.api",
     "close": "zinf_compile.api",
+    "full_parameters": "zinf_compile.api",
+    "export": "zinf_compile.export_model",
     "synchronize": "zinf_compile.api",
     "save": "zinf_compile.checkpoint.save",
     "load": "zinf_compile.checkpoint.load",

@@ -1,7 +1,8 @@
 """What users call: ``optimize`` a model, ask for its ``report``, ``close`` it."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,18 +12,24 @@ from torch.nn import Module
 
 from zinf_compile.config import make_config
 from zinf_compile.errors import ConfigError
+from zinf_compile.initialize import Init, choose_values, undo
 from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, TierReport
 from zinf_compile.runtime.accessors import Forward, install_accessors, refuse_optimized
+from zinf_compile.runtime.full_values import Site, check_room, lend_values
 from zinf_compile.runtime.slots import record_of
 from zinf_compile.session import Session, check_devices, session_of_store
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier
 
 
-def optimize(model: Module, **options: object) -> Module:
+def optimize(model: Module, *, init: Init = None, **options: object) -> Module:
     """Let ``model`` train within memory budgets: its parameters, gradients and optimizer state move to their homes.
 
     Changes the model in place and returns it. The training loop stays as it is.
+
+    A model built under ``torch.device("meta")`` has no values, and never needs the memory for all of them: ``init`` says
+    where they come from, "reset" for its modules' own initialisation, or safetensors: a file, a folder with an index, or a
+    list of files. Files are written over the values of a model that has some.
 
     Options, all with defaults:
         device_memory, host_memory: budgets in bytes or as "8GiB"; by default they share the memory that is free.
@@ -49,12 +56,19 @@ def optimize(model: Module, **options: object) -> Module:
     for name, parameter in parameters.items():
         if (record := record_of(parameter)) is not None:
             raise ConfigError(f"parameter '{name}' is already in the store of another model, as '{record.name}'")
-    check_devices(parameters)
+    check_devices(parameters, may_be_meta=True)
+    values = choose_values(model, init)
+    on_meta = [parameter for parameter in parameters.values() if parameter.is_meta]
     session = Session(config, type(model).__name__)
     try:
-        session.adopt(parameters, as_home=True)
+        with torch.device("cpu"):  # whatever device the caller builds models on
+            session.adopt(parameters, as_home=True, with_values=values is None)
+            if values is not None:
+                values.fill(session.store)
     except BaseException:
         session.store.close()
+        if values is not None:
+            undo(values, on_meta)
         raise
     session.forward = forward = Forward()
     install_accessors(model, forward)
@@ -117,6 +131,34 @@ def report(model: Module) -> Report:
         graph_breaks=tuple(session.graph_breaks),
         num_eager_gathers=meter.num_eager_gathers,
     )
+
+
+@contextmanager
+def full_parameters(module: Module) -> Iterator[None]:
+    """Give the parameters of an optimized model, or of a part of it, as full writable tensors in memory.
+
+    Inside the block ``module.weight`` and ``module.parameters()`` are plain parameters; the model runs eagerly with them. At
+    its end, and also when it raises, their values are written home and their gradients are added to the stored ones. An
+    optimizer keeps the stored parameters, and cannot step inside.
+
+    Raises ConfigError for a module without stored parameters, CapacityError where they do not fit in device_memory.
+    """
+    session = _session_of(module)
+    if not isinstance(session.forward, Forward):
+        raise ConfigError(
+            "full_parameters takes a model, or a part of one, that zinf_compile.optimize(model) has returned"
+        )
+    parts = set(module.modules())
+    records = {
+        record.name: record
+        for part, name, record in session.forward.sites
+        if part in parts and part._parameters.get(name) is record.parameter
+    }
+    # At every place in the model: a tied parameter is one tensor inside the block too.
+    sites = [Site(part, name, record) for part, name, record in session.forward.sites if record.name in records]
+    check_room(session.store, list(records.values()), f"full_parameters({type(module).__name__})")
+    with lend_values(sites):
+        yield
 
 
 def synchronize(model: Module) -> None:

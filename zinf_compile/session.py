@@ -51,8 +51,11 @@ class Session:
         """Return the facts of every parameter adopted so far, in module order."""
         return tuple(self.store.facts.values())
 
-    def adopt(self, parameters: Mapping[str, Parameter], *, as_home: bool) -> None:
-        """Take parameters into the store. CapacityError before anything has moved when they cannot fit."""
+    def adopt(self, parameters: Mapping[str, Parameter], *, as_home: bool, with_values: bool = True) -> None:
+        """Take parameters into the store. CapacityError before anything has moved when they cannot fit.
+
+        Without ``with_values`` they get homes only, and whoever has the values writes them there.
+        """
         named = [
             NamedParameter(parameter=parameter, fact=_parameter_fact(name, parameter, self.config))
             for name, parameter in parameters.items()
@@ -60,7 +63,7 @@ class Session:
         facts = [*self.facts, *(item.fact for item in named)]
         placements = plan_placement(facts, self.config)
         check_budgets(facts, placements, self.config)
-        self.store.adopt(named, placements[len(self.facts) :], as_home=as_home)
+        self.store.adopt(named, placements[len(self.facts) :], as_home=as_home, with_values=with_values)
         self.placements = tuple(self.store.placements.values())
 
     def thaw(self, record: StoredParameter) -> None:
@@ -127,8 +130,8 @@ def _parameter_fact(name: str, parameter: Parameter, config: Config) -> Paramete
     )
 
 
-def check_devices(parameters: Mapping[str, Parameter]) -> None:
-    """Raise unless all parameters are on the CPU, where this version computes."""
+def check_devices(parameters: Mapping[str, Parameter], *, may_be_meta: bool = False) -> None:
+    """Raise unless all parameters are on the CPU, where this version computes, or all on meta if they may be."""
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         examples = ", ".join(
@@ -137,9 +140,11 @@ def check_devices(parameters: Mapping[str, Parameter]) -> None:
         )
         raise ConfigError(f"parameters are on {len(devices)} devices ({examples}); move the model to one device first")
     device = next(iter(devices), torch.device("cpu"))
+    if device.type == "meta" and may_be_meta:
+        return
     if device.type == "meta":
         raise UnsupportedError(
-            "the model is on the meta device, so it has no values; this version needs it built in memory"
+            "the model is on the meta device, so it has no values; give it some with zinf_compile.optimize(model, init=...)"
         )
     if device.type != "cpu":
         raise UnsupportedError(f"the model is on {device}; this version computes on the CPU: call model.cpu() first")

@@ -1,0 +1,99 @@
+"""Birth and export in bounded memory, in a fresh process: 320 MiB of parameters within budgets of a fifth of that."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MIB = 2**20
+DEVICE_MEMORY, HOST_MEMORY = 48 * MIB, 16 * MIB
+
+# Resident memory counts every page, those of mapped files too; each stage is measured above what was there before it.
+SCRIPT = """
+import gc, json, re, sys, threading, time
+from pathlib import Path
+
+folder, result, *budgets = sys.argv[1:]
+device_memory, host_memory = map(int, budgets)
+import torch, zinf_compile
+
+torch.set_num_threads(1)
+options = {"device_memory": device_memory, "host_memory": host_memory, "nvme": folder, "capture": False}
+
+
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def sample():
+    while True:
+        peak["anonymous"] = max(peak["anonymous"], status("RssAnon"))
+        time.sleep(0.005)
+
+
+def measure(name, call):
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, anonymous = status("VmRSS"), status("RssAnon")
+    peak["anonymous"] = anonymous
+    done = call()
+    record[name] = {"resident": status("VmHWM") - before, "anonymous": peak["anonymous"] - anonymous}
+    return done
+
+
+def build(num_layers=20):
+    with torch.device("meta"):
+        return torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(num_layers)))
+
+
+peak, record = {"anonymous": 0}, {}
+threading.Thread(target=sample, daemon=True).start()
+weights = Path(folder, "weights")
+# What the first use of all this imports is not ours.
+small = zinf_compile.optimize(build(2), init="reset", **options)
+zinf_compile.export(small, Path(folder, "small"))
+torch.save(small.state_dict(), Path(folder, "small.pt"))
+zinf_compile.close(small)
+del small
+
+model = measure("reset", lambda: zinf_compile.optimize(build(), init="reset", **options))
+record["parameters"] = sum(parameter.numel() * 4 for parameter in model.parameters())
+measure("export", lambda: zinf_compile.export(model, weights, max_shard_size="100MB"))
+measure("save", lambda: torch.save(model.state_dict(), Path(folder, "model.pt")))
+other = measure("files", lambda: zinf_compile.optimize(build(), init=weights, **options))
+state = torch.load(Path(folder, "model.pt"), mmap=True)
+for value in state.values():  # what reading the file costs is not what loading costs
+    value.sum()
+measure("load", lambda: other.load_state_dict(state))
+record["equal"] = all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+Path(result).write_text(json.dumps(record))
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, result = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("result") / "record.json"
+    command = [sys.executable, "-c", SCRIPT, folder, result, DEVICE_MEMORY, HOST_MEMORY]
+    subprocess.run([str(part) for part in command], check=True, timeout=300)
+    record: dict[str, Any] = json.loads(result.read_text())
+    print(json.dumps(record, indent=1))
+    assert record["parameters"] > 5 * (DEVICE_MEMORY + HOST_MEMORY)
+    return record
+
+
+@pytest.mark.parametrize("stage", ["reset", "export", "files", "load"])
+def test_resident_memory_stays_within_the_budgets(stage: str, measured: dict[str, Any]) -> None:
+    assert measured[stage]["resident"] <= DEVICE_MEMORY + HOST_MEMORY
+
+
+def test_saving_a_state_dict_takes_no_memory_of_its_own(measured: dict[str, Any]) -> None:
+    """It reads mapped pages of the store file, which the system takes back when it wants."""
+    assert measured["save"]["anonymous"] <= HOST_MEMORY
+
+
+def test_what_was_saved_is_what_was_loaded(measured: dict[str, Any]) -> None:
+    assert measured["equal"]

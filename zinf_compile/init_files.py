@@ -1,0 +1,106 @@
+"""``init="model.safetensors"``: a model's values come from files, a piece at a time."""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from zinf_compile.errors import ConfigError
+from zinf_compile.init_reset import MetaBuffers, reset_buffers, resets_of
+from zinf_compile.runtime.full_values import end_writes, write_piece
+from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.weight_files import FileTensor, Source, find_tensors, read_tensors
+
+
+class FileValues:
+    """The values that files have for a model. Made before anything moves; ConfigError lists all that does not fit."""
+
+    def __init__(self, model: Module, source: Source) -> None:
+        self._model = model
+        self._buffers = MetaBuffers(model)
+        self._parameters: dict[str, FileTensor] = {}  # by the name a store knows a parameter by
+        self._persistent: dict[str, FileTensor] = {}
+        self._recomputed = self._buffers.names(persistent=False)
+        found = find_tensors(source)
+        problems = []
+        for names, tensor in _named_tensors(model):
+            here = [name for name in names if name in found]
+            if not here:
+                problems.append(f"'{names[0]}' is missing")
+                continue
+            # Of a tied parameter one name is enough. Where files have several, the last counts, as in load_state_dict.
+            chosen = found[here[-1]]
+            kind = self._parameters if isinstance(tensor, Parameter) else self._persistent
+            kind[names[0]] = chosen
+            problems += [
+                f"'{name}' is {list(found[name].span.shape)} in {found[name].path.name}, {list(tensor.shape)} in the model"
+                for name in here
+                if found[name].span.shape != tensor.shape
+            ]
+        known = {name for names, _ in _named_tensors(model) for name in names}
+        ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())  # of transformers: patterns
+        known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        problems += [
+            f"'{name}' is in {tensor.path.name}, and not in the model"
+            for name, tensor in found.items()
+            if name not in known and not any(re.search(pattern, name) for pattern in ignored)
+        ]
+        able = {reset.module for reset in resets_of(model)}
+        problems += [
+            f"'{name}' is on meta, and neither in a state dict nor made by a reset_parameters() of its module"
+            for name, module in self._recomputed.items()
+            if module not in able
+        ]
+        if problems:
+            raise ConfigError(f"{type(model).__name__} cannot be filled from {source}:\n  " + "\n  ".join(problems))
+
+    def fill(self, store: Store) -> None:
+        """Write the values home. StoreError when a file cannot be read, ConfigError for a buffer that gets no value."""
+        self._recompute_buffers()  # first, since it may touch parameters
+        targets = {tensor.span.name: name for name, tensor in self._parameters.items()}
+        for piece in read_tensors(self._parameters.values()):
+            record = store.records[targets[piece.name]]
+            write_piece(record, piece.first, piece.values)
+            if piece.first + piece.values.numel() == record.master.tensor.numel():
+                end_writes(record)
+        self._fill_buffers()
+
+    def _recompute_buffers(self) -> None:
+        reset_buffers(self._model, self._buffers, set(self._recomputed.values()))
+        if without := [name for name in self._buffers.without_value() if name in self._recomputed]:
+            raise ConfigError(
+                f"the reset_parameters() of their modules leaves {', '.join(without)} without a value, and they are in no "
+                "state dict; write them there, or build those modules on the CPU"
+            )
+
+    def _fill_buffers(self) -> None:
+        values = {
+            name: torch.empty(tensor.span.shape, dtype=tensor.span.dtype) for name, tensor in self._persistent.items()
+        }
+        targets = {tensor.span.name: name for name, tensor in self._persistent.items()}
+        for piece in read_tensors(self._persistent.values()):
+            value = values[targets[piece.name]].view(-1)
+            value[piece.first : piece.first + piece.values.numel()] = piece.values
+        for name, value in values.items():
+            path, _, last = name.rpartition(".")
+            module = self._model.get_submodule(path)
+            self._buffers.give_memory(module)
+            with torch.no_grad():
+                module.get_buffer(last).copy_(value)
+
+    def undo(self) -> None:
+        """Put buffers back on meta."""
+        self._buffers.undo()
+
+
+def _named_tensors(model: Module) -> Iterator[tuple[list[str], Tensor]]:
+    """Return every parameter and persistent buffer once, with all its names in module order."""
+    named: dict[int, tuple[list[str], Tensor]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is not None and name not in module._non_persistent_buffers_set:
+                    named.setdefault(id(tensor), ([], tensor))[0].append(f"{path}.{name}" if path else name)
+    yield from named.values()

@@ -1,0 +1,225 @@
+"""``init="reset"``: a model on meta gets its first values from its own initialisation, a module at a time.
+
+What building in memory would run, in the order in which it would: a module's children, then its own ``reset_parameters()``
+(or ``_reset_parameters()``, where torch calls it so), and at the end of a model with ``_init_weights(module)``, as those of
+transformers have, that for each module below. So the same seed gives the same numbers.
+"""
+
+import inspect
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from zinf_compile.errors import ConfigError
+from zinf_compile.runtime.full_values import Site, check_room, lend_values
+from zinf_compile.runtime.ram import return_freed_memory
+from zinf_compile.runtime.slots import StoredParameter, record_of
+from zinf_compile.runtime.store import Store
+
+_MARK = 0xA5  # in every byte of what has no value yet: a tensor that still begins and ends so was not written
+
+
+class Reset(NamedTuple):
+    """One call of a model's own initialisation, which gives values to the tensors of ``module``."""
+
+    module: Module
+    call: Callable[[], object]
+
+
+def resets_of(model: Module) -> list[Reset]:
+    """Return the calls in the order in which building in memory makes them, as far as a built model shows it."""
+    resets: list[Reset] = []
+    initialized: set[Module] = set()
+    for module in _children_first(model, set()):
+        for name in ("reset_parameters", "_reset_parameters"):
+            reset = getattr(module, name, None)
+            # Of a module that has only children, reset_parameters is for starting again: its __init__ did not call it.
+            if callable(reset) and (name.startswith("_") or _own_tensors(module)):
+                resets.append(Reset(module, reset))
+                break
+        initialize = getattr(module, "_init_weights", None)
+        if not callable(initialize) or len(inspect.signature(initialize).parameters) != 1:
+            continue
+        is_pretrained = hasattr(module, "_initialize_weights")  # transformers: each module once, by the innermost model
+        for part in _children_first(module, set()):
+            if not is_pretrained or part not in initialized:
+                resets.append(Reset(part, partial(initialize, part)))
+            if is_pretrained:
+                initialized.add(part)
+    return resets
+
+
+def _children_first(module: Module, seen: set[Module]) -> Iterator[Module]:
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module
+
+
+def _own_tensors(module: Module) -> list[Tensor]:
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+
+
+class MetaBuffers:
+    """The buffers of a model that are on meta. They get memory, then values; ``undo`` puts back what was there."""
+
+    def __init__(self, model: Module) -> None:
+        self._names = {
+            (module, name): f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_meta
+        }
+        self._was = {(module, name): module._buffers[name] for module, name in self._names}
+        self._memory: dict[tuple[Module, str], Tensor] = {}
+
+    def names(self, *, persistent: bool | None = None) -> dict[str, Module]:
+        """Return the modules of these buffers by the buffers' names; of all, or of those a state dict has, or has not."""
+        return {
+            label: module
+            for (module, name), label in self._names.items()
+            if persistent is None or persistent is (name not in module._non_persistent_buffers_set)
+        }
+
+    def give_memory(self, module: Module) -> None:
+        """Give memory without values to those of one module that are still on meta."""
+        for key, was in self._was.items():
+            if key[0] is module and was is not None and module._buffers.get(key[1]) is was:
+                self._memory[key] = module._buffers[key[1]] = _mark(torch.empty_like(was, device="cpu"))
+
+    def without_value(self) -> list[str]:
+        """Return the names of those that nobody has written or replaced."""
+        without = []
+        for (module, name), label in self._names.items():
+            now = module._buffers.get(name)
+            is_ours = now is self._memory.get((module, name))
+            if now is not None and (now.is_meta or (is_ours and _is_unwritten(now))):
+                without.append(label)
+        return without
+
+    def undo(self) -> None:
+        """Put all of them back on meta."""
+        for (module, name), was in self._was.items():
+            module._buffers[name] = was
+
+
+class ResetValues:
+    """The values that a model's own initialisation gives; ConfigError, before anything moves, if it gives some none."""
+
+    def __init__(self, model: Module) -> None:
+        self._model = model
+        self._resets = resets_of(model)
+        self._buffers = MetaBuffers(model)
+        able = {reset.module for reset in self._resets}
+        unable = [
+            name for name, _ in model.named_parameters() if model.get_submodule(name.rpartition(".")[0]) not in able
+        ]
+        _refuse(model, [*unable, *(name for name, module in self._buffers.names().items() if module not in able)])
+
+    def fill(self, store: Store) -> None:
+        """Run it, and write the values home. ConfigError for what has none afterwards."""
+        records = list(store.records.values())
+        versions = {record.name: _version(record) for record in records}  # of those that have no value yet
+        paths = {module: path for path, module in self._model.named_modules()}
+        with torch.no_grad():
+            for reset in self._resets:
+                self._buffers.give_memory(reset.module)
+                _run(reset, paths[reset.module], store, versions)
+        # What a module did not write, one that holds it may have written at home.
+        without = [
+            record.name for record in records if versions.get(record.name) == _version(record) and not record.exposed
+        ]
+        _refuse(self._model, [*without, *self._buffers.without_value()])
+
+    def undo(self) -> None:
+        """Put buffers back on meta."""
+        self._buffers.undo()
+
+
+def _run(reset: Reset, path: str, store: Store, versions: dict[str, int]) -> None:
+    """Run one call on full values in memory; parameters that it gives a first value leave ``versions``."""
+    mine, others = _own_sites(reset.module, path)
+    check_room(store, [site.record for site in mine], f"initialising '{path}'")
+    unread = frozenset(site.record.name for site in mine if versions.get(site.record.name) == _version(site.record))
+    with scratch(others), lend_values(mine, unread=unread, in_original_dtype=True) as lent:
+        for name in unread:
+            _mark(lent[name].data)
+        reset.call()
+        written = {name for name in unread if lent[name]._version or not _is_unwritten(lent[name].data)}
+    lent.clear()
+    return_freed_memory()  # the system's allocator would keep the largest module so far, and then some
+    for name in unread - written:
+        versions[name] = _version(store.records[name])
+    for name in written:
+        del versions[name]
+
+
+def reset_buffers(model: Module, buffers: MetaBuffers, modules: Container[Module]) -> None:
+    """Let some modules give values to their buffers, without touching parameters or the state of torch's generator."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for module, call in resets_of(model):
+            if module in modules:
+                buffers.give_memory(module)
+                with scratch(
+                    [(module, name) for name, parameter in module._parameters.items() if parameter is not None]
+                ):
+                    call()
+
+
+@contextmanager
+def scratch(sites: Iterable[tuple[Module, str]]) -> Iterator[None]:
+    """Register memory of their own in place of parameters, and forget it afterwards.
+
+    A second user of a tied parameter draws numbers for it too; building in memory drew them before it tied the two.
+    """
+    was = [(module, name, module._parameters[name]) for module, name in sites]
+    try:
+        for module, name, parameter in was:
+            assert parameter is not None
+            memory = torch.empty(parameter.shape, dtype=parameter.dtype)
+            module._parameters[name] = Parameter(memory, parameter.requires_grad)
+        yield
+    finally:
+        for module, name, parameter in was:
+            module._parameters[name] = parameter
+
+
+def _own_sites(module: Module, path: str) -> tuple[list[Site], list[tuple[Module, str]]]:
+    """Return where a module has parameters of which it is the first owner, and where it has others'."""
+    mine, others = [], []
+    for name, parameter in module._parameters.items():
+        if (record := record_of(parameter)) is not None:
+            if record.name == (f"{path}.{name}" if path else name):
+                mine.append(Site(module, name, record))
+            else:
+                others.append((module, name))
+    return mine, others
+
+
+def _mark(tensor: Tensor) -> Tensor:
+    tensor.view(-1).view(torch.uint8).fill_(_MARK)
+    return tensor
+
+
+def _is_unwritten(tensor: Tensor) -> bool:
+    ends = tensor.detach().view(-1).view(torch.uint8)[[0, -1]] if tensor.numel() else torch.empty(0)
+    return bool((ends == _MARK).all())
+
+
+def _version(record: StoredParameter) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return record.parameter._version
+
+
+def _refuse(model: Module, names: list[str]) -> None:
+    if names:
+        raise ConfigError(
+            f"nothing in {type(model).__name__} gives a value to {', '.join(names)}, which are on meta; let the modules "
+            "they belong to have a reset_parameters() that writes them, build those modules on the CPU, or load a file"
+        )

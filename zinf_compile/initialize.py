@@ -1,0 +1,53 @@
+"""Where a model's first values come from: it has them, makes them itself, or is given files."""
+
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch.nn import Module, Parameter
+
+from zinf_compile.errors import ConfigError, UnsupportedError
+from zinf_compile.init_files import FileValues
+from zinf_compile.init_reset import ResetValues
+from zinf_compile.runtime.slots import return_to_meta
+
+Init = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+Values = ResetValues | FileValues
+
+
+def choose_values(model: Module, init: Init) -> Values | None:
+    """Return where the values of ``model`` come from; None if they are where they are. Moves nothing.
+
+    ConfigError for an ``init`` that does not give every tensor a value, UnsupportedError for a model that cannot be filled.
+    """
+    if init is not None and not isinstance(init, str | os.PathLike):
+        is_list = isinstance(init, Sequence) and len(init) > 0
+        if not is_list or not all(isinstance(path, str | os.PathLike) for path in init):
+            raise ConfigError(
+                f"init={init!r} is neither 'reset' nor a safetensors file, a folder of them, or a list of files"
+            )
+    on_meta = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
+    if init is None:
+        if on_meta:
+            raise ConfigError(
+                f"the model is on the meta device, so it has no values ('{next(iter(on_meta))}' and {len(on_meta) - 1} "
+                "more); say init='reset' for its own initialisation, or name a safetensors file, or a folder of them"
+            )
+        return None
+    if referenced := [name for name, parameter in on_meta.items() if weakref.getweakrefs(parameter)]:
+        raise UnsupportedError(
+            f"somebody holds weak references to {', '.join(referenced)} (nn.LSTM, nn.GRU and nn.RNN do to their own), which "
+            "cannot get memory then; build that module on the CPU, the others on meta cannot be mixed with it yet"
+        )
+    if init != "reset":
+        return FileValues(model, init)
+    if not on_meta:
+        raise ConfigError("init='reset' is for a model on the meta device; this one has values, so leave init out")
+    return ResetValues(model)
+
+
+def undo(values: Values, parameters: Iterable[Parameter]) -> None:
+    """Put parameters and buffers that were on meta back there, after an error."""
+    values.undo()
+    for parameter in parameters:
+        return_to_meta(parameter)
