@@ -74,7 +74,8 @@ def lend_values(
     """Put plain parameters with the full value in memory where stored ones are registered; yields them by name.
 
     At the end, and also when the block raises, their values are written home and the stored parameters are back: what
-    was written to them stays written, as with any tensor. Their gradients are the stored ones'. Parameters named in ``unread`` have no value yet, and come with undefined content.
+    was written to them stays written, as with any tensor. Their gradients are the stored ones'. Parameters named in
+    ``unread`` have no value yet, and come with undefined content.
     """
     records = {site.record.name: site.record for site in sites}
     lent: dict[str, Parameter] = {}

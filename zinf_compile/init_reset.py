@@ -29,6 +29,7 @@ class Reset(NamedTuple):
 
     module: Module
     call: Callable[[], object]
+    is_tied: bool = False  # whether building had tied weights by then, so that it writes to them wherever they are used
 
 
 def resets_of(model: Module) -> list[Reset]:
@@ -45,10 +46,11 @@ def resets_of(model: Module) -> list[Reset]:
         initialize = getattr(module, "_init_weights", None)
         if not callable(initialize) or len(inspect.signature(initialize).parameters) != 1:
             continue
-        is_pretrained = hasattr(module, "_initialize_weights")  # transformers: each module once, by the innermost model
+        # Of transformers: each module once, by the innermost model, which ties weights afterwards. Others ``apply`` it last.
+        is_pretrained = hasattr(module, "_initialize_weights")
         for part in _children_first(module, set()):
             if not is_pretrained or part not in initialized:
-                resets.append(Reset(part, partial(initialize, part)))
+                resets.append(Reset(part, partial(initialize, part), is_tied=not is_pretrained))
             if is_pretrained:
                 initialized.add(part)
     return resets
@@ -144,7 +146,7 @@ class ResetValues:
 
 def _run(reset: Reset, path: str, store: Store, versions: dict[str, int]) -> None:
     """Run one call on full values in memory; parameters that it gives a first value leave ``versions``."""
-    mine, others = _own_sites(reset.module, path)
+    mine, others = _own_sites(reset, path)
     check_room(store, [site.record for site in mine], f"initialising '{path}'")
     unread = frozenset(site.record.name for site in mine if versions.get(site.record.name) == _version(site.record))
     with scratch(others), lend_values(mine, unread=unread, in_original_dtype=True) as lent:
@@ -163,7 +165,7 @@ def _run(reset: Reset, path: str, store: Store, versions: dict[str, int]) -> Non
 def reset_buffers(model: Module, buffers: MetaBuffers, modules: Container[Module]) -> None:
     """Let some modules give values to their buffers, without touching parameters or the state of torch's generator."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for module, call in resets_of(model):
+        for module, call, _ in resets_of(model):
             if module in modules:
                 buffers.give_memory(module)
                 with scratch(
@@ -182,7 +184,9 @@ def scratch(sites: Iterable[tuple[Module, str]]) -> Iterator[None]:
     try:
         for module, name, parameter in was:
             assert parameter is not None
-            memory = torch.empty(parameter.shape, dtype=parameter.dtype)
+            record = record_of(parameter)
+            dtype = parameter.dtype if record is None else record.original_dtype
+            memory = torch.empty(parameter.shape, dtype=dtype)
             module._parameters[name] = Parameter(memory, parameter.requires_grad)
         yield
     finally:
@@ -190,12 +194,12 @@ def scratch(sites: Iterable[tuple[Module, str]]) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-def _own_sites(module: Module, path: str) -> tuple[list[Site], list[tuple[Module, str]]]:
-    """Return where a module has parameters of which it is the first owner, and where it has others'."""
-    mine, others = [], []
+def _own_sites(reset: Reset, path: str) -> tuple[list[Site], list[tuple[Module, str]]]:
+    """Return the parameters of a module that a call writes to, and those that belong to the module they are tied to."""
+    module, mine, others = reset.module, [], []
     for name, parameter in module._parameters.items():
         if (record := record_of(parameter)) is not None:
-            if record.name == (f"{path}.{name}" if path else name):
+            if reset.is_tied or record.name == (f"{path}.{name}" if path else name):
                 mine.append(Site(module, name, record))
             else:
                 others.append((module, name))
