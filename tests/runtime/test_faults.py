@@ -1,9 +1,10 @@
-"""A disk that fails: whenever it happens, the error says what and where, nothing hangs, and no torn value is shown."""
+"""A disk that fails: whenever it happens, the error says what and where, no torn value is shown, and a checkpoint helps."""
 
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -155,6 +156,31 @@ def check_values(run: Run, values: list[dict[str, Tensor]]) -> None:
 
 
 @pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of after the first step, of a plain model."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 261)).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zinf_compile.save(folder, model, optimizer)
+    return folder
+
+
+def check_recovered(run: Run, checkpoint: Path, values: list[dict[str, Tensor]]) -> None:
+    """A checkpoint puts the model in order: it trains on from there, bit by bit."""
+    assert run.optimizer is not None
+    zinf_compile.load(checkpoint, run.model, run.optimizer)
+    for step in range(1, NUM_STEPS):
+        run.model(torch.ones(2, 261)).pow(2).sum().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        for name, parameter in run.model.named_parameters():
+            assert torch.equal(parameter.detach(), values[step + 1][name]), (step, name)
+
+
+@pytest.fixture(scope="module")
 def known_values() -> list[dict[str, Tensor]]:
     return plain_values()
 
@@ -186,6 +212,8 @@ def test_a_fault_at_any_operation(
     nth: int,
     kind: Literal["error", "short"],
     known_values: list[dict[str, Tensor]],
+    checkpoint: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = MemoryEngine(max_nbytes=2**23, faults=[Fault(operation=operation, nth=nth, kind=kind)])
@@ -208,6 +236,9 @@ def test_a_fault_at_any_operation(
     assert run.optimizer is not None
     with pytest.raises(StoreError, match=STOPPED):
         run.optimizer.step()
+    with pytest.raises(StoreError, match=STOPPED):
+        zinf_compile.save(tmp_path / "stopped", run.model, run.optimizer)
+    check_recovered(run, checkpoint, known_values)
     zinf_compile.close(run.model)
     check_closed(run)
 
@@ -217,7 +248,13 @@ PHASES = {"read": {"forward", "backward", "step"}, "write": {"placement", "backw
 
 @pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_a_fault_in_each_phase_is_met(operation: Operation, capture: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_each_phase_is_met(
+    operation: Operation,
+    capture: bool,
+    checkpoint: Path,
+    known_values: list[dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where each phase's operations begin is counted in a run without faults; each phase then fails in its middle."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -254,30 +291,36 @@ def test_a_fault_in_each_phase_is_met(operation: Operation, capture: bool, monke
         assert run.error is not None, (phase, nth)
         assert "at offset" in str(run.error)
         if phase != "placement":
+            check_recovered(run, checkpoint, known_values)
             zinf_compile.close(run.model)
         check_closed(run)
 
 
 def test_an_error_of_the_users_optimizer_leaves_nothing_in_flight(
-    optimize: Callable[..., nn.Module], store_of: Callable[[nn.Module], Store]
+    optimize: Callable[..., nn.Module], store_of: Callable[[nn.Module], Store], tmp_path: Path
 ) -> None:
     class Fussy(torch.optim.Optimizer):
-        """Updates the first weight and refuses the second."""
+        """Updates the first weight and refuses the second, once."""
 
         def __init__(self, params: object) -> None:
             super().__init__(params, {})  # type: ignore[arg-type]
+            self.refused: list[str] = []
 
         @torch.no_grad()
         def step(self, closure: None = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if parameter.shape == (261, 263):
+                    if parameter.shape == (261, 263) and not self.refused:
+                        self.refused.append("2.weight")
                         raise ValueError("not this one")
-                    parameter.sub_(parameter.grad)
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad)
 
     model = optimize(make_model(), tiny=True, host_memory="2MiB")
     model(torch.ones(2, 261)).sum().backward()
     optimizer = Fussy(model.parameters())
+    zinf_compile.save(tmp_path / "saved", model, optimizer)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with pytest.raises(ValueError, match="not this one") as caught:
         optimizer.step()
     assert caught.value.__notes__ == [
@@ -297,3 +340,9 @@ def test_an_error_of_the_users_optimizer_leaves_nothing_in_flight(
         store_of(model).check_usable()
     with pytest.raises(StoreError, match=stopped):
         optimizer.step()
+    zinf_compile.load(tmp_path / "saved", model, optimizer)
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert grads.keys() == start.keys(), "pending gradients are part of a checkpoint"
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), start[name] - grads[name]), name
