@@ -1,4 +1,4 @@
-"""Learning rate schedules, and the matrix of what a loop is made of: optimizer, placement, accumulation, clipping, schedule."""
+"""Learning rate schedules, and the matrix of a loop's parts: optimizer, placement, accumulation, clipping, schedule."""
 
 import itertools
 
