@@ -42,6 +42,7 @@ _REFUSED: Mapping[type[Optimizer], str] = {
 }
 
 _uncoupled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that need not be asked again
+_obstacles: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()  # what the log has said already
 _log = logging.getLogger(__name__)
 
 
@@ -58,7 +59,9 @@ def is_element_wise(optimizer: Optimizer) -> bool:
     for group in optimizer.param_groups:
         obstacle = _find_obstacle(optimizer, group)
         if obstacle is not None:
-            _log.info("%s gets whole tensors: %s", type(optimizer).__name__, obstacle)
+            if _obstacles.get(optimizer) != obstacle:
+                _log.info("%s gets whole tensors: %s", type(optimizer).__name__, obstacle)
+                _obstacles[optimizer] = obstacle
             return False
     return True
 

@@ -215,6 +215,19 @@ def test_whole_tensors_that_do_not_fit_staging_are_refused_before_anything_chang
     train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), make_batches()[0])
 
 
+def test_the_log_says_once_why_an_optimizer_gets_whole_tensors(
+    optimize: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="zinf_compile")
+    model = optimize(make_model())
+    optimizers = [SignDescent(model.parameters()), MyAdam(model.parameters())]
+    for batch in make_batches():
+        for optimizer in optimizers:
+            train_step(model, optimizer, batch)
+    (record,) = [record for record in caplog.records if "whole tensors" in record.getMessage()]
+    assert record.getMessage() == "SignDescent gets whole tensors: it calls aten.linalg_vector_norm.default"
+
+
 def make_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [
         {"params": [parameter for parameter in model.parameters() if parameter.dim() > 1], "weight_decay": 0.1},
