@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.arguments import check_arguments, file_staging, resting
-from zinf_compile.checkpoint.match import check_same, split_state_name
+from zinf_compile.checkpoint.match import check_same, refuse_lent, split_state_name
 from zinf_compile.checkpoint.objects import Objects, load_objects
 from zinf_compile.errors import CheckpointError, ConfigError
 from zinf_compile.runtime.checkpoint_folder import (
@@ -102,10 +102,11 @@ def _check_whole_stores(model: Module, stores: Sequence[Store]) -> None:
     """Raise ConfigError if a store has parameters beside this model's: it goes on when all of it has been loaded."""
     ours = {id(parameter) for parameter in model.parameters()}
     for store in stores:
-        others = [record.name for record in store.records.values() if id(record.parameter) not in ours]
+        others = [record for record in store.records.values() if id(record.parameter) not in ours]
+        refuse_lent(record.parameter for record in others)
         if others:
             raise ConfigError(
-                f"'{others[0]}' and what else is in the store of this {type(model).__name__} belongs to another model; "
+                f"'{others[0].name}' and what else is in the store of this {type(model).__name__} belongs to another model; "
                 "load into the module that holds both"
             )
 

@@ -242,6 +242,19 @@ def test_a_closed_model(make: Callable, saved: Path) -> None:
         optimizer.step()
 
 
+def test_inside_of_full_parameters(make: Callable, saved: Path) -> None:
+    model, optimizer = make()
+    with zinf_compile.full_parameters(model):
+        lent = r"'0\.weight' is lent to full_parameters\(\)"
+        with pytest.raises(UnsupportedError, match=lent):
+            zinf_compile.save(saved, model, optimizer)
+        with pytest.raises(UnsupportedError, match=lent):
+            zinf_compile.load(saved, model, optimizer)
+    with zinf_compile.full_parameters(model[0]), pytest.raises(UnsupportedError, match=lent):
+        zinf_compile.load(saved, model, optimizer)
+    zinf_compile.load(saved, model, optimizer)
+
+
 def test_a_full_disk(make: Callable, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make()
     before = (saved / "manifest.json").read_text()
