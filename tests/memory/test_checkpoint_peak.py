@@ -1,9 +1,8 @@
-"""Saving and loading take constant memory, measured in a fresh process: 96 MiB through 4 MiB of staging, past the page cache."""
+"""Saving and loading take constant memory, measured in a fresh process: 96 MiB through 4 MiB, past the page cache."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest

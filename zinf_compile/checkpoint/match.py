@@ -32,7 +32,7 @@ def refuse_lent(parameters: Iterable[Parameter]) -> None:
     for parameter in parameters:
         if (record := record_of(parameter)) is not None and record.lent:
             raise UnsupportedError(
-                f"'{record.name}' is lent to full_parameters(), whose tensor holds its value now; save and load after the block"
+                f"'{record.name}' is lent to full_parameters(), whose tensor holds its value; save and load after the block"
             )
 
 
