@@ -30,6 +30,7 @@ def train(model: nn.Module, optimizer: Optimizer, num_steps: int) -> list[float]
 def make(tmp_path: Path) -> Iterator[Callable[..., Made]]:
     """Return ``make(stored=..., width=...)``: a model after a step. Stores are checked and closed afterwards."""
     models: list[nn.Module] = []
+    before = set(threading.enumerate())
 
     def call(*, stored: bool = True, width: int = 67, num_steps: int = 1) -> Made:
         torch.manual_seed(0)
@@ -46,5 +47,5 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Made]]:
         store = next(model.parameters())._zinf_record.store
         store.check_integrity()
         zinf_compile.close(model)
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("zinf")]
+    names = [thread.name for thread in set(threading.enumerate()) - before]
     assert not names, f"threads outlive their model: {names}"
