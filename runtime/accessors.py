@@ -33,6 +33,14 @@ class Forward:
         self.sites: list[tuple[Module, str, StoredParameter]] = []  # where each stored parameter is registered
 
     @property
+    def is_computing(self) -> bool:
+        """Return whether parameters are read to compute with: in a forward, or in a part of it that backward runs again.
+
+        Backward runs checkpoints again with gradients enabled, and hooks, which look at parameters, without.
+        """
+        return self.depth > 0 or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+
+    @property
     def is_swapped(self) -> bool:
         """Return whether somebody put other tensors where stored parameters were, as ``functional_call`` does."""
         return any(module._parameters.get(name) is not record.parameter for module, name, record in self.sites)
@@ -163,7 +171,7 @@ def _accessor(name: str, record: StoredParameter, forward: Forward) -> Callable[
         forward, record = alive(), of_record()
         assert forward is not None
         assert record is not None
-        return gather_eagerly(record) if forward.depth and parameter is record.parameter else parameter
+        return gather_eagerly(record) if forward.is_computing and parameter is record.parameter else parameter
 
     return get
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 3
 WIDTH = 24
@@ -40,6 +41,36 @@ class BrokenNet(Net):
             if number == 1:
                 torch._dynamo.graph_break()
         return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+class CheckpointedNet(Net):
+    """Checkpoints of a module and of a function that reads the model's parameters itself."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.embed(x)
+
+        def block(hidden: Tensor) -> Tensor:
+            scaled = F.layer_norm(hidden, [WIDTH], self.norm.weight, self.norm.bias)
+            return F.dropout(torch.tanh(self.up(scaled)), 0.2)
+
+        for layer in self.layers:
+            inner = checkpoint(block, hidden, use_reentrant=self.use_reentrant)
+            hidden = hidden + checkpoint(layer, inner, use_reentrant=self.use_reentrant)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+class ReentrantNet(CheckpointedNet):
+    use_reentrant = True
+
+
+def checkpointed_net():
+    return net(CheckpointedNet)
+
+
+def reentrant_net():
+    return net(ReentrantNet)
 
 
 def broken_net():
@@ -95,6 +126,32 @@ def test_parameters_that_two_graphs_of_a_forward_share(parity, captured):
         return net()[1][-1 - step]
 
     parity.check_loop(lambda *args: run(*args, backward), broken_net, captured=captured)
+
+
+@pytest.mark.parametrize("workload", [checkpointed_net, reentrant_net])
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_checkpoints(parity, captured, workload, compute_dtype):
+    """Two micro-batches, the second added to the first; in the model's dtype, or with compute in bfloat16."""
+
+    def backward(step, model, batch):
+        losses = [model(**batch), model(**net()[1][-1])]
+        for loss in losses:
+            loss.backward()
+        return losses
+
+    model, batches = parity.optimized(
+        workload, captured=captured, compute_dtype=compute_dtype, device_memory=80 * 2**10
+    )
+    plain = workload()[0].to(compute_dtype)
+    if captured:
+        plain.compile(backend="aot_eager", dynamic=False)
+    for each in (plain, model):
+        torch.manual_seed(0)
+        for loss in backward(0, each, batches[0]):
+            assert loss.dtype == (compute_dtype or torch.float32)
+        torch._dynamo.reset()
+    for name, parameter in plain.named_parameters():
+        parity.assert_equal(model.get_parameter(name).grad, parameter.grad, name)
 
 
 def test_a_graph_kept_for_a_second_backward(parity, captured):
