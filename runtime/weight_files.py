@@ -58,7 +58,9 @@ def _merge(paths: Iterable[Path]) -> dict[str, FileTensor]:
     found: dict[str, FileTensor] = {}
     for path in paths:
         if not path.is_file():
-            raise ConfigError(f"there is no file '{path}' to load weights from")
+            raise ConfigError(
+                f"there is no file or folder '{path}' to take weights from; for a model's own initialisation say 'reset'"
+            )
         for span in read_layout(path).spans:
             if span.name in found:
                 raise CheckpointError(

@@ -44,7 +44,7 @@ def resets_of(model: Module) -> list[Reset]:
                 resets.append(Reset(module, reset))
                 break
         initialize = getattr(module, "_init_weights", None)
-        if not callable(initialize) or len(inspect.signature(initialize).parameters) != 1:
+        if not callable(initialize) or not _takes_one_argument(initialize):
             continue
         # Of transformers: each module once, by the innermost model, which ties weights afterwards. Others ``apply`` it last.
         is_pretrained = hasattr(module, "_initialize_weights")
@@ -54,6 +54,11 @@ def resets_of(model: Module) -> list[Reset]:
             if is_pretrained:
                 initialized.add(part)
     return resets
+
+
+def _takes_one_argument(function: Callable[..., object]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return len([each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]) == 1
 
 
 def _children_first(module: Module, seen: set[Module]) -> Iterator[Module]:
@@ -152,8 +157,9 @@ def _run(reset: Reset, path: str, store: Store, versions: dict[str, int]) -> Non
     with scratch(others), lend_values(mine, unread=unread, in_original_dtype=True) as lent:
         for name in unread:
             _mark(lent[name].data)
+        before = {name: lent[name]._version for name in unread}
         reset.call()
-        written = {name for name in unread if lent[name]._version or not _is_unwritten(lent[name].data)}
+        written = {name for name in unread if lent[name]._version > before[name] or not _is_unwritten(lent[name].data)}
     lent.clear()
     return_freed_memory()  # the system's allocator would keep the largest module so far, and then some
     for name in unread - written:
