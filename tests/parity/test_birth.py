@@ -206,6 +206,17 @@ def test_a_model_born_in_any_home(parity: Any, tmp_path: Path, placement: str) -
     assert_same_tensors(parity, model, plain)
 
 
+def test_an_optimizer_from_before(parity: Any, options: dict[str, Any]) -> None:
+    """Parameters stay the objects they are, so one that was made for the model on meta trains it."""
+    torch.manual_seed(11)
+    plain, model = MLP(), on_meta(MLP)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    torch.manual_seed(11)
+    parity.optimize(model, init="reset", **options)
+    ours = parity.train(model, VECTORS, make_optimizer=lambda _: optimizer)
+    parity.assert_same(ours, parity.train(plain, VECTORS))
+
+
 def test_files_in_another_dtype(parity: Any, options: dict[str, Any], tmp_path: Path) -> None:
     plain = MLP()
     zinf_compile.export(plain, tmp_path / "weights", dtype=torch.bfloat16)
