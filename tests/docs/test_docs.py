@@ -1,5 +1,6 @@
 """README and docs are true: their Python runs, their links resolve, their files, options and commands exist."""
 
+import gc
 import os
 import re
 import shlex
@@ -75,7 +76,9 @@ def test_python_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         for value in names.values():
             if isinstance(value, torch.nn.Module):
                 zinf_compile.close(value)
+        names.clear()
         torch._dynamo.reset()
+        gc.collect()  # a model whose name was used again has not been closed
 
 
 def test_the_readme_runs_something() -> None:

@@ -14,7 +14,7 @@ from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.nvme.layout import FileLayout
 from zinf_compile.runtime.nvme.memory import Fault, MemoryEngine
-from zinf_compile.runtime.slots import Slot, StoredParameter, map_tensor
+from zinf_compile.runtime.slots import Seat, Slot, StoredParameter, map_tensor
 from zinf_compile.runtime.staging import StagingPool
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.terms import Tier
@@ -50,6 +50,7 @@ class Bench:
             compute=slot,
             master=slot,
             gradient=None,
+            seat=Seat(torch.empty(0)),
         )
 
     def check(self) -> None:
