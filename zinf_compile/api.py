@@ -22,7 +22,7 @@ from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier
 
 
-def optimize(model: Module, *, init: Init = None, **options: object) -> Module:
+def optimize(model: Module, *, init: Init = None, share: Module | None = None, **options: object) -> Module:
     """Let ``model`` train within memory budgets: its parameters, gradients and optimizer state move to their homes.
 
     Changes the model in place and returns it. The training loop stays as it is.
@@ -30,6 +30,9 @@ def optimize(model: Module, *, init: Init = None, **options: object) -> Module:
     A model built under ``torch.device("meta")`` has no values, and never needs the memory for all of them: ``init`` says
     where they come from, "reset" for its modules' own initialisation, or safetensors: a file, a folder with an index, or a
     list of files. Files are written over the values of a model that has some.
+
+    ``share`` is a model that was optimized before: this one joins it, under the options of that one and within one set of
+    budgets. Its names get its class in front, reports are about both, and closing one closes both.
 
     Options, all with defaults:
         device_memory, host_memory: budgets in bytes or as "8GiB"; by default they share the memory that is free.
@@ -51,7 +54,11 @@ def optimize(model: Module, *, init: Init = None, **options: object) -> Module:
     if not isinstance(model, Module):
         raise ConfigError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
     refuse_optimized(model)
-    config = make_config(options)
+    if share is not None and (options or init is not None):
+        given = ", ".join([*options, *(["init"] if init is not None else [])])
+        raise ConfigError(f"a model that shares the budgets of another has its options; leave out share, or {given}")
+    shared = None if share is None else _session_of(share)
+    config = make_config(options) if shared is None else shared.config
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if (record := record_of(parameter)) is not None:
@@ -59,18 +66,22 @@ def optimize(model: Module, *, init: Init = None, **options: object) -> Module:
     check_devices(parameters, may_be_meta=True)
     values = choose_values(model, init)
     on_meta = [parameter for parameter in parameters.values() if parameter.is_meta]
-    session = Session(config, type(model).__name__)
+    session = Session(config, type(model).__name__) if shared is None else shared
+    if shared is not None:
+        parameters = session.prefixed(parameters, type(model).__name__)
     try:
         with torch.device("cpu"):  # whatever device the caller builds models on
             session.adopt(parameters, as_home=True, with_values=values is None)
             if values is not None:
                 values.fill(session.store)
     except BaseException:
-        session.store.close()
+        if shared is None:
+            session.store.close()
         if values is not None:
             undo(values, on_meta)
         raise
-    session.forward = forward = Forward()
+    forward = Forward()
+    session.forwards.append(forward)
     install_accessors(model, forward)
     if config.capture:
         call: Callable[..., Any] = model._call_impl
@@ -144,18 +155,19 @@ def full_parameters(module: Module) -> Iterator[None]:
     Raises ConfigError for a module without stored parameters, CapacityError where they do not fit in device_memory.
     """
     session = _session_of(module)
-    if not isinstance(session.forward, Forward):
+    if not session.forwards:
         raise ConfigError(
             "full_parameters takes a model, or a part of one, that zinf_compile.optimize(model) has returned"
         )
     parts = set(module.modules())
+    all_sites = [site for forward in session.forwards for site in forward.sites]
     records = {
         record.name: record
-        for part, name, record in session.forward.sites
+        for part, name, record in all_sites
         if part in parts and part._parameters.get(name) is record.parameter
     }
     # At every place in the model: a tied parameter is one tensor inside the block too.
-    sites = [Site(part, name, record) for part, name, record in session.forward.sites if record.name in records]
+    sites = [Site(part, name, record) for part, name, record in all_sites if record.name in records]
     check_room(session.store, list(records.values()), f"full_parameters({type(module).__name__})")
     with lend_values(sites):
         yield

@@ -18,6 +18,7 @@ from zinf_compile.passes.capture import compile_graph, describe_break, refuse_wr
 from zinf_compile.passes.planning.placement import check_budgets, place_thawed, plan_placement
 from zinf_compile.plan import Placement
 from zinf_compile.program import Program
+from zinf_compile.runtime.accessors import Forward
 from zinf_compile.runtime.calibrate import measure_hardware
 from zinf_compile.runtime.leaves import hang_on_parameters
 from zinf_compile.runtime.op_impls import register
@@ -30,7 +31,7 @@ _MAX_DESCRIPTORS = 65536  # Linux allows a process 65530 mappings by default
 
 
 class Session:
-    """One model under zinf_compile: its budgets, its store, and the plans of its captured graphs."""
+    """One model under zinf_compile, or several that share budgets: their store, and the plans of their captured graphs."""
 
     def __init__(self, config: Config, model_name: str) -> None:
         register()
@@ -40,7 +41,7 @@ class Session:
         self.model_name = model_name
         self.store = Store(config)
         self.store.session = self
-        self.forward: object = None  # the accessors', which hold it weakly
+        self.forwards: list[Forward] = []  # of the models' accessors, which hold theirs weakly
         self.programs: list[Program] = []
         self.graph_breaks: list[str] = []
         self.placements: tuple[Placement, ...] = ()  # where the newest plan wants every parameter
@@ -65,6 +66,13 @@ class Session:
         check_budgets(facts, placements, self.config)
         self.store.adopt(named, placements[len(self.facts) :], as_home=as_home, with_values=with_values)
         self.placements = tuple(self.store.placements.values())
+
+    def prefixed(self, parameters: Mapping[str, Parameter], model_name: str) -> dict[str, Parameter]:
+        """Return the parameters of a model that joins, under names that no other here has: ``Critic.layers.0.weight``."""
+        prefix = model_name
+        while any(name.startswith(f"{prefix}.") for name in self.store.facts):
+            prefix += "_"
+        return {f"{prefix}.{name}": parameter for name, parameter in parameters.items()}
 
     def thaw(self, record: StoredParameter) -> None:
         """Let a parameter be trained that was frozen so far. CapacityError, before anything has changed, without room."""
