@@ -1,6 +1,7 @@
 """Home tensors: what a model's registered parameters become. They look and behave like the parameters they were."""
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,19 +10,88 @@ from torch.nn import Parameter
 
 from zinf_compile.errors import StoreError, UnsupportedError
 from zinf_compile.runtime.full_values import end_writes, write_piece
-from zinf_compile.runtime.slots import StoredParameter, record_of
+from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
 
 _DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
 _DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ALIASES = frozenset({_DATA_GET, Tensor.detach, Tensor.numpy, Tensor.untyped_storage, Tensor.data_ptr})
 
+_GETTERS = """grad requires_grad shape dtype device layout ndim is_leaf is_sparse is_cuda is_quantized is_meta itemsize
+nbytes is_mkldnn grad_fn grad_dtype _version _base _backward_hooks"""
+# What neither reads nor writes values, and so need not wait for an update in flight.
+_LOOKS_AT_NO_VALUE = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in _GETTERS.split()),
+        Tensor.grad.__set__,  # type: ignore[union-attr]  # a getset descriptor
+        Tensor.size,
+        Tensor.stride,
+        Tensor.storage_offset,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.element_size,
+        Tensor.__len__,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        *_SET_REQUIRES_GRAD,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+    }
+)
+
+
+class HomeTensor(Tensor):
+    """A gradient or a tensor of optimizer state whose bytes are at home in a store, as people see it.
+
+    An optimizer step in the background may be reading or writing it: whoever looks at its values waits for that.
+    """
+
+    # Weak: torch's garbage collector does not see that a parameter holds its gradient, which would so keep its own record.
+    record: "weakref.ref[StoredParameter]"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` on the home tensors as plain tensors, once nothing is in flight for them."""
+        kwargs = kwargs or {}
+        _await_homes(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def plain(self) -> Tensor:
+        """Return it as a plain tensor over the same bytes."""
+        await_home(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor."""
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a plain tensor in memory."""
+        if id(self) not in memo:
+            memo[id(self)] = self.plain().clone()
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    def __repr__(self) -> str:  # type: ignore[override]  # Tensor takes an argument more
+        return repr(self.plain())
+
 
 class HomeParameter(Parameter):
     """A parameter whose bytes are at home in a store.
 
-    Whoever looks at it first learns whether its last update finished; whoever gets a writable alias of it makes the
-    compute copy stale. In-place operations need no help: they raise the version, which every gather compares.
+    Whoever looks at its values waits for its update in flight, and learns whether its last update finished; whoever gets
+    a writable alias of it makes the compute copy stale. In-place operations need no help: they raise the version, which
+    every gather compares.
     """
 
     @classmethod
@@ -34,10 +104,9 @@ class HomeParameter(Parameter):
     ) -> Any:
         """Run ``func`` on the home tensors as plain tensors; StoreError for a parameter with half an update."""
         kwargs = kwargs or {}
+        _await_homes(func, args, kwargs)
         for arg in args:
             if isinstance(arg, HomeParameter) and (record := record_of(arg)) is not None:
-                if record.torn:
-                    raise torn_error(record)
                 if func in _ALIASES:
                     record.exposed = True
                 if (
@@ -56,14 +125,44 @@ class HomeParameter(Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain parameter it stands for."""
+        await_home(self)
         with torch._C.DisableTorchFunctionSubclass():
             return Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]  # as Parameter has it; Tensor takes an argument more
-        if (record := record_of(self)) is not None and record.torn:
-            raise torn_error(record)
+        await_home(self)
         with torch._C.DisableTorchFunctionSubclass():
             return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)}"
+
+
+def show_home(slot: Slot, record: StoredParameter) -> Tensor:
+    """Return the home tensor of a gradient or optimizer state as people are to see it; always the same object."""
+    if slot.shown is None:
+        shown = slot.tensor.as_subclass(HomeTensor)
+        shown.record = weakref.ref(record)
+        slot.shown = shown
+    return slot.shown
+
+
+def await_home(tensor: HomeParameter | HomeTensor) -> None:
+    """Block until nothing is in flight for a home tensor; StoreError if it holds half an update."""
+    record = tensor.record() if isinstance(tensor, HomeTensor) else record_of(tensor)
+    if record is None:
+        return
+    record.store.finish(record)
+    if record.torn and not (record.gradient is not None and tensor is record.gradient.shown):
+        raise torn_error(record)
+
+
+def _await_homes(func: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Wait for every home tensor among the arguments of ``func``, in lists as well, unless it looks at no value."""
+    if func in _LOOKS_AT_NO_VALUE:
+        return
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, HomeParameter | HomeTensor):
+            await_home(arg)
+        elif isinstance(arg, list | tuple):
+            _await_homes(func, arg, {})
 
 
 def _set_data(parameter: Tensor, value: Tensor) -> None:
@@ -127,9 +226,12 @@ class EagerGather(torch.autograd.Function):
         record = record_of(parameter)
         assert record is not None
         record.uses.add(ctx)
+        ctx.parameter = parameter
         return gather()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient unchanged."""
+        """Return the gradient unchanged, once nothing is in flight for the one it may be added to."""
+        if (record := record_of(ctx.parameter)) is not None:
+            record.store.finish(record)
         return grad, None

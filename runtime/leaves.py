@@ -64,7 +64,7 @@ def choose_delivery(record: StoredParameter) -> Delivery:
     if not parameter.requires_grad:  # frozen since the graph was captured
         return Delivery.NOWHERE
     backward = torch._C._current_graph_task_id()
-    if backward == -1:
+    if backward == -1 or not record.uses:  # nothing in the autograd graph stands for the parameter itself
         return Delivery.HOME
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         accumulate_grad = get_gradient_edge(parameter).node

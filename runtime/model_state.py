@@ -8,8 +8,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedError
-from zinf_compile.runtime.optimizer import StreamedStep
+from zinf_compile.runtime.home import show_home
 from zinf_compile.runtime.slots import Slot, record_of
+from zinf_compile.runtime.step_jobs import state_slot
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.terms import Tier
@@ -65,7 +66,7 @@ def gradient_tensors(model: Module) -> dict[str, HomedTensor]:
             grad = parameter.grad
         if grad is None:
             continue
-        if record is not None and record.gradient is not None and _is_home(grad, record.gradient):
+        if record is not None and record.gradient is not None and record.gradient.is_home_of(grad):
             tensors[name] = HomedTensor(slot=record.gradient, transfers=record.store.transfers)
         else:
             tensors[name] = _plain(f"the gradient of {name}", grad)
@@ -87,7 +88,7 @@ def add_gradient(parameter: Parameter) -> HomedTensor:
         if record is None or record.gradient is None:
             parameter.grad = torch.zeros_like(parameter)
             return _plain("a gradient", parameter.grad)
-        parameter.grad = record.gradient.tensor
+        parameter.grad = show_home(record.gradient, record)
         return HomedTensor(slot=record.gradient, transfers=record.store.transfers)
 
 
@@ -105,7 +106,7 @@ def state_tensors(optimizer: Optimizer, parameter: Parameter) -> dict[str, Homed
         if not isinstance(value, Tensor):
             continue
         slot = record.states.get(key) if record is not None else None
-        if record is not None and slot is not None and _is_home(value, slot):
+        if record is not None and slot is not None and slot.is_home_of(value):
             tensors[key] = HomedTensor(slot=slot, transfers=record.store.transfers)
         else:
             tensors[key] = _plain(f"{key} of the optimizer", value)
@@ -121,8 +122,8 @@ def add_state(
     """
     record = record_of(parameter)
     if record is not None and shape and shape == tuple(record.master.tensor.shape):
-        slot = StreamedStep(record.store, optimizer).state_slot(record, key, dtype)
-        optimizer.state[parameter][key] = slot.tensor
+        slot = state_slot(record, optimizer, key, dtype)
+        optimizer.state[parameter][key] = show_home(slot, record)
         return HomedTensor(slot=slot, transfers=record.store.transfers)
     if record is None and shape == tuple(parameter.shape):
         value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -138,7 +139,3 @@ def _plain(name: str, tensor: Tensor) -> HomedTensor:
             f"{name} is a {tensor.layout} tensor on {tensor.device}; this version saves and loads dense tensors on the CPU"
         )
     return HomedTensor(slot=Slot(name=name, tier=Tier.HOST, tensor=tensor.detach()))
-
-
-def _is_home(tensor: Tensor, slot: Slot) -> bool:
-    return tensor.data_ptr() == slot.tensor.data_ptr()

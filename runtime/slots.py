@@ -1,6 +1,7 @@
 """Slots: one stored tensor each, on one tier, with the home tensor people see; and the record of a parameter's slots."""
 
 import weakref
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,8 +22,13 @@ class Slot:
 
     name: str  # "layers.3.up.weight (gradient)", for messages
     tier: Tier
-    tensor: Tensor  # the home tensor
+    tensor: Tensor  # the home tensor, for us: whoever uses it knows that nothing of it is in flight
     extent: Extent | None = None
+    shown: Tensor | None = None  # the home tensor for people, of a gradient or optimizer state: using it waits
+    num_own_references: int = field(init=False)  # to its bytes, by our tensors; any more are aliases that others hold
+
+    def __post_init__(self) -> None:
+        self.num_own_references = self.num_references
 
     @property
     def nbytes(self) -> int:
@@ -33,6 +39,17 @@ class Slot:
     def in_memory(self) -> bool:
         """Return whether the home is RAM, so that the home tensor may be computed on."""
         return self.tier is not Tier.NVME
+
+    def is_home_of(self, tensor: Tensor) -> bool:
+        """Return whether a tensor begins at this home's bytes."""
+        with torch._C.DisableTorchFunctionSubclass():  # a look at the address is not a look at the value
+            return tensor.data_ptr() == self.tensor.data_ptr()
+
+    @property
+    def num_references(self) -> int:
+        """Return how many tensors and arrays hold the bytes of this home, its own home tensors among them."""
+        count: int = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+        return count
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the file offset and the sector-rounded length of elements [start, stop); start must be aligned."""
@@ -82,12 +99,22 @@ class StoredParameter:
     uses: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)  # autograd nodes that give it gradients
     home_backward: int = -1  # the last backward, by its number, whose gradient went straight home
     handed: Tensor | None = None  # a gradient on its way from a captured backward to autograd
+    update: "Future[None] | None" = None  # of an optimizer step in the background; done when all of it is home
     lent: bool = False  # full_parameters() holds its value
 
     @property
     def has_compute_copy(self) -> bool:
         """Return whether compute and master are two slots."""
         return self.compute is not self.master
+
+    @property
+    def is_aliased(self) -> bool:
+        """Return whether somebody holds a plain tensor or an array over the bytes of the master, gradient or state."""
+        with_parameter = self.master.num_references > self.master.num_own_references + 1
+        others = [*self.states.values(), *([self.gradient] if self.gradient is not None else [])]
+        return with_parameter or any(
+            slot.num_references > slot.num_own_references + (slot.shown is not None) for slot in others
+        )
 
     @property
     def original_dtype(self) -> torch.dtype:

@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from zinf_compile.ops import make_anchor
 from zinf_compile.plan import Placement
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
-from zinf_compile.runtime.home import HomeParameter, torn_error
+from zinf_compile.runtime.home import HomeParameter, show_home, torn_error
 from zinf_compile.runtime.leaves import Delivery, choose_delivery
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN, Engine
@@ -29,6 +29,7 @@ from zinf_compile.runtime.ram import DeviceRam, return_freed_memory
 from zinf_compile.runtime.slots import RECORD, Owner, Seat, Slot, StoredParameter, give_memory, map_tensor
 from zinf_compile.runtime.staging import StagingPool
 from zinf_compile.runtime.transfers import Transfers
+from zinf_compile.runtime.updates import UpdateQueue
 from zinf_compile.terms import Tier
 
 _ids = itertools.count(1)  # of stores and parameters, unique in the process: an id in a graph never means two things
@@ -76,6 +77,8 @@ class Store:
             self.engine = PosixEngine(config.nvme)
         self.layout = FileLayout()
         self.transfers = Transfers(engine=self.engine, staging=self.staging, arena=self.arena, meter=self.meter)
+        self.updates = UpdateQueue()
+        self.update_order: Mapping[str, int] = {}  # of parameters, the first that the next forward gathers first
         self.chunk_elements = 2**20  # of the streamed step; a plan sets it
         self.ram = DeviceRam(budget=config.device_memory - config.reserve_memory)
         self._homes_nbytes = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.NVME: 0}
@@ -84,7 +87,7 @@ class Store:
         self._failure: str | None = None  # why it computes no more until a checkpoint is loaded
         self._closed = False
         _stores[self.store_id] = self
-        self._finalizer = weakref.finalize(self, _close, self.transfers, self.staging, self.engine)
+        self._finalizer = weakref.finalize(self, _close, self.updates, self.transfers, self.staging, self.engine)
 
     # Placement
 
@@ -191,6 +194,7 @@ class Store:
 
     def place_again(self, placements: Iterable[Placement]) -> None:
         """Move compute copies, master copies and gradients to the homes of a new plan."""
+        self.synchronize()
         for placement in placements:
             record = self.records[placement.parameter]
             self._move(record, "compute", placement.compute)
@@ -211,8 +215,8 @@ class Store:
         if moved is slot:
             return
         grad = record.parameter.grad
-        if role == "gradient" and grad is not None and grad.data_ptr() == slot.tensor.data_ptr():
-            record.parameter.grad = moved.tensor
+        if role == "gradient" and grad is not None and slot.is_home_of(grad):
+            record.parameter.grad = show_home(moved, record)
         if slot is record.master:
             record.master = moved
             with torch._C.DisableTorchFunctionSubclass():
@@ -253,6 +257,7 @@ class Store:
 
     def gather_value(self, record: StoredParameter) -> Tensor:
         """Return the full compute copy: the resident tensor itself, or fresh memory filled from its home. Blocks."""
+        self.finish(record)
         self.check_usable(record)
         self.refresh_one(record)
         slot = record.compute
@@ -270,6 +275,7 @@ class Store:
 
         One that autograd must see is handed over instead, and one that nobody asked for dropped.
         """
+        self.finish(record)
         self.check_usable(record)
         slot, parameter = record.gradient, record.parameter
         if slot is None:
@@ -282,8 +288,8 @@ class Store:
         with torch.no_grad(), self.failing_on_error():
             if parameter.grad is None:
                 self.transfers.write_value(slot, grad, Tier.DEVICE)
-                parameter.grad = slot.tensor
-            elif parameter.grad.data_ptr() == slot.tensor.data_ptr():
+                parameter.grad = show_home(slot, record)
+            elif slot.is_home_of(parameter.grad):
                 self.transfers.write_value(slot, grad, Tier.DEVICE, add=True)
             else:  # the user put a gradient there: it is theirs, and accumulates in place as in PyTorch
                 parameter.grad.add_(grad.to(parameter.grad.dtype))
@@ -298,6 +304,7 @@ class Store:
         version = _version(record.parameter)
         if version == record.synced_version and not record.exposed:
             return
+        self.finish(record)
         if record.has_compute_copy:
             with self.failing_on_error():
                 self.transfers.write_value(record.compute, record.master.tensor)
@@ -305,12 +312,26 @@ class Store:
         record.synced_version, record.exposed = version, False
 
     def finish(self, record: StoredParameter) -> None:
-        """Block until nothing is in flight for one parameter: no update of it, its gradient or its optimizer state."""
+        """Block until nothing is in flight for one parameter: no update of it, of its optimizer state, from its gradient.
+
+        Does not raise: an update that failed leaves the parameter torn, and the store failed.
+        """
+        update = record.update
+        if update is None:
+            return
+        if not update.done():
+            with self.meter.stall(f"update of {record.name}"):
+                update.exception()  # waits
+        if record.update is update:
+            record.update = None
 
     def synchronize(self) -> None:
-        """Block until nothing is in flight for any parameter."""
+        """Block until nothing is in flight for any parameter. Raises the StoreError of an update that failed."""
+        self.updates.wait()
         for record in self.records.values():
             self.finish(record)
+        if self._failure is not None:
+            raise StoreError(self._failure)
 
     # Life
 
@@ -320,7 +341,9 @@ class Store:
         return not self._closed and self._failure is None and os.getpid() == self._process
 
     def check_usable(self, record: StoredParameter | None = None) -> None:
-        """Raise StoreError if the store was closed or has failed, or if ``record`` holds half an update."""
+        """Raise StoreError if the store was closed or has failed, or if ``record``, once at rest, holds half an update."""
+        if record is not None:
+            self.finish(record)
         self.check_open()
         if self._failure is not None:
             raise StoreError(self._failure)
@@ -390,13 +413,15 @@ class Store:
     def close(self) -> None:
         """Finish what is in flight and give back the file, the threads and the buffers. Safe to call twice."""
         if not self._closed:
+            self.updates.close(wait=True)
             self._closed = True
             with suppress(StoreError):  # a write that failed was reported by the step it belonged to
                 self.transfers.wait_writes()
             self._finalizer()
 
     def check_integrity(self) -> None:
-        """Raise VerifyError if a buffer is leaked or two things share bytes while nothing runs."""
+        """Raise VerifyError if a buffer is leaked or two things share bytes once nothing runs."""
+        self.updates.wait()
         self.staging.check_integrity(expect_idle=True)
         self.arena.check_integrity(expect_idle=True)
         self.layout.check_integrity()
@@ -425,13 +450,13 @@ def _take_gradient_home(parameter: Tensor) -> None:
     assert isinstance(record, StoredParameter)
     with torch._C.DisableTorchFunctionSubclass():
         grad, slot = parameter.grad, record.gradient
-        if grad is None or slot is None or grad.data_ptr() == slot.tensor.data_ptr():
+        if grad is None or slot is None or slot.is_home_of(grad):
             return
         record.store.check_usable(record)
         with record.store.failing_on_error():
             record.store.transfers.write_value(slot, grad, Tier.DEVICE)
             record.store.transfers.wait_writes()
-        parameter.grad = slot.tensor
+        parameter.grad = show_home(slot, record)
 
 
 def _version(parameter: Parameter) -> int:
@@ -452,7 +477,8 @@ def _padded_nbytes(placement: Placement) -> int:
     return on_nvme + num_tensors * ALIGN if on_nvme else 0
 
 
-def _close(transfers: Transfers, staging: StagingPool, engine: Engine | None) -> None:
+def _close(updates: UpdateQueue, transfers: Transfers, staging: StagingPool, engine: Engine | None) -> None:
+    updates.close(wait=False)  # the last to hold a store may be its own step in the background
     transfers.close()
     staging.close()
     if engine is not None:

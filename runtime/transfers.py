@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from zinf_compile.errors import StoreError, VerifyError
+from zinf_compile.errors import StoreError, VerifyError, ZinfError
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN, Engine
@@ -26,12 +26,27 @@ _BLOCK_NBYTES = 4 * 2**20  # one call: long enough for full bandwidth, short eno
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GatherInFlight:
-    """One issued transfer: what it moves, where to, and the calls that are not yet known to be done."""
+    """One issued transfer: what it moves, where to, and the calls that are not yet known to be done.
+
+    It starts when no update of its parameters is in flight; ``futures`` are complete once ``started`` is done.
+    """
 
     name: str
     records: tuple[StoredParameter, ...]
     offset: int
+    started: Future[None]
     futures: list[Future[None]]
+    is_awaited: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether waiting for it would not block."""
+        return self.started.done() and all(future.done() for future in self.futures)
+
+    def wait(self) -> None:
+        """Block until it has landed; raise its first error."""
+        wait_all([self.started])
+        wait_all(self.futures)
 
 
 class Transfers:
@@ -55,40 +70,60 @@ class Transfers:
         first, last = offsets[0], offsets[-1]
         end = last + -(-records[-1].compute.nbytes // ALIGN) * ALIGN
         self._arena.take(first, end - first)
-        name = records[0].name if len(records) == 1 else f"{records[0].name} and {len(records) - 1} more"
-        futures: list[Future[None]] = []
-        for run in _file_runs([record.compute for record in records], offsets):
-            futures += self.read(
-                run.slot, run.file_offset, self._arena.buffer(run.arena_offset, run.nbytes), Tier.DEVICE
-            )
-        for slot, offset in zip((record.compute for record in records), offsets, strict=True):
-            if slot.in_memory:
-                destination = self._arena.view(offset, slot.tensor.shape, slot.tensor.dtype)
-                futures.append(self._pool.submit(_copy, destination, slot.tensor))
-                self._meter.add_moved(slot.tier, Tier.DEVICE, slot.nbytes)
         self._next_ticket += 1
-        self._gathers[self._next_ticket] = GatherInFlight(
-            name=name, records=tuple(records), offset=first, futures=futures
+        gather = self._gathers[self._next_ticket] = GatherInFlight(
+            name=records[0].name if len(records) == 1 else f"{records[0].name} and {len(records) - 1} more",
+            records=tuple(records),
+            offset=first,
+            started=Future(),
+            futures=[],
         )
+
+        def start(error: BaseException | None) -> None:
+            if error is not None:
+                gather.started.set_exception(error)
+                return
+            try:
+                self._start_gather(gather, offsets)
+            except (
+                ZinfError,
+                RuntimeError,
+            ) as refused:  # a pool that was shut down, say: who waits must not wait for ever
+                gather.started.set_exception(refused)
+            else:
+                gather.started.set_result(None)
+
+        # Behind updates of these parameters, without waiting for them: compute may have long to go until it needs this.
+        call_when_done([record.update for record in records if record.update is not None], start)
         return self._next_ticket
 
+    def _start_gather(self, gather: GatherInFlight, offsets: Sequence[int]) -> None:
+        for run in _file_runs([record.compute for record in gather.records], offsets):
+            buffer = self._arena.buffer(run.arena_offset, run.nbytes)
+            gather.futures += self.read(run.slot, run.file_offset, buffer, Tier.DEVICE)
+        for slot, offset in zip((record.compute for record in gather.records), offsets, strict=True):
+            if slot.in_memory:
+                destination = self._arena.view(offset, slot.tensor.shape, slot.tensor.dtype)
+                gather.futures.append(self._pool.submit(_copy, destination, slot.tensor))
+                self._meter.add_moved(slot.tier, Tier.DEVICE, slot.nbytes)
+
     def wait_gather(self, ticket: int) -> bool:
-        """Block until a transfer has landed; return whether this was its first wait. Raises its first StoreError."""
+        """Block until a transfer has landed; return whether this was its first wait. Raises its first error."""
         gather = self._gathers[ticket]
-        if not gather.futures:
+        if gather.is_awaited:
             return False
-        if all(future.done() for future in gather.futures):
-            wait_all(gather.futures)
+        if gather.is_done:
+            gather.wait()
         else:
             with self._meter.stall(gather.name):
-                wait_all(gather.futures)
-        gather.futures.clear()
+                gather.wait()
+        gather.is_awaited = True
         return True
 
     def release(self, ticket: int) -> None:
         """Let later transfers use the bytes. Compute calls this after the last op that reads them."""
         gather = self._gathers[ticket]
-        if gather.futures:
+        if not gather.is_awaited:
             raise VerifyError(f"transfer of {gather.name} is released before it was waited for")
         del self._gathers[ticket]
         self._arena.give_back(gather.offset)
@@ -96,9 +131,11 @@ class Transfers:
     def abandon_gathers(self) -> None:
         """Wait for and forget whatever is in flight, after compute failed between an issue and its release."""
         for ticket in list(self._gathers):
-            for future in self._gathers[ticket].futures:
+            gather = self._gathers[ticket]
+            gather.started.exception()  # waits; only then is the list of calls complete
+            for future in gather.futures:
                 future.exception()
-            self._gathers[ticket].futures.clear()
+            gather.is_awaited = True
             self.release(ticket)
         self._arena.give_back_all()  # also what an interrupted issue_gather took
 
@@ -246,16 +283,24 @@ def wait_all(futures: Sequence[Future[None]]) -> None:
         raise errors[0]
 
 
-def return_when_done(staging: StagingPool, lease: StagingBuffer, futures: Sequence[Future[None]]) -> None:
-    """Return a staging buffer when the last of its calls is done, whether they succeed or not."""
+def call_when_done(futures: Sequence[Future[None]], call: Callable[[BaseException | None], None]) -> None:
+    """Call ``call`` with the first error, or None, when the last of ``futures`` is done; at once if all are."""
+    if not futures:
+        call(None)
+        return
     done = itertools.count(1)  # callbacks come from different threads, and next() on a count is atomic
 
     def count_down(_: Future[None]) -> None:
         if next(done) == len(futures):
-            staging.return_(lease)
+            call(next((error for future in futures if (error := future.exception()) is not None), None))
 
     for future in futures:
         future.add_done_callback(count_down)
+
+
+def return_when_done(staging: StagingPool, lease: StagingBuffer, futures: Sequence[Future[None]]) -> None:
+    """Return a staging buffer when the last of its calls is done, whether they succeed or not."""
+    call_when_done(futures, lambda _: staging.return_(lease))
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:

@@ -69,6 +69,7 @@ class Config:
     reserve_memory: int = 0  # share of device_memory left to Python, compiled graphs and the system's allocator
     prefetch_memory: int | None = None  # bytes read ahead of compute; None: the planner's choice
     recompute: bool | None = None  # None: only where needed to fit; True: always; False: never
+    overlap_step: bool = True  # False: step() returns when every update is home
     capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
 
     @property
@@ -111,6 +112,7 @@ def make_config(options: Mapping[str, object]) -> Config:
         reserve_memory=sizes.get("reserve_memory", 0),
         prefetch_memory=sizes.get("prefetch_memory"),
         recompute=_check_bool(given.get("recompute"), option="recompute"),
+        overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
         capture=_check_bool(given.get("capture"), option="capture") is not False,
     )
 

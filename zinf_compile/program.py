@@ -125,6 +125,8 @@ class Program:
         """Make a plan this program's, and its placements the session's; parameters move before the next run."""
         self._session.placements = plan.placements
         self._session.store.chunk_elements = plan.step.chunk_elements
+        by_first_use = sorted(plan.uses, key=lambda use: use.ticks[0])
+        self._session.store.update_order = {use.parameter: position for position, use in enumerate(by_first_use)}
         self.plan = plan
         self._lower(plan)
 

@@ -66,6 +66,7 @@ def run_training(monkeypatch: pytest.MonkeyPatch, engine: MemoryEngine, *, captu
             host_memory="512KiB",
             nvme="/tmp",  # a folder that exists; the engine does not look at it
             capture=capture,
+            overlap_step=False,
         )
         run.optimizer = torch.optim.AdamW(run.model.parameters())
         for _ in range(NUM_STEPS):

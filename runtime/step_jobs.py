@@ -1,0 +1,221 @@
+"""The jobs of a streamed step: what an optimizer is to do, written down when ``step()`` is called.
+
+After that the user may change hyperparameters and drop gradients as they like. What ``optimizer.state`` shows is right at
+once: home tensors, whose readers wait for the update, and step counts and the like, which are found by updating a few
+zeros.
+"""
+
+import copy
+import sys
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zinf_compile.runtime.home import HomeParameter, show_home
+from zinf_compile.runtime.shadow import StateTensor, copy_scalars, is_element_wise, probe_state, shadow_step
+from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
+from zinf_compile.runtime.store import Store
+
+GRADIENT, MASTER, COMPUTE = "gradient", "master copy", "compute copy"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """One parameter to update: the options of its group, and the state its optimizer keeps for it."""
+
+    record: StoredParameter
+    optimizer: Optimizer  # with its attributes as they were
+    grad: Tensor  # its home tensor, or a tensor the user put there
+    group: Mapping[str, Any]
+    scalars: dict[str, Any]  # the entries of its state that are not per element, before the update
+    has_state: bool
+    update: Future[None] = field(default_factory=Future)  # done when all of it is home
+    writes: list[Future[None]] = field(default_factory=list)
+    is_begun: bool = False  # some of its elements may have changed
+    is_updated: bool = False  # all of them have
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements of the parameter."""
+        return self.record.master.tensor.numel()
+
+    @property
+    def has_home_gradient(self) -> bool:
+        """Return whether the gradient is the one at home, and not a tensor that the user put there."""
+        return self.record.gradient is not None and self.record.gradient.is_home_of(self.grad)
+
+    @property
+    def may_outlive_step(self) -> bool:
+        """Return whether it may still be in flight when ``step()`` returns: whether nobody could see it half done."""
+        is_watched = isinstance(self.record.parameter, HomeParameter) and not self.record.is_aliased
+        return is_watched and self.has_home_gradient
+
+    def staged_slots(self) -> dict[str, Slot]:
+        """Return the slots on nvme that a chunk of this parameter passes through, by role."""
+        record = self.record
+        slots = {MASTER: record.master, **record.states}
+        if record.has_compute_copy:
+            slots[COMPUTE] = record.compute
+        if record.gradient is not None and self.has_home_gradient:
+            slots[GRADIENT] = record.gradient
+        return {role: slot for role, slot in slots.items() if not slot.in_memory}
+
+
+class JobCollector:
+    """Writes down the jobs of one optimizer step over the parameters of one store."""
+
+    def __init__(self, store: Store, optimizer: Optimizer) -> None:
+        self._store = store
+        self._optimizer = optimizer
+        self.is_element_wise = is_element_wise(optimizer)
+        # Attributes as they are now: a gradient scaler takes its own away again when step() returns.
+        self._frozen_optimizer: Optimizer = object.__new__(type(optimizer))
+        self._frozen_optimizer.__dict__.update(optimizer.__dict__)
+        self._predicted: dict[object, dict[str, Any]] = {}
+        self._probed: dict[tuple[int, torch.dtype], tuple[StateTensor, ...]] = {}
+
+    def collect(self) -> list[Job]:
+        """Return a job for every parameter with a gradient: what ``step()`` must wait for, then as forward gathers."""
+        jobs = []
+        for group in self._optimizer.param_groups:
+            options = {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for parameter in group["params"]:
+                record = record_of(parameter)
+                if record is None or record.store is not self._store:
+                    continue
+                self._store.finish(record)
+                self._store.check_usable(record)
+                if parameter.grad is not None:
+                    jobs.append(self._collect_one(record, parameter.grad, options))
+        order = self._store.update_order
+        return sorted(jobs, key=lambda job: (job.may_outlive_step, order.get(job.record.name, len(order))))
+
+    def _collect_one(self, record: StoredParameter, grad: Tensor, options: dict[str, Any]) -> Job:
+        # Not state[parameter], which would make an entry where the user's optimizer makes none.
+        state = self._optimizer.state.get(record.parameter, {})
+        own_states(record, self._optimizer)
+        if self.is_element_wise:
+            self._make_state_slots(record, options)
+        self._take_state_home(record, state)
+        job = Job(
+            record=record,
+            optimizer=self._frozen_optimizer,
+            grad=grad,
+            group=options,
+            scalars=copy_scalars(state, record.parameter.shape),
+            has_state=bool(state),
+        )
+        if self.is_element_wise:
+            self._show_next_state(job)
+        return job
+
+    def _show_next_state(self, job: Job) -> None:
+        """Let ``optimizer.state`` show what it will be after the update."""
+        record = job.record
+        if predicted := self._predict(job):
+            state = self._optimizer.state[record.parameter]
+            for key, value in predicted.items():
+                state[key] = show_home(record.states[key], record) if key in record.states else _copy(value)
+
+    def _make_state_slots(self, record: StoredParameter, options: dict[str, Any]) -> None:
+        """Give every per-element state tensor a slot before the first step, so that chunks have somewhere to go."""
+        dtype = record.master.tensor.dtype
+        if (id(options), dtype) not in self._probed:
+            self._probed[id(options), dtype] = probe_state(self._frozen_optimizer, options, dtype)
+        for wanted in self._probed[id(options), dtype]:
+            if wanted.key not in record.states:
+                state_slot(record, self._optimizer, wanted.key, wanted.dtype)
+
+    def _predict(self, job: Job) -> dict[str, Any]:
+        """Return the state after updating a few zeros from the scalars of a job."""
+        dtype = job.record.master.tensor.dtype
+        states = job.record.states if job.has_state else {}
+        per_element = {name: slot.tensor.dtype for name, slot in states.items()}
+        key = (id(job.group), dtype, tuple(per_element.items()), _scalar_key(job.scalars))
+        if key not in self._predicted:
+            state = {name: _copy(value) for name, value in job.scalars.items()}
+            state |= {name: torch.zeros(_PROBE_SHAPE, dtype=each) for name, each in per_element.items()}
+            zeros = torch.zeros(_PROBE_SHAPE, dtype=dtype)
+            self._predicted[key] = shadow_step(self._frozen_optimizer, job.group, zeros, torch.zeros_like(zeros), state)
+        return self._predicted[key]
+
+    def _take_state_home(self, record: StoredParameter, state: dict[str, Any]) -> None:
+        """Write state that somebody else put there, as ``load_state_dict`` does, to its slot, and show the slot."""
+        shape = record.master.tensor.shape
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != shape:
+                continue
+            if value.dim() == 0 and key not in record.states:  # a step count, and no moment of a 0-dim parameter
+                continue
+            slot = state_slot(record, self._optimizer, key, value.dtype)
+            if not slot.is_home_of(value):
+                with self._store.failing_on_error():
+                    self._store.transfers.write_value(slot, value)
+                    self._store.transfers.wait_writes()
+                state[key] = show_home(slot, record)
+
+
+_PROBE_SHAPE = torch.Size([3])
+
+
+def own_states(record: StoredParameter, optimizer: Optimizer) -> None:
+    """Make ``record.states`` an optimizer's: another one keeps its own, and its slots are reused once it is gone."""
+    if record.states_owner is not None:
+        if record.states_owner() is optimizer:
+            return
+        record.other_states.append((record.states_owner, record.states))
+    mine = next((states for owner, states in record.other_states if owner() is optimizer), {})
+    record.other_states = [(owner, states) for owner, states in record.other_states if states is not mine]
+    record.states, record.states_owner = mine, weakref.ref(optimizer)
+
+
+def state_slot(record: StoredParameter, optimizer: Optimizer, key: str, dtype: torch.dtype) -> Slot:
+    """Return the slot for a state tensor of an optimizer; the content of a new one is undefined."""
+    own_states(record, optimizer)
+    slot = record.states.get(key)
+    if slot is None or slot.tensor.dtype != dtype:
+        slot = record.states[key] = _new_state_slot(record, key, dtype)
+    return slot
+
+
+def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype) -> Slot:
+    """Return a slot that nobody looks at since its optimizer is gone, else a new one."""
+    for owner, states in record.other_states:
+        slot = states.get(key) if owner() is None else None
+        if slot is not None and slot.tensor.dtype == dtype and _is_forgotten(slot):
+            return states.pop(key)
+    tier = record.store.placements[record.name].optimizer_state
+    return record.store.new_slot(f"{record.name} ({key})", record.master.tensor.shape, dtype, tier)
+
+
+def _is_forgotten(slot: Slot) -> bool:
+    """Return whether nobody but us holds a slot's tensors: a third party may have kept a state_dict."""
+    shown_by_others = slot.shown is not None and sys.getrefcount(slot.shown) > 2  # the slot's and this call's own
+    return not shown_by_others and slot.num_references <= slot.num_own_references + (slot.shown is not None)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _scalar_key(scalars: Mapping[str, Any]) -> object:
+    """Return something equal for equal scalars; a unique object where that cannot be told."""
+    key: list[tuple[object, ...]] = []
+    for name, value in scalars.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            key.append((name, value.dtype, value.shape, value.item()))
+        elif isinstance(value, int | float | bool | None):
+            key.append((name, value))
+        else:
+            return object()
+    return tuple(key)

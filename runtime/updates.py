@@ -1,0 +1,33 @@
+"""The update queue: one background thread that runs the optimizer steps of a store, one after another."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+
+class UpdateQueue:
+    """Runs what it is given on a thread of its own, in the order given. The thread starts with the first submission."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zinf-update")
+        self._last: Future[None] | None = None
+
+    def submit(self, run: Callable[[], None]) -> None:
+        """Start ``run``, which reports its errors itself, behind all that was submitted before; returns at once."""
+        self._last = self._thread.submit(_without_autograd, run)
+
+    def wait(self) -> None:
+        """Block until everything submitted has run, however it ended."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.exception()
+
+    def close(self, *, wait: bool) -> None:
+        """End the thread after what was submitted. Who may be called by that very thread must not wait for it."""
+        self._thread.shutdown(wait=wait)
+
+
+def _without_autograd(run: Callable[[], None]) -> None:
+    with torch.no_grad():
+        run()
