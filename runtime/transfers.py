@@ -205,7 +205,7 @@ class Transfers:
             else:
                 staged.copy_(flat[start:stop])
             del staged
-            self.send_home(slot, start, stop, lease, source)
+            self.send_home(slot, first + start, first + stop, lease, source)
 
     def send_home(self, slot: Slot, start: int, stop: int, lease: StagingBuffer, source: Tier = Tier.HOST) -> None:
         """Start writing elements [start, stop) of a slot from ``lease``, and return that; ``wait_writes`` makes it home."""
