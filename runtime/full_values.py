@@ -51,8 +51,8 @@ def end_writes(record: StoredParameter) -> None:
 def read_pieces(record: StoredParameter) -> Iterator[Tensor]:
     """Yield a parameter's value as flat tensors, in order; each is valid until the next is asked for."""
     store, slot = record.store, record.master
+    store.finish(record)  # which may leave it torn
     store.check_usable(record)
-    store.finish(record)
     flat = slot.tensor.view(-1)
     step = store.transfers.piece_elements(flat.dtype)
     for start in range(0, flat.numel(), step):
@@ -80,8 +80,8 @@ def lend_values(
     records = {site.record.name: site.record for site in sites}
     lent: dict[str, Parameter] = {}
     for name, record in records.items():
+        record.store.finish(record)  # which may leave it torn
         record.store.check_usable(record)
-        record.store.finish(record)
         dtype = record.original_dtype if in_original_dtype else record.master.tensor.dtype
         value = _full_value(record, dtype, read=name not in unread)
         lent[name] = _like(record.parameter, value)

@@ -200,7 +200,6 @@ def _copy_home(parameter: Tensor, value: Tensor) -> Tensor:
     record = record_of(parameter)
     assert record is not None
     record.store.check_usable(record)
-    record.store.finish(record)
     write_piece(record, 0, value.detach())
     end_writes(record)
     return parameter

@@ -2,9 +2,12 @@
 
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zinf_compile
@@ -162,6 +165,41 @@ def test_compiled_by_name_only(optimize: Optimize) -> None:
         pass
     zinf_compile.close(model)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("what", ["lend", "export", "copy", "load", "gradient"])
+def test_an_update_in_the_background_is_waited_for(optimize: Optimize, tmp_path: Path, what: str) -> None:
+    """Each right behind a step, which has only begun then; the next step goes on from there."""
+    plain, model = (nn.Sequential(*(nn.Linear(300, 300) for _ in range(6))) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimize(model, tiny=True)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    x = torch.linspace(-1, 1, 300)
+    for step in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each(x).square().sum().backward()
+            optimizer.step()
+            if what == "lend":
+                with zinf_compile.full_parameters(model) if each is model else nullcontext(), torch.no_grad():
+                    for parameter in each.parameters():
+                        parameter.mul_(0.5)
+            elif what == "copy":
+                with torch.no_grad():
+                    each[5].weight.copy_(each[0].weight)
+            elif what == "load":
+                each.load_state_dict({name: value / 2 for name, value in each.state_dict().items()})
+            elif what == "gradient" and each is model:
+                with zinf_compile.full_parameters(model):
+                    for name, parameter in plain.named_parameters():
+                        assert torch.equal(model.get_parameter(name).grad, parameter.grad), name
+            elif what == "export" and each is model:
+                zinf_compile.export(model, tmp_path / str(step))
+                for name, value in load_file(tmp_path / str(step) / "model.safetensors").items():
+                    assert torch.equal(value, plain.state_dict()[name]), name
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
 
 
 # Loading
