@@ -223,6 +223,34 @@ def test_a_compiled_model_has_the_names_of_the_module(tmp_path):
     assert torch.equal(other.mix, model.mix)
 
 
+def test_under_the_backend(parity, tmp_path, monkeypatch):
+    """``torch.compile(model, backend="zinf")``: before its first call the model is a plain one, afterwards in a store."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    budgets = parity.budgets(gpt, "mixed", captured=True)
+
+    def make():
+        model, _ = gpt()
+        compiled = torch.compile(model, backend="zinf", options={**budgets, "device_memory": "1MiB"}, dynamic=False)
+        return model, compiled, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    _, batches = gpt()
+    before, late, early = parity.trace(), parity.trace(), parity.trace()
+    model, compiled, optimizer = make()
+    train(compiled, optimizer, schedule_of(optimizer), batches[:3], parity.trace())
+    zinf_compile.save(tmp_path, compiled, optimizer)
+    train(compiled, optimizer, schedule_of(optimizer), batches[3:], before, first=3)
+    zinf_compile.load(tmp_path, compiled, optimizer)
+    train(compiled, optimizer, schedule_of(optimizer), batches[3:], late, first=3)
+    parity.assert_same(late, before)
+    zinf_compile.close(model)
+    torch._dynamo.reset()
+    model, compiled, optimizer = make()
+    zinf_compile.load(tmp_path, compiled, optimizer)
+    train(compiled, optimizer, schedule_of(optimizer), batches[3:], early, first=3)
+    parity.assert_same(early, before)
+    zinf_compile.close(model)
+
+
 def test_people_can_open_the_files(parity, tmp_path):
     """``model.safetensors`` has the names of ``state_dict()``; every value is readable with the safetensors library."""
     model, optimizer = resume(parity, tmp_path, "nvme", "nvme")

@@ -49,7 +49,7 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
 
     Raises ConfigError, with every difference, for a checkpoint of another model or optimizer; CheckpointError, with the
     file and the tensor, for one that is damaged; StoreError for a model that was closed. Nothing has changed then. When
-    reading fails later, on bytes that were whole at first, what was loaded is refused until it is loaded again.
+    bytes that were whole at first cannot be read again, a part is loaded: an optimized model then refuses to be used.
     """
     folder, model = Path(folder), check_arguments(model, optimizer)
     if not folder.is_dir():
@@ -66,13 +66,17 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
         files = _find_tensors(data, manifest)
         for path, tensors in files.items():
             _verify(path, tensors, staging)
-        with ExitStack() as stack:
-            for store in stores:
-                stack.enter_context(store.rewriting())
-            _set_objects(objects, model, optimizer)
-            targets = _targets(model, optimizer)
-            for path, tensors in files.items():
-                _fill(path, tensors, targets[path.name], staging)
+        try:
+            with ExitStack() as stack:
+                for store in stores:
+                    stack.enter_context(store.rewriting())
+                _set_objects(objects, model, optimizer)
+                targets = _targets(model, optimizer)
+                for path, tensors in files.items():
+                    _fill(path, tensors, targets[path.name], staging)
+        except BaseException as error:
+            error.add_note("zinf_compile: a part of the checkpoint was loaded already; load it, or another one, again")
+            raise
         torch.set_rng_state(objects.random_state)
         return objects.extra
 

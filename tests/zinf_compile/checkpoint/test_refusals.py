@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
+from zinf_compile.checkpoint import load as load_module
 from zinf_compile.errors import CapacityError, CheckpointError, ConfigError, StoreError, UnsupportedError
 
 
@@ -158,6 +159,34 @@ def test_the_damaged_tensor_is_named(make: Callable, saved: Path) -> None:
     path.write_bytes(content)
     message = r"optimizer\.safetensors is damaged: the checksum of '3\.bias/exp_avg_sq' is [0-9a-f]{8} and should be"
     refuse(saved, make(), CheckpointError, message)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_damage_between_the_two_looks(
+    make: Callable, saved: Path, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksums are compared again while a file is taken. An optimized model refuses then, and can be loaded again."""
+    model, optimizer = make(stored=stored)
+    path = data_of(saved) / "optimizer.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    with monkeypatch.context() as patch:
+        patch.setattr(load_module, "_verify", lambda *arguments: None)
+        with pytest.raises(CheckpointError, match=r"the checksum of '3\.bias/exp_avg_sq' is") as caught:
+            zinf_compile.load(saved, model, optimizer)
+    assert "a part of the checkpoint was loaded already" in caught.value.__notes__[-1]
+    if stored:
+        with pytest.raises(StoreError, match=r"holds neither its old nor its new value; load a checkpoint"):
+            model[0].weight.norm()
+        with pytest.raises(
+            StoreError, match=r"an earlier error stopped this model: CheckpointError: .* load a checkpoint"
+        ):
+            zinf_compile.save(saved, model, optimizer)
+    path.write_bytes(whole)
+    zinf_compile.load(saved, model, optimizer)
+    other, other_optimizer = make(stored=False)
+    zinf_compile.load(saved, other, other_optimizer)
+    assert_unchanged(contents(model, optimizer), other, other_optimizer)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "objects.pt"])
