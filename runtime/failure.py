@@ -6,7 +6,7 @@ from zinf_compile.errors import StoreError
 
 REMEDY = (
     "load a checkpoint with zinf_compile.load(folder, model, optimizer), which puts it in order (load_state_dict() "
-    "does not), or close it"
+    "does not; models that share budgets need one each), or close it"
 )
 _MAX_NAMES = 8  # a message is for reading; the rest is counted
 

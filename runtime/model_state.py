@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedError
 from zinf_compile.runtime.home import show_home
-from zinf_compile.runtime.slots import Slot, record_of
+from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
 from zinf_compile.runtime.step_jobs import state_slot
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.transfers import Transfers
@@ -29,6 +29,12 @@ def stores_of(model: Module) -> tuple[Store, ...]:
     """Return the stores in which parameters of a model live; none for a plain model."""
     records = (record_of(parameter) for parameter in model.parameters())
     return tuple({record.store.store_id: record.store for record in records if record is not None}.values())
+
+
+def records_in(store: Store, model: Module) -> list[StoredParameter]:
+    """Return the parameters of a model that live in a store; it may have those of other models too."""
+    records = (record_of(parameter) for parameter in model.parameters())
+    return [record for record in records if record is not None and record.store is store]
 
 
 def model_tensors(model: Module) -> dict[str, HomedTensor]:

@@ -85,6 +85,7 @@ class Store:
         self.lock = threading.RLock()  # one captured graph runs at a time: they share the arena
         self._process = os.getpid()
         self._failure: str | None = None  # why it computes no more until a checkpoint is loaded
+        self._unsure: set[str] = set()  # parameters that nobody has loaded since
         self._closed = False
         _stores[self.store_id] = self
         self._finalizer = weakref.finalize(self, _close, self.updates, self.transfers, self.staging, self.engine)
@@ -387,15 +388,16 @@ class Store:
         torn = [record.name for record in self.records.values() if record.torn]
         state = describe_state(updated=[record.name for record in updated], torn=torn)
         self._failure = f"an earlier error stopped this model: {describe_error(error)}; {state}; {REMEDY}"
+        self._unsure = set(self.records)
         error.add_note(f"zinf_compile: {state}; {REMEDY}")
 
     @contextmanager
-    def rewriting(self) -> Iterator[None]:
-        """Inside, every copy of every parameter and its optimizer state are written; then all is in order, whatever failed.
+    def rewriting(self, records: Sequence[StoredParameter]) -> Iterator[None]:
+        """Inside, every copy of some parameters and their optimizer state are written; afterwards those are in order.
 
-        An error inside leaves every parameter torn.
+        A store that has failed computes again once that is so for all of its parameters. An error inside leaves these torn.
         """
-        for record in self.records.values():
+        for record in records:
             record.torn = True
         try:
             yield
@@ -403,12 +405,14 @@ class Store:
         except BaseException as error:
             self.fail(error)
             raise
-        for record in self.records.values():
+        for record in records:
             record.torn = record.exposed = False
             record.synced_version = _version(record.parameter)
             record.update_count += 1  # a backward whose forward saw other values is refused
-        self.transfers.failed_slots.clear()
-        self._failure = None
+        self._unsure.difference_update(record.name for record in records)
+        if not self._unsure:
+            self.transfers.failed_slots.clear()
+            self._failure = None
 
     def close(self) -> None:
         """Finish what is in flight and give back the file, the threads and the buffers. Safe to call twice."""

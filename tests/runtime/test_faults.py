@@ -327,7 +327,7 @@ def test_an_error_of_the_users_optimizer_leaves_nothing_in_flight(
     assert caught.value.__notes__ == [
         "zinf_compile: already updated: '0.weight', '0.bias'; half updated: '2.weight'; the others hold their old values; "
         "load a checkpoint with zinf_compile.load(folder, model, optimizer), which puts it in order (load_state_dict() "
-        "does not), or close it"
+        "does not; models that share budgets need one each), or close it"
     ]
     store_of(model).check_integrity()
     with pytest.raises(StoreError, match=TORN):

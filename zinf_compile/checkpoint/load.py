@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.arguments import check_arguments, file_staging, resting
-from zinf_compile.checkpoint.match import check_same, refuse_lent, split_state_name
+from zinf_compile.checkpoint.match import check_same, split_state_name
 from zinf_compile.checkpoint.objects import Objects, load_objects
 from zinf_compile.errors import CheckpointError, ConfigError
 from zinf_compile.runtime.checkpoint_folder import (
@@ -32,13 +32,13 @@ from zinf_compile.runtime.model_state import (
     add_state,
     model_tensors,
     modules_with_state,
+    records_in,
     remove_gradient,
     stores_of,
 )
 from zinf_compile.runtime.safetensors_file import TensorSpan, read_layout
 from zinf_compile.runtime.slot_stream import read_slot
 from zinf_compile.runtime.staging import StagingPool
-from zinf_compile.runtime.store import Store
 
 
 def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None) -> Any:
@@ -61,7 +61,6 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
         data = folder / manifest.data_folder
         objects = _read_objects(data / OBJECTS, manifest)
         check_same(folder, manifest, objects, model, optimizer)
-        _check_whole_stores(model, stores)
         staging = file_staging(stores)
         files = _find_tensors(data, manifest)
         for path, tensors in files.items():
@@ -69,7 +68,7 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
         try:
             with ExitStack() as stack:
                 for store in stores:
-                    stack.enter_context(store.rewriting())
+                    stack.enter_context(store.rewriting(records_in(store, model)))
                 _set_objects(objects, model, optimizer)
                 targets = _targets(model, optimizer)
                 for path, tensors in files.items():
@@ -100,19 +99,6 @@ def _read_objects(path: Path, manifest: Manifest) -> Objects:
     if zlib.crc32(content) != manifest.objects_crc32:
         raise CheckpointError(f"{path} is damaged: its checksum is wrong; load another checkpoint")
     return load_objects(content, path)
-
-
-def _check_whole_stores(model: Module, stores: Sequence[Store]) -> None:
-    """Raise ConfigError if a store has parameters beside this model's: it goes on when all of it has been loaded."""
-    ours = {id(parameter) for parameter in model.parameters()}
-    for store in stores:
-        others = [record for record in store.records.values() if id(record.parameter) not in ours]
-        refuse_lent(record.parameter for record in others)
-        if others:
-            raise ConfigError(
-                f"'{others[0].name}' and what else is in the store of this {type(model).__name__} belongs to another model; "
-                "load into the module that holds both"
-            )
 
 
 def _find_tensors(data: Path, manifest: Manifest) -> dict[Path, list[_StoredTensor]]:

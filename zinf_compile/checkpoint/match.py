@@ -1,9 +1,9 @@
 """Is a checkpoint one of this model and this optimizer? Every difference is named, before anything changes."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.objects import Objects
@@ -18,22 +18,17 @@ def group_names(model: Module, optimizer: Optimizer | None) -> tuple[tuple[str, 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = optimizer.param_groups if optimizer is not None else []
     strange = [parameter for group in groups for parameter in group["params"] if id(parameter) not in names]
-    refuse_lent(strange)
+    for parameter in strange:
+        if (record := record_of(parameter)) is not None and record.lent:
+            raise UnsupportedError(
+                f"'{record.name}' is lent to full_parameters(), whose tensor holds its value; save and load after the block"
+            )
     if strange:
         raise ConfigError(
             f"{len(strange)} parameters of the optimizer are not in this {type(model).__name__}; save and load an optimizer "
             "with the whole model that it trains"
         )
     return tuple(tuple(names[id(parameter)] for parameter in group["params"]) for group in groups)
-
-
-def refuse_lent(parameters: Iterable[Parameter]) -> None:
-    """Raise UnsupportedError for a parameter that full_parameters() holds the value of."""
-    for parameter in parameters:
-        if (record := record_of(parameter)) is not None and record.lent:
-            raise UnsupportedError(
-                f"'{record.name}' is lent to full_parameters(), whose tensor holds its value; save and load after the block"
-            )
 
 
 def state_name(parameter: str, key: object) -> str:

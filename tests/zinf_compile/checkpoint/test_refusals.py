@@ -189,6 +189,34 @@ def test_damage_between_the_two_looks(
     assert_unchanged(contents(model, optimizer), other, other_optimizer)
 
 
+def test_models_that_share_budgets(make: Callable, tmp_path: Path) -> None:
+    """Each is saved and loaded by itself. After a step that failed they go on once both are loaded."""
+    model, optimizer = make()
+    critic = zinf_compile.optimize(nn.Linear(65, 300), share=model)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    zinf_compile.save(tmp_path / "model", model, optimizer)
+    zinf_compile.save(tmp_path / "critic", critic, critic_optimizer)
+    start = contents(model.eval(), optimizer)
+    critic(torch.ones(3, 65)).sum().backward()
+    critic_optimizer.step()
+    zinf_compile.load(tmp_path / "critic", critic, critic_optimizer)
+    assert_unchanged(start, model, optimizer)
+
+    class Stubborn(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            raise KeyboardInterrupt
+
+    critic(torch.ones(3, 65)).sum().backward()
+    with pytest.raises(KeyboardInterrupt):
+        Stubborn(critic.parameters()).step()
+    for folder, made in (("critic", (critic, critic_optimizer)), ("model", (model, optimizer))):
+        with pytest.raises(StoreError, match="models that share budgets need one each"):
+            model(torch.ones(3, 65))
+        zinf_compile.load(tmp_path / folder, *made)
+    model(torch.ones(3, 65))
+    assert_unchanged(start, model, optimizer)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "objects.pt"])
 def test_files_cut_or_gone(make: Callable, saved: Path, file: str) -> None:
     path = data_of(saved) / file
