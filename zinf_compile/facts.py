@@ -26,6 +26,11 @@ class ParameterFact:
         return self.compute_dtype != self.dtype
 
     @property
+    def gradient_dtype(self) -> str | None:
+        """Return the dtype of its gradient, which is the compute dtype; None for a frozen parameter."""
+        return self.compute_dtype if self.trainable else None
+
+    @property
     def gradient_nbytes(self) -> int:
         """Return the bytes of its gradient, which has the compute dtype; 0 for a frozen parameter."""
         return self.compute_nbytes if self.trainable else 0

@@ -26,6 +26,7 @@ class Placement:
     compute_nbytes: int
     master_nbytes: int  # 0 where the compute copy is the master copy, and for frozen parameters
     gradient_nbytes: int
+    gradient_dtype: str | None  # in which backwards add up at home; None for frozen parameters
     optimizer_state_nbytes: int
 
     def nbytes_on(self, tier: Tier) -> int:

@@ -127,6 +127,10 @@ def _dump_values(plan: Plan) -> list[str]:
             kinds.append(f"{len(held)} of {format_bytes(sum(sink.nbytes for sink in held))} to {tier}")
     last = f"; the last leaves after tick {plan.sinks[-1].tick}" if plan.sinks else ""
     lines.append(f"gradients    {', '.join(kinds) or 'none leaves the device'}{last}")
+    sunk = {sink.parameter for sink in plan.sinks}
+    dtypes = {item.gradient_dtype for item in plan.placements if item.parameter in sunk and item.gradient_dtype}
+    if dtypes:
+        lines.append(f"             backwards add up there in {' and '.join(sorted(dtypes))}")
     lines.append(
         f"step         {step.num_elements:,} elements in {step.num_chunks:,} chunks of {step.chunk_elements:,}"
         if step.num_chunks

@@ -64,6 +64,7 @@ def plan_placement(
             compute_nbytes=parameter.compute_nbytes,
             master_nbytes=parameter.master_nbytes if parameter.has_compute_copy and parameter.trainable else 0,
             gradient_nbytes=parameter.gradient_nbytes,
+            gradient_dtype=parameter.gradient_dtype,
             optimizer_state_nbytes=optimizer_state.nbytes(parameter),
         )
         for parameter in parameters
@@ -118,6 +119,7 @@ def place_thawed(parameter: ParameterFact, compute: Tier, others: Sequence[Place
         compute_nbytes=parameter.compute_nbytes,
         master_nbytes=parameter.master_nbytes if parameter.has_compute_copy else 0,
         gradient_nbytes=parameter.gradient_nbytes,
+        gradient_dtype=parameter.gradient_dtype,
         optimizer_state_nbytes=ADAM_STATE.nbytes(parameter),
     )
     taken = sum(item.nbytes_on(Tier.HOST) for item in (*others, placement))

@@ -54,6 +54,7 @@ bound        5 of compute's values in 56 B of the arena
 activations  policy save: 120 B saved for backward
              outside of the arena at most 160 B, at tick 5 (forward, loss)
 gradients    1 of 64 B to host, 2 of 400 B to nvme; the last leaves after tick 11
+             backwards add up there in float32
 step         120 elements in 4 chunks of 25
              reads 1.6 KiB, writes 1.2 KiB, staging 800 B
 
