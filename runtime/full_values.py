@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from zinf_compile.errors import CapacityError, UnsupportedError
-from zinf_compile.runtime.slots import StoredParameter
+from zinf_compile.runtime.slots import StoredParameter, mark_lent
 from zinf_compile.runtime.transfers import wait_all
 from zinf_compile.terms import Tier, format_bytes
 
@@ -85,6 +85,7 @@ def lend_values(
         dtype = record.original_dtype if in_original_dtype else record.master.tensor.dtype
         value = _full_value(record, dtype, read=name not in unread)
         lent[name] = _like(record.parameter, value)
+        mark_lent(lent[name], record)
     was = {name: (parameter.shape, parameter.dtype, parameter.device) for name, parameter in lent.items()}
     try:
         for record in records.values():

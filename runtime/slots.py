@@ -142,6 +142,21 @@ def record_of(parameter: object) -> StoredParameter | None:
     return record
 
 
+_LENT = "_zinf_lent"  # the attribute of a plain parameter that stands for a stored one meanwhile
+
+
+def mark_lent(parameter: torch.nn.Parameter, record: StoredParameter) -> None:
+    """Let a plain parameter lead to the stored one that it stands for, without making it one."""
+    setattr(parameter, _LENT, record)
+
+
+def owner_of(parameter: object) -> StoredParameter | None:
+    """Return the record of a parameter that some store holds, or has lent; None for any other object."""
+    record = record_of(parameter) or getattr(parameter, _LENT, None)
+    assert record is None or isinstance(record, StoredParameter)
+    return record
+
+
 def map_tensor(buffer: memoryview, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor over mapped file bytes."""
     return torch.frombuffer(buffer, dtype=dtype, count=shape.numel()).view(shape)

@@ -16,7 +16,7 @@ from zinf_compile.initialize import Init, choose_values, undo
 from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, TierReport
 from zinf_compile.runtime.accessors import Forward, install_accessors, refuse_optimized
 from zinf_compile.runtime.full_values import Site, check_room, lend_values
-from zinf_compile.runtime.slots import record_of
+from zinf_compile.runtime.slots import owner_of, record_of
 from zinf_compile.session import Session, check_devices, session_of_store
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier
@@ -187,7 +187,7 @@ def close(model: Module) -> None:
 
 def _session_of(model: Module) -> Session:
     for parameter in model.parameters():
-        if (record := record_of(parameter)) is not None:
+        if (record := owner_of(parameter)) is not None:
             return session_of_store(record.store)
     raise ConfigError(
         f"{type(model).__name__} has no parameter in a store; call zinf_compile.optimize(model), or run a model compiled "

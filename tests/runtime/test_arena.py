@@ -22,6 +22,21 @@ def test_memory_is_page_aligned_and_grows_only() -> None:
     arena.check_integrity(expect_idle=True)
 
 
+def test_memory_is_dropped_when_nothing_is_taken() -> None:
+    arena = Arena()
+    arena.reserve(2 * PAGE)
+    view = arena.view(0, (4,), torch.float32).fill_(3.0)
+    arena.take(0, PAGE)
+    with pytest.raises(VerifyError, match=f"the arena cannot be dropped while {PAGE} of its bytes are taken"):
+        arena.drop()
+    arena.give_back(0)
+    arena.drop()
+    assert arena.nbytes == 0
+    assert (view == 3.0).all(), "who still has a view keeps its memory"
+    arena.reserve(PAGE)
+    assert arena.nbytes == PAGE
+
+
 def test_views_and_buffers_are_the_same_bytes() -> None:
     arena = Arena()
     arena.reserve(2 * PAGE)

@@ -146,6 +146,48 @@ def test_another_shape_is_refused_and_the_rest_is_taken(optimize: Optimize, tiny
     assert (model.first.bias == 7.0).all()
 
 
+def test_blocks_within_blocks(optimize: Optimize) -> None:
+    """The outer one has the parameters until it ends."""
+    model = optimize(Net(), tiny=True)
+    with zinf_compile.full_parameters(model), torch.no_grad():
+        weight = model.second.weight
+        with zinf_compile.full_parameters(model.second):
+            assert model.second.weight is weight
+            weight.fill_(1.0)
+        assert model.second.weight is weight
+        weight.add_(1.0)
+        assert "Net" in str(zinf_compile.report(model))
+    assert (model.second.weight == 2.0).all()
+    with zinf_compile.full_parameters(model.second):
+        with zinf_compile.full_parameters(model), torch.no_grad():
+            model.first.weight.fill_(3.0)
+        assert isinstance(model.first.weight, HomeParameter)
+        assert not isinstance(model.second.weight, HomeParameter)
+    assert (model.first.weight == 3.0).all()
+
+
+def test_the_arena_makes_room(optimize: Optimize, store_of: StoreOf) -> None:
+    """Between two calls it holds nothing, and the next one takes its memory again."""
+    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(6)))
+    plain = nn.Sequential(*(nn.Linear(600, 600) for _ in range(6)))
+    plain.load_state_dict(model.state_dict())
+    x = torch.linspace(-1, 1, 1200).view(2, 600)
+    optimize(model, tiny=True, capture=True, device_memory="5MiB")
+    compiled = torch.compile(plain, backend="aot_eager")
+    for each in (model, compiled):
+        each(x).sum().backward()
+    store = store_of(model)
+    assert store.arena.nbytes > 2 * 2**20
+    with zinf_compile.full_parameters(model[:2]):
+        assert store.arena.nbytes == 0
+    for each in (model, compiled):
+        each(x).sum().backward()
+    assert store.arena.nbytes > 2 * 2**20
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad, parameter.grad), name
+    torch._dynamo.reset()
+
+
 def test_who_is_refused(optimize: Optimize) -> None:
     with pytest.raises(ConfigError, match="Net has no parameter in a store"), zinf_compile.full_parameters(Net()):
         pass
