@@ -225,10 +225,15 @@ class Store:
         setattr(record, role, moved)
 
     def _move_state(self, record: StoredParameter, key: str, tier: Tier) -> None:
-        """Optimizer state keeps its tensors, which the optimizer holds: only where it lives in RAM is relabelled."""
+        """Move state that a checkpoint brought before there was a plan, and show it where its optimizer keeps it."""
         slot = record.states[key]
-        if slot.in_memory and tier is not Tier.NVME:
-            self._relabel(slot, tier)
+        owner = record.states_owner() if record.states_owner is not None else None
+        if owner is None:  # nobody steps with it any more
+            return
+        moved = record.states[key] = self._moved_slot(slot, tier)
+        state = owner.state.get(record.parameter, {})
+        if moved is not slot and slot.shown is not None and state.get(key) is slot.shown:
+            state[key] = show_home(moved, record)
 
     def _relabel(self, slot: Slot, tier: Tier) -> None:
         self._homes_nbytes[slot.tier] -= slot.nbytes

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,36 @@ def test_two_models_do_not_meet(optimize: Callable[..., nn.Module], store_of: Ca
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     zinf_compile.close(one)
     train(other, 2)
+
+
+def test_a_new_plan_moves_optimizer_state(
+    optimize: Callable[..., nn.Module], store_of: Callable[[nn.Module], Store]
+) -> None:
+    """State that a checkpoint brought before there was a plan: it goes where the plan wants it, there and back."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 130)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    plain = nn.Linear(130, 140)
+    model = nn.Linear(130, 140)
+    model.load_state_dict(plain.state_dict())
+    optimize(model, tiny=True)
+    plain_optimizer, optimizer = torch.optim.AdamW(plain.parameters()), torch.optim.AdamW(model.parameters())
+    store = store_of(model)
+    for tier in (Tier.HOST, Tier.NVME):
+        step(plain, plain_optimizer)
+        step(model, optimizer)
+        kept = optimizer.state[model.weight]["exp_avg"]
+        store.place_again([replace(placement, optimizer_state=tier) for placement in store.placements.values()])
+        assert {slot.tier for slot in store.records["weight"].states.values()} == {tier}
+        assert optimizer.state[model.weight]["exp_avg"] is not kept
+        assert torch.equal(kept, optimizer.state[model.weight]["exp_avg"])
+        store.check_integrity()
+    step(plain, plain_optimizer)
+    step(model, optimizer)
+    assert torch.equal(model.weight, plain.weight)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizer.state[model.weight][key], plain_optimizer.state[plain.weight][key]), key
