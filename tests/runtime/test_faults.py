@@ -1,5 +1,6 @@
 """A disk that fails: whenever it happens, the error says what and where, no torn value is shown, and a checkpoint helps."""
 
+import itertools
 import re
 import threading
 from collections.abc import Callable
@@ -46,7 +47,9 @@ class Run:
     values: list[dict[str, Tensor]] | None = None
 
 
-def run_training(monkeypatch: pytest.MonkeyPatch, engine: MemoryEngine, *, capture: bool) -> Run:
+def run_training(
+    monkeypatch: pytest.MonkeyPatch, engine: MemoryEngine, *, capture: bool, overlap_step: bool = False
+) -> Run:
     stores: list[Store] = []
     made = store_module.Store.__init__
 
@@ -66,7 +69,7 @@ def run_training(monkeypatch: pytest.MonkeyPatch, engine: MemoryEngine, *, captu
             host_memory="512KiB",
             nvme="/tmp",  # a folder that exists; the engine does not look at it
             capture=capture,
-            overlap_step=False,
+            overlap_step=overlap_step,
         )
         run.optimizer = torch.optim.AdamW(run.model.parameters())
         for _ in range(NUM_STEPS):
@@ -240,6 +243,30 @@ def test_a_fault_at_any_operation(
     with pytest.raises(StoreError, match=STOPPED):
         zinf_compile.save(tmp_path / "stopped", run.model, run.optimizer)
     check_recovered(run, checkpoint, known_values)
+    zinf_compile.close(run.model)
+    check_closed(run)
+
+
+@pytest.mark.parametrize(("operation", "nth"), [*itertools.product(["read", "write"], range(10, 70, 4))])
+def test_a_fault_while_steps_run_in_the_background(
+    operation: Operation,
+    nth: int,
+    known_values: list[dict[str, Tensor]],
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is met at the next use of the model, or by ``synchronize``, and a checkpoint puts everything in order."""
+    engine = MemoryEngine(max_nbytes=2**23, faults=[Fault(operation=operation, nth=nth, kind="error")])
+    run = run_training(monkeypatch, engine, capture=False, overlap_step=True)
+    if run.phase == "placement":
+        check_closed(run)
+        return
+    run.stores[0].updates.wait()
+    if engine._num_started[operation] > nth:
+        with pytest.raises(StoreError, match=STOPPED):
+            zinf_compile.synchronize(run.model)
+        check_recovered(run, checkpoint, known_values)
+        zinf_compile.synchronize(run.model)
     zinf_compile.close(run.model)
     check_closed(run)
 
