@@ -4,9 +4,15 @@
 the streamed step does where there is no compiled kernel (widen the gradient, update, round to the compute copy). Both
 sides run in turn on memory of their own; a line gives the median over rounds, and the best.
 
-    python -m benchmarks.optimizer_step --only kernel
+``step``: the streamed AdamW step of a model in a store, alone, beside its bounds, which are measured in turn with it.
+``update`` is the compiled kernel over plain tensors of the same sizes; for states on nvme ``disk`` is four threads that
+call the engine with the blocks of the streamed step, in its mix of reads and writes, and do nothing else. ``ratio`` is
+the longer of these bounds over the seconds that the step took; its target is at least 0.9. Bytes are the kernel's counts.
 
-prints one JSON line per case. Rates are 10^9 parameters per second.
+    python -m benchmarks.optimizer_step --only kernel
+    python -m benchmarks.optimizer_step --only step --nvme DIR
+
+print one JSON line per case. Rates are 10^9 parameters per second.
 """
 
 import argparse
@@ -14,15 +20,27 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from zinf_compile.runtime.fused_adamw import find_kernel
+import zinf_compile
+from benchmarks.io import NUM_THREADS
+from benchmarks.out_of_core import disk_bytes
+from zinf_compile.runtime.fused_adamw import Kernel, find_kernel
+from zinf_compile.runtime.nvme.posix import PosixEngine
 from zinf_compile.runtime.shadow import shadow_step
+from zinf_compile.runtime.staging import StagingPool
+
+_MIB = 2**20
+_CHUNK_BLOCKS = (4 * _MIB, 4 * _MIB, 4 * _MIB, 2 * _MIB)  # of 2^20 parameters: master copy, moments, and bfloat16
 
 Answer = dict[str, object]
 
@@ -34,6 +52,9 @@ class Settings:
     threads: tuple[int, ...]
     rounds: int
     elements: int
+    layers: int
+    width: int
+    nvme: str
 
 
 def measure_kernel(settings: Settings) -> Iterator[Answer]:
@@ -59,11 +80,7 @@ def _make_sides(size: int, threads: int, *, fused: bool, narrow: torch.dtype | N
     optimizer = torch.optim.AdamW([torch.zeros(1)], fused=fused)
     (group,) = optimizer.param_groups
     gradient = torch.randn(size).to(narrow or torch.float32)
-    kernel = find_kernel(
-        optimizer, group, master_dtype=torch.float32, gradient_dtype=gradient.dtype, compute_dtype=narrow
-    )
-    if kernel is None:
-        sys.exit("there is no compiled kernel here; the log says why")
+    kernel = _find_kernel(optimizer, gradient.dtype, narrow)
 
     def make_memory() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
         moments = {key: torch.zeros(size) for key in ("exp_avg", "exp_avg_sq")}
@@ -85,34 +102,177 @@ def _make_sides(size: int, threads: int, *, fused: bool, narrow: torch.dtype | N
     return {"compiled": run_compiled, "torch": run_torch}
 
 
+def _find_kernel(optimizer: torch.optim.Optimizer, gradient: torch.dtype, compute: torch.dtype | None) -> Kernel:
+    (group,) = optimizer.param_groups
+    kernel = find_kernel(optimizer, group, master_dtype=torch.float32, gradient_dtype=gradient, compute_dtype=compute)
+    if kernel is None:
+        sys.exit("there is no compiled kernel here; the log says why")
+    return kernel
+
+
 def _compare(sides: dict[str, Callable[[], Any]], settings: Settings) -> dict[str, float]:
     """Return the rate of each side: median over rounds in which they take turns, and the best."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for round_index in range(settings.rounds + 2):
-        for name, run in sides.items():
-            start = time.perf_counter()
-            run()
-            if round_index >= 2:  # the first ones touch the memory
-                seconds[name].append(time.perf_counter() - start)
+    seconds = _take_turns(sides, settings.rounds)
     rate = settings.elements / 1e9
     return {name: rate / statistics.median(taken) for name, taken in seconds.items()} | {
         f"{name}_best": rate / min(taken) for name, taken in seconds.items()
     }
 
 
-QUESTIONS: dict[str, Callable[[Settings], Iterator[Answer]]] = {"kernel": measure_kernel}
+def _take_turns(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each side in each round."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for round_index in range(rounds + 2):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            run()
+            if round_index >= 2:  # the first ones touch the memory
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def measure_step(settings: Settings) -> Iterator[Answer]:
+    """Yield one answer for states on nvme, and one for states on the host."""
+    threads = max(settings.threads)
+    torch.set_num_threads(threads)
+    for home in ("nvme", "host"):
+        model, optimizer = _train_once(settings, home)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        update = _make_update(settings, threads)
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            zinf_compile.synchronize(model)
+
+        sides: dict[str, Callable[[], Any]] = {"step": step, "update": update}
+        moved: Answer = {}
+        if home == "nvme":
+            before = disk_bytes()
+            step()
+            read, written = (last - first for first, last in zip(before, disk_bytes(), strict=True))
+            sides["disk"] = _make_disk_side(settings, read, written)
+            moved = {
+                "read_bytes": read,
+                "written_bytes": written,
+                "bytes_per_parameter": (read + written) / num_parameters,
+            }
+        seconds = _take_turns(sides, settings.rounds)
+        medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+        ratios = [max(bounds) / taken for taken, *bounds in zip(*seconds.values(), strict=True)]
+        yield {
+            "question": "step",
+            "states_on": home,
+            "num_parameters": num_parameters,
+            "threads": threads,
+            **moved,
+            **{f"{name}_seconds": taken for name, taken in medians.items()},
+            **{f"{name}_seconds_best": min(taken) for name, taken in seconds.items()},
+            "parameters_per_second": num_parameters / medians["step"],
+            "ratio": max(taken for name, taken in medians.items() if name != "step") / medians["step"],
+            "ratio_of_rounds": statistics.median(ratios),
+        }
+        zinf_compile.close(model)
+
+
+def _train_once(settings: Settings, home: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model whose states are at ``home``, with gradients, and an optimizer that has stepped once."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(settings.width, settings.width, bias=False) for _ in range(settings.layers)))
+    one = settings.width**2
+    # Staging of 96 MiB is enough for full chunks. What host_memory has beside it is for homes.
+    host = 2 * 96 * 2**20 if home == "nvme" else 18 * one * settings.layers + 2 * 192 * 2**20
+    zinf_compile.optimize(
+        model, init="reset", compute_dtype=torch.bfloat16, device_memory=32 * one, host_memory=host, nvme=settings.nvme
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model(torch.randn(32, settings.width, dtype=torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    zinf_compile.synchronize(model)
+    return model, optimizer
+
+
+def _make_update(settings: Settings, threads: int) -> Callable[[], None]:
+    """Return the compiled update of tensors in RAM, one per parameter of the model."""
+    optimizer = torch.optim.AdamW([torch.zeros(1)], fused=True)
+    (group,) = optimizer.param_groups
+    kernel = _find_kernel(optimizer, torch.bfloat16, torch.bfloat16)
+    size = settings.width**2
+    parameters = [
+        (torch.ones(size), torch.ones(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16))
+        for _ in range(settings.layers)
+    ]
+    states: list[dict[str, Any]] = [{"exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)} for _ in parameters]
+
+    def update() -> None:
+        for index, (master, gradient, compute) in enumerate(parameters):
+            states[index] = kernel.update(group, states[index], master, gradient, compute, num_threads=threads)
+
+    return update
+
+
+def _make_disk_side(settings: Settings, read: int, written: int) -> Callable[[], None]:
+    """Return calls of an engine that move as many bytes as a step, in the blocks of its chunks, and nothing else."""
+    engine = PosixEngine(settings.nvme)
+    num_chunks = -(-max(read, written) // sum(_CHUNK_BLOCKS))
+    engine.reserve(num_chunks * sum(_CHUNK_BLOCKS))
+    blocks = [
+        (chunk * sum(_CHUNK_BLOCKS) + sum(_CHUNK_BLOCKS[:index]), nbytes)
+        for chunk in range(num_chunks)
+        for index, nbytes in enumerate(_CHUNK_BLOCKS)
+    ]
+    pool = StagingPool(NUM_THREADS * max(_CHUNK_BLOCKS))
+
+    def move(reads_until: int, writes_until: int) -> None:
+        """Read and write blocks in turn, each from the front of the file up to an offset."""
+        calls = (
+            (call, offset, nbytes)
+            for offset, nbytes in blocks
+            for call, until in ((engine.read, reads_until), (engine.write, writes_until))
+            if offset + nbytes <= until
+        )
+        lock = threading.Lock()
+
+        def work() -> None:
+            with pool.lease(max(_CHUNK_BLOCKS)) as lease:
+                while True:
+                    with lock:
+                        following = next(calls, None)
+                    if following is None:
+                        return
+                    call, offset, nbytes = following
+                    call(offset, lease.view[:nbytes])
+
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            for future in [threads.submit(work) for _ in range(NUM_THREADS)]:
+                future.result()
+
+    move(0, engine.nbytes)  # reading what was never written is no read at all
+    return partial(move, read, written)
+
+
+QUESTIONS: dict[str, Callable[[Settings], Iterator[Answer]]] = {"kernel": measure_kernel, "step": measure_step}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(QUESTIONS), help="one question instead of all")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, help="60 of a chunk, 9 of a whole step")
     parser.add_argument("--elements", type=int, default=2**20, help="of the chunk")
+    parser.add_argument("--layers", type=int, default=32, help="of the model that steps")
+    parser.add_argument("--width", type=int, default=2048, help="of its layers, which have its square of parameters")
+    parser.add_argument("--nvme", default=".", help="folder on a local disk")
     args = parser.parse_args()
-    settings = Settings(threads=tuple(args.threads), rounds=args.rounds, elements=args.elements)
     command = " ".join(["python -m benchmarks.optimizer_step", *sys.argv[1:]])
     for name in QUESTIONS if args.only is None else (args.only,):
+        settings = Settings(
+            threads=tuple(args.threads),
+            rounds=args.rounds or (9 if name == "step" else 60),
+            elements=args.elements,
+            layers=args.layers,
+            width=args.width,
+            nvme=args.nvme,
+        )
         for answer in QUESTIONS[name](settings):
             print(json.dumps({"command": command, **answer}), flush=True)
 
