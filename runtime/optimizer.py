@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.errors import CapacityError, StoreError
-from zinf_compile.runtime.fused_adamw import find_kernel
+from zinf_compile.runtime.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.home import show_home
 from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.shadow import shadow_step
@@ -55,6 +55,7 @@ class StreamedStep:
         self._jobs = jobs
         self._element_wise = element_wise
         self._wide: StagingBuffer | None = None  # where gradients are widened to the master's dtype
+        self._kernels = {job: _find_kernel(job) for job in jobs}
         for job in jobs:
             self._check_fits(job)
 
@@ -139,8 +140,8 @@ class StreamedStep:
             return max(1, job.num_elements)
         wanted = self._store.chunk_elements
         slots = job.staged_slots()
-        if not slots:
-            return wanted
+        if not slots:  # a kernel allocates nothing per element, and shares what it gets among its threads
+            return wanted if self._kernels[job] is None else max(1, job.num_elements)
         per_element = sum(slot.tensor.dtype.itemsize for slot in slots.values())
         fitting = self._store.staging.capacity // per_element
         return min(wanted, max(ALIGN, fitting - fitting % ALIGN))
@@ -161,11 +162,14 @@ class StreamedStep:
         )
 
     def _lease_wide(self) -> None:
-        """Lease room for the widest chunk's gradient, so that no chunk allocates: heaps fragment under such sizes."""
+        """Lease room for the widest chunk's gradient, so that no chunk allocates: heaps fragment under such sizes.
+
+        A kernel widens in the cache.
+        """
         widths = [
             min(job.num_elements, self._chunk_elements(job)) * job.record.master.tensor.dtype.itemsize
             for job in self._jobs
-            if job.record.has_compute_copy and job.staged_slots()
+            if job.record.has_compute_copy and job.staged_slots() and self._kernels[job] is None
         ]
         needed = max(widths, default=0)
         largest = max((self._lease_nbytes(job, self._chunk_elements(job)) for job in self._jobs), default=0)
@@ -238,14 +242,8 @@ class StreamedStep:
         state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in job.scalars.items()}
         staged = {key: chunk.tensor(key, slot) for key, slot in record.states.items()}
         compute = chunk.tensor(COMPUTE, record.compute) if record.has_compute_copy else None
-        kernel = find_kernel(
-            job.optimizer,
-            job.group,
-            master_dtype=master.dtype,
-            gradient_dtype=gradient.dtype,
-            compute_dtype=None if compute is None else compute.dtype,
-        )
-        if kernel is not None and kernel.takes(state | staged):
+        kernel = self._kernels[job]
+        if kernel is not None:
             num_threads = torch.get_num_threads()
             new_state = kernel.update(job.group, state | staged, master, gradient, compute, num_threads=num_threads)
         else:
@@ -282,6 +280,20 @@ class StreamedStep:
         if chunk.lease is not None:
             self._store.staging.return_(chunk.lease)
             chunk.lease = None
+
+
+def _find_kernel(job: Job) -> Kernel | None:
+    """Return the compiled update for a job; None where there is none for its options, dtypes or state."""
+    record = job.record
+    kernel = find_kernel(
+        job.optimizer,
+        job.group,
+        master_dtype=record.master.tensor.dtype,
+        gradient_dtype=job.grad.dtype,
+        compute_dtype=record.compute.tensor.dtype if record.has_compute_copy else None,
+    )
+    state = job.scalars | {key: slot.tensor for key, slot in record.states.items()}
+    return kernel if kernel is not None and kernel.takes(state) else None
 
 
 def _shaped(tensor: Tensor, shape: torch.Size | None) -> Tensor:
