@@ -65,6 +65,15 @@ class HomeTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    @classmethod
+    def show(cls, slot: Slot, record: StoredParameter) -> Tensor:
+        """Return the home tensor of a slot as people are to see it; always the same object."""
+        if slot.shown is None:
+            shown = slot.tensor.as_subclass(cls)
+            shown.record = weakref.ref(record)
+            slot.shown = shown
+        return slot.shown
+
     def plain(self) -> Tensor:
         """Return it as a plain tensor over the same bytes."""
         await_home(self)
@@ -135,13 +144,9 @@ class HomeParameter(Parameter):
             return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)}"
 
 
-def show_home(slot: Slot, record: StoredParameter) -> Tensor:
-    """Return the home tensor of a gradient or optimizer state as people are to see it; always the same object."""
-    if slot.shown is None:
-        shown = slot.tensor.as_subclass(HomeTensor)
-        shown.record = weakref.ref(record)
-        slot.shown = shown
-    return slot.shown
+def looks_at_values(func: Callable[..., Any]) -> bool:
+    """Return whether a torch function reads or writes the values of its arguments."""
+    return func not in _LOOKS_AT_NO_VALUE
 
 
 def await_home(tensor: HomeParameter | HomeTensor) -> None:
@@ -150,13 +155,15 @@ def await_home(tensor: HomeParameter | HomeTensor) -> None:
     if record is None:
         return
     record.store.finish(record)
+    if record.deferred and torch.is_grad_enabled() and isinstance(tensor, HomeParameter):
+        record.store.await_gradient(record)  # a backward of what is computed now would add to it behind our back
     if record.torn and not (record.gradient is not None and tensor is record.gradient.shown):
         raise torn_error(record)
 
 
 def _await_homes(func: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     """Wait for every home tensor among the arguments of ``func``, in lists as well, unless it looks at no value."""
-    if func in _LOOKS_AT_NO_VALUE:
+    if not looks_at_values(func):
         return
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, HomeParameter | HomeTensor):
@@ -232,5 +239,5 @@ class EagerGather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient unchanged, once nothing is in flight for the one it may be added to."""
         if (record := record_of(ctx.parameter)) is not None:
-            record.store.finish(record)
+            record.store.await_gradient(record)
         return grad, None

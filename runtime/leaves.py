@@ -55,6 +55,8 @@ def hang_on_parameters(anchor: Tensor, records: Sequence[StoredParameter]) -> Te
 def take_handed(record: StoredParameter) -> Tensor | None:
     """Return the gradient that a captured backward handed over, and forget it."""
     handed, record.handed = record.handed, None
+    if handed is not None:
+        record.store.await_gradient(record)  # to which autograd will add
     return handed
 
 

@@ -8,7 +8,8 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedError
-from zinf_compile.runtime.home import show_home
+from zinf_compile.runtime.home import HomeTensor
+from zinf_compile.runtime.home_gradient import begin_gradient, settle_gradient, show_gradient
 from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
 from zinf_compile.runtime.step_jobs import state_slot
 from zinf_compile.runtime.store import Store
@@ -73,6 +74,7 @@ def gradient_tensors(model: Module) -> dict[str, HomedTensor]:
         if grad is None:
             continue
         if record is not None and record.gradient is not None and record.gradient.is_home_of(grad):
+            settle_gradient(record)
             tensors[name] = HomedTensor(slot=record.gradient, transfers=record.store.transfers)
         else:
             tensors[name] = _plain(f"the gradient of {name}", grad)
@@ -94,7 +96,8 @@ def add_gradient(parameter: Parameter) -> HomedTensor:
         if record is None or record.gradient is None:
             parameter.grad = torch.zeros_like(parameter)
             return _plain("a gradient", parameter.grad)
-        parameter.grad = show_home(record.gradient, record)
+        begin_gradient(record)
+        parameter.grad = show_gradient(record)
         return HomedTensor(slot=record.gradient, transfers=record.store.transfers)
 
 
@@ -129,7 +132,7 @@ def add_state(
     record = record_of(parameter)
     if record is not None and shape and shape == tuple(record.master.tensor.shape):
         slot = state_slot(record, optimizer, key, dtype)
-        optimizer.state[parameter][key] = show_home(slot, record)
+        optimizer.state[parameter][key] = HomeTensor.show(slot, record)
         return HomedTensor(slot=slot, transfers=record.store.transfers)
     if record is None and shape == tuple(parameter.shape):
         value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zinf_compile.errors import CapacityError, StoreError
 from zinf_compile.runtime.fused_adamw import Kernel, find_kernel
-from zinf_compile.runtime.home import show_home
+from zinf_compile.runtime.home import HomeTensor
 from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.shadow import shadow_step
 from zinf_compile.runtime.slots import Slot
@@ -102,6 +102,10 @@ class StreamedStep:
             self._let_go()
             raise
         finally:
+            for (
+                job
+            ) in self._jobs:  # they hold the job by their callbacks, and it the gradient that somebody may look for
+                job.writes.clear()
             if self._wide is not None:
                 self._store.staging.return_(self._wide)
                 self._wide = None
@@ -263,7 +267,10 @@ class StreamedStep:
         record = chunk.job.record
         assert record.gradient is not None
         if chunk.job.has_home_gradient:
-            return chunk.tensor(GRADIENT, record.gradient)
+            gradient = chunk.tensor(GRADIENT, record.gradient)
+            for operation in chunk.job.deferred:  # on the staged copy; the one at home keeps it put off
+                operation(gradient)
+            return gradient
         return chunk.job.grad.detach().reshape(-1)[chunk.start : chunk.stop]
 
     def _show_state(self, job: Job, new_state: dict[str, Any]) -> None:
@@ -272,7 +279,7 @@ class StreamedStep:
             state = job.optimizer.state[job.record.parameter]
             for key, value in new_state.items():
                 slot = job.record.states.get(key)
-                state[key] = value if slot is None else show_home(slot, job.record)
+                state[key] = value if slot is None else HomeTensor.show(slot, job.record)
 
     def _return(self, chunk: _Chunk) -> None:
         for read in chunk.reads:

@@ -1,6 +1,8 @@
 """Slots: one stored tensor each, on one tier, with the home tensor people see; and the record of a parameter's slots."""
 
+import sys
 import weakref
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,6 +53,13 @@ class Slot:
         count: int = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
         return count
 
+    @property
+    def is_forgotten(self) -> bool:
+        """Return whether nobody but us holds the home tensor for people, or any other tensor over these bytes."""
+        # The slot's own reference, and the call's.
+        is_shown_to_others = self.shown is not None and sys.getrefcount(self.shown) > 2
+        return not is_shown_to_others and self.num_references <= self.num_own_references + (self.shown is not None)
+
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the file offset and the sector-rounded length of elements [start, stop); start must be aligned."""
         assert self.extent is not None
@@ -76,6 +85,19 @@ class Owner(Protocol):
         """Let a parameter be trained that was frozen so far. CapacityError if there is no room for that."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeferredOp:
+    """An in-place operation on every element of a gradient by itself, to be done when the gradient is next read."""
+
+    call: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """Change a gradient, or a part of one, in place."""
+        return self.call(gradient, *self.args, **self.kwargs)
+
+
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class StoredParameter:
     """A parameter and all that belongs to it. ``master`` is ``compute`` itself where there is only one copy."""
@@ -98,6 +120,9 @@ class StoredParameter:
     forward_update_count: int = 0  # at the last forward of a captured graph that reads it
     uses: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)  # autograd nodes that give it gradients
     home_backward: int = -1  # the last backward, by its number, whose gradient went straight home
+    deferred: list[DeferredOp] = field(default_factory=list)  # what the user did to the gradient, not yet done
+    norms: dict[float, Tensor] = field(default_factory=dict)  # of the gradient at home, by order
+    held_gradients: list[Slot] = field(default_factory=list)  # earlier ones that somebody held on to
     handed: Tensor | None = None  # a gradient on its way from a captured backward to autograd
     update: "Future[None] | None" = None  # of an optimizer step in the background; done when all of it is home
     lent: bool = False  # full_parameters() holds its value

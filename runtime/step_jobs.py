@@ -6,7 +6,6 @@ zeros.
 """
 
 import copy
-import sys
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zinf_compile.runtime.home import HomeParameter, show_home
+from zinf_compile.runtime.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.shadow import StateTensor, copy_scalars, is_element_wise, probe_state, shadow_step
-from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
+from zinf_compile.runtime.slots import DeferredOp, Slot, StoredParameter, record_of
 from zinf_compile.runtime.store import Store
 
 GRADIENT, MASTER, COMPUTE = "gradient", "master copy", "compute copy"
@@ -32,6 +31,7 @@ class Job:
     record: StoredParameter
     optimizer: Optimizer  # with its attributes as they were
     grad: Tensor  # its home tensor, or a tensor the user put there
+    deferred: tuple[DeferredOp, ...]  # to be done to the gradient at home first
     group: Mapping[str, Any]
     scalars: dict[str, Any]  # the entries of its state that are not per element, before the update
     has_state: bool
@@ -111,6 +111,7 @@ class JobCollector:
             record=record,
             optimizer=self._frozen_optimizer,
             grad=grad,
+            deferred=tuple(record.deferred) if record.gradient is not None and record.gradient.is_home_of(grad) else (),
             group=options,
             scalars=copy_scalars(state, record.parameter.shape),
             has_state=bool(state),
@@ -125,7 +126,7 @@ class JobCollector:
         if predicted := self._predict(job):
             state = self._optimizer.state[record.parameter]
             for key, value in predicted.items():
-                state[key] = show_home(record.states[key], record) if key in record.states else _copy(value)
+                state[key] = HomeTensor.show(record.states[key], record) if key in record.states else _copy(value)
 
     def _make_state_slots(self, record: StoredParameter, options: dict[str, Any]) -> None:
         """Give every per-element state tensor a slot before the first step, so that chunks have somewhere to go."""
@@ -162,7 +163,7 @@ class JobCollector:
                 with self._store.failing_on_error():
                     self._store.transfers.write_value(slot, value)
                     self._store.transfers.wait_writes()
-                state[key] = show_home(slot, record)
+                state[key] = HomeTensor.show(slot, record)
 
 
 _PROBE_SHAPE = torch.Size([3])
@@ -192,16 +193,10 @@ def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype) -> Sl
     """Return a slot that nobody looks at since its optimizer is gone, else a new one."""
     for owner, states in record.other_states:
         slot = states.get(key) if owner() is None else None
-        if slot is not None and slot.tensor.dtype == dtype and _is_forgotten(slot):
+        if slot is not None and slot.tensor.dtype == dtype and slot.is_forgotten:
             return states.pop(key)
     tier = record.store.placements[record.name].optimizer_state
     return record.store.new_slot(f"{record.name} ({key})", record.master.tensor.shape, dtype, tier)
-
-
-def _is_forgotten(slot: Slot) -> bool:
-    """Return whether nobody but us holds a slot's tensors: a third party may have kept a state_dict."""
-    shown_by_others = slot.shown is not None and sys.getrefcount(slot.shown) > 2  # the slot's and this call's own
-    return not shown_by_others and slot.num_references <= slot.num_own_references + (slot.shown is not None)
 
 
 def _copy(value: Any) -> Any:

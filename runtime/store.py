@@ -4,9 +4,10 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,14 @@ from zinf_compile.ops import make_anchor
 from zinf_compile.plan import Placement
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
-from zinf_compile.runtime.home import HomeParameter, show_home, torn_error
+from zinf_compile.runtime.home import HomeParameter, torn_error
+from zinf_compile.runtime.home_gradient import (
+    HomeGradient,
+    begin_gradient,
+    note_norms,
+    settle_gradient,
+    show_gradient,
+)
 from zinf_compile.runtime.leaves import Delivery, choose_delivery
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN, Engine
@@ -78,6 +86,7 @@ class Store:
         self.layout = FileLayout()
         self.transfers = Transfers(engine=self.engine, staging=self.staging, arena=self.arena, meter=self.meter)
         self.updates = UpdateQueue()
+        self.wanted_norms: set[float] = set()  # orders that somebody asked a gradient for, as clip_grad_norm_ does
         self.update_order: Mapping[str, int] = {}  # of parameters, the first that the next forward gathers first
         self.chunk_elements = 2**20  # of the streamed step; a plan sets it
         self.ram = DeviceRam(budget=config.device_memory - config.reserve_memory)
@@ -217,7 +226,7 @@ class Store:
             return
         grad = record.parameter.grad
         if role == "gradient" and grad is not None and slot.is_home_of(grad):
-            record.parameter.grad = show_home(moved, record)
+            record.parameter.grad = HomeGradient.show(moved, record)
         if slot is record.master:
             record.master = moved
             with torch._C.DisableTorchFunctionSubclass():
@@ -293,12 +302,28 @@ class Store:
             return
         with torch.no_grad(), self.failing_on_error():
             if parameter.grad is None:
-                self.transfers.write_value(slot, grad, Tier.DEVICE)
-                parameter.grad = show_home(slot, record)
+                self._put_gradient(record, grad)
             elif slot.is_home_of(parameter.grad):
-                self.transfers.write_value(slot, grad, Tier.DEVICE, add=True)
+                settle_gradient(record)
+                self.transfers.write_value(slot, grad, Tier.DEVICE, add=True, on_sum=self._norm_taker(record))
             else:  # the user put a gradient there: it is theirs, and accumulates in place as in PyTorch
                 parameter.grad.add_(grad.to(parameter.grad.dtype))
+
+    def _put_gradient(self, record: StoredParameter, grad: Tensor) -> None:
+        """Start writing a new gradient home, and show it."""
+        slot = begin_gradient(record)
+        if not slot.in_memory and grad.is_contiguous() and grad.dtype == slot.tensor.dtype:
+            note_norms(record, grad)
+        self.transfers.write_value(slot, grad, Tier.DEVICE)
+        record.parameter.grad = show_gradient(record)
+
+    def _norm_taker(self, record: StoredParameter) -> Callable[[Tensor], None] | None:
+        return partial(note_norms, record) if self.wanted_norms else None
+
+    def await_gradient(self, record: StoredParameter) -> None:
+        """Block until the gradient at home may be added to by somebody who does not ask, and has what was put off."""
+        self.finish(record)
+        settle_gradient(record)
 
     def refresh_stale(self) -> None:
         """Make every compute copy again whose master the user has written since."""
@@ -463,9 +488,8 @@ def _take_gradient_home(parameter: Tensor) -> None:
             return
         record.store.check_usable(record)
         with record.store.failing_on_error():
-            record.store.transfers.write_value(slot, grad, Tier.DEVICE)
+            record.store._put_gradient(record, grad)
             record.store.transfers.wait_writes()
-        parameter.grad = show_home(slot, record)
 
 
 def _version(parameter: Parameter) -> int:

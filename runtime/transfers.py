@@ -172,11 +172,19 @@ class Transfers:
         return max(ALIGN, nbytes - nbytes % ALIGN) // dtype.itemsize
 
     def write_value(
-        self, slot: Slot, value: Tensor, source: Tier = Tier.HOST, *, add: bool = False, first: int = 0
+        self,
+        slot: Slot,
+        value: Tensor,
+        source: Tier = Tier.HOST,
+        *,
+        add: bool = False,
+        first: int = 0,
+        on_sum: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Start writing ``value`` to a slot, or adding it. ``value`` is copied at once; ``wait_writes`` makes it home.
 
         It may be a piece: its elements then go to [first, first + its length) of the flat tensor, at a whole sector.
+        ``on_sum`` is called with the whole sum of an addition on nvme, where half of staging can hold it.
         """
         if slot.in_memory:
             home = slot.tensor.view(-1)[first : first + value.numel()].view(value.shape)
@@ -188,6 +196,8 @@ class Transfers:
             return
         dtype, flat = slot.tensor.dtype, value.reshape(-1)
         piece = self.piece_elements(dtype)
+        if on_sum is not None and slot.nbytes <= self.staging.capacity // 2:
+            piece = flat.numel()
         if add:  # the sum reads what an earlier call may still be writing
             wait_all([future for written, future in self._writes if written is slot])
         for start in range(0, flat.numel(), piece):
@@ -202,6 +212,8 @@ class Transfers:
                     self.staging.return_(lease)
                     raise
                 staged.add_(flat[start:stop].to(dtype))
+                if on_sum is not None and stop - start == slot.tensor.numel():
+                    on_sum(staged.view(slot.tensor.shape))
             else:
                 staged.copy_(flat[start:stop])
             del staged
@@ -288,11 +300,15 @@ def call_when_done(futures: Sequence[Future[None]], call: Callable[[BaseExceptio
     if not futures:
         call(None)
         return
+    num_futures = len(futures)  # not the list itself: futures keep their callbacks, and would so keep each other
     done = itertools.count(1)  # callbacks come from different threads, and next() on a count is atomic
+    errors: list[BaseException] = []
 
-    def count_down(_: Future[None]) -> None:
-        if next(done) == len(futures):
-            call(next((error for future in futures if (error := future.exception()) is not None), None))
+    def count_down(future: Future[None]) -> None:
+        if (error := future.exception()) is not None:
+            errors.append(error)
+        if next(done) == num_futures:
+            call(errors[0] if errors else None)
 
     for future in futures:
         future.add_done_callback(count_down)
