@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from zinf_compile.errors import UnsupportedError
 from zinf_compile.runtime.slots import StoredParameter
 
 
@@ -40,7 +41,12 @@ class ParameterLeaves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
-        """Return what the captured backward left for autograd, by parameter."""
+        """Return what the captured backward left for autograd, by parameter. UnsupportedError for ``create_graph=True``."""
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a captured backward cannot be differentiated again, as create_graph=True asks; say capture=False in "
+                "optimize()"
+            )
         return None, None, *(take_handed(record) for record in ctx.records)
 
 
