@@ -54,10 +54,11 @@ PRESETS = {
     ),  # 709 M
 }  # fmt: skip
 
-# Bytes per parameter of what training keeps from one step to the next or from backward to the optimizer step.
+# Bytes per parameter of what training keeps from one step to the next or from backward to the optimizer step, without
+# the optimizer's own state.
 STATE_BYTES = {
-    "bfloat16": {"fp32 master": 4, "fp32 AdamW moments": 8, "bf16 compute copy": 2, "bf16 gradient": 2},
-    "float32": {"fp32 parameter": 4, "fp32 AdamW moments": 8, "fp32 gradient": 4},
+    "bfloat16": {"fp32 master": 4, "bf16 compute copy": 2, "bf16 gradient": 2},
+    "float32": {"fp32 parameter": 4, "fp32 gradient": 4},
 }
 
 

@@ -31,8 +31,8 @@ def show_progress(
         every = max(1, steps // _NUM_LINES)
         if model is not None:
             print(_FIRST_STEP, flush=True)
-        for result in results:
-            if result.step == 1 or result.step == steps or result.step % every == 0:
+        for index, result in enumerate(results):
+            if index == 0 or result.step == steps or result.step % every == 0:
                 print(f"step {result.step:>4}/{steps}  {_describe(result, tokens_per_step, model)}", flush=True)
             yield result
         return

@@ -74,6 +74,29 @@ class Batch(NamedTuple):
     targets: Tensor
 
 
+class Batches(Iterator[Batch]):
+    """Random windows of a row of tokens, without end. ``position`` can be saved, and set to go on from there."""
+
+    def __init__(self, tokens: Tensor, *, batch: int, seq: int, seed: int) -> None:
+        self._tokens, self._batch = tokens, batch
+        self._window = torch.arange(seq + 1)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __next__(self) -> Batch:
+        num_starts = len(self._tokens) - len(self._window) + 1
+        starts = torch.randint(num_starts, (self._batch, 1), generator=self._generator)
+        rows = self._tokens[starts + self._window].long()
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+    @property
+    def position(self) -> Tensor:
+        return self._generator.get_state()
+
+    @position.setter
+    def position(self, state: Tensor) -> None:
+        self._generator.set_state(state)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenStream:
     """A text as one row of tokens, uint8 or int32, with the vocabulary that made it."""
@@ -82,23 +105,14 @@ class TokenStream:
     vocabulary: Vocabulary
     source: str
 
-    def batches(self, *, batch: int, seq: int, seed: int) -> Iterator[Batch]:
+    def batches(self, *, batch: int, seq: int, seed: int) -> Batches:
         """Random windows without end, the same for the same seed; ConfigError when no window fits."""
-        num_starts = len(self.tokens) - seq
-        if num_starts < 1:
+        if len(self.tokens) <= seq:
             raise ConfigError(
                 f"{self.source} has {len(self.tokens)} tokens, a sequence needs {seq + 1}: "
                 "give more text with --text, or lower --seq"
             )
-        return self._draw(num_starts, batch, seq, seed)
-
-    def _draw(self, num_starts: int, batch: int, seq: int, seed: int) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(seed)
-        window = torch.arange(seq + 1)
-        while True:
-            starts = torch.randint(num_starts, (batch, 1), generator=generator)
-            rows = self.tokens[starts + window].long()
-            yield Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        return Batches(self.tokens, batch=batch, seq=seq, seed=seed)
 
 
 def read_text(paths: Sequence[Path], vocabulary: Vocabulary, *, max_bytes: int = MAX_TEXT_BYTES) -> TokenStream:

@@ -1,51 +1,70 @@
-"""`zinf train`: trains a GPT within memory budgets, and shows what was predicted beside what was measured."""
+"""`zinf train`: trains a model within memory budgets, and shows what was predicted beside what was measured."""
 
 import argparse
-import math
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+import zlib
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
+from torch.optim import Optimizer
 
 import zinf_compile
+from zinf_compile.cli.checkpoints import CheckpointFolder
+from zinf_compile.cli.models import Built, ExampleGPT, Subject
+from zinf_compile.cli.optimizers import find_optimizer, make_optimizer, measure_state
 from zinf_compile.cli.presets import PRESETS, STATE_BYTES, Preset, load_example, parse_count
-from zinf_compile.cli.progress import StepResult, process_peak, show_progress
-from zinf_compile.cli.text import Batch, ByteVocabulary, TokenizerVocabulary, TokenStream, read_text
+from zinf_compile.cli.progress import process_peak, show_progress
+from zinf_compile.cli.text import ByteVocabulary, TokenizerVocabulary, TokenStream, read_text
+from zinf_compile.cli.training import Schedule, Training
+from zinf_compile.cli.transformers_model import TransformersModel, parse_folder
 from zinf_compile.config import parse_size
 from zinf_compile.errors import ConfigError
 from zinf_compile.terms import format_bytes
 
-_TEMPERATURE = 0.8  # of the sample: a model trained for minutes rambles at 1.0
+_CHECKPOINT = Path("zinf-checkpoint")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `zinf train`; those left out come from the preset."""
+    parser.add_argument(
+        "hf",
+        nargs="?",
+        metavar="hf:FOLDER",
+        help="a transformers model: its config.json, and safetensors if it has some",
+    )
     size = parser.add_argument_group("model and text")
     size.add_argument("--preset", choices=PRESETS, default="demo", help="a run with sensible numbers (default: demo)")
     size.add_argument("--params", metavar="N", help="number of parameters instead of the preset's, e.g. 300M or 1.5B")
     size.add_argument("--model", type=Path, metavar="PATH", help="the model file (default: examples/gpt.py)")
+    size.add_argument("--lora", type=int, metavar="RANK", help="freeze the hf: model, and train adapters of this rank")
     size.add_argument("--text", type=Path, nargs="+", default=[], metavar="PATH", help="files or folders to train on")
-    size.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json (default: bytes)")
+    size.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json (default: the model's, or bytes)"
+    )
     budget = parser.add_argument_group("budgets")
     budget.add_argument("--device-memory", metavar="SIZE", help="what compute may use at once, e.g. 128MiB")
     budget.add_argument("--host-memory", metavar="SIZE", help="RAM for states and transfers")
     budget.add_argument("--nvme", type=Path, metavar="FOLDER", help="for the rest (default: a temporary folder here)")
     budget.add_argument("--plain", action="store_true", help="train the same model in memory with plain PyTorch")
     loop = parser.add_argument_group("training")
-    loop.add_argument("--steps", type=int)
-    loop.add_argument("--batch", type=int, help="sequences per step")
+    loop.add_argument("--steps", type=int, help="optimizer steps in all, those before a --resume too")
+    loop.add_argument("--batch", type=int, help="sequences per micro-batch")
     loop.add_argument("--seq", type=int, help="tokens per sequence")
+    loop.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step (default: 1)")
+    loop.add_argument("--optimizer", default="adamw", metavar="NAME", help="a class of torch.optim (default: adamw)")
     loop.add_argument("--lr", type=float, help="highest learning rate")
     loop.add_argument("--clip", type=float, metavar="NORM", help="clip the gradient norm (default: off)")
     loop.add_argument("--seed", type=int, default=0)
     loop.add_argument("--compute-dtype", choices=STATE_BYTES)
+    saving = parser.add_argument_group("saving")
+    saving.add_argument("--save-every", type=int, metavar="N", help="save every N steps; the last one is always saved")
+    saving.add_argument(
+        "--checkpoint", type=Path, metavar="FOLDER", help=f"where to save and resume (default: {_CHECKPOINT})"
+    )
+    saving.add_argument("--resume", action="store_true", help="go on from the checkpoint, under these budgets")
     result = parser.add_argument_group("results")
     result.add_argument("--sample", type=int, default=64, metavar="N", help="tokens of generated text (default: 64)")
     result.add_argument("--prompt", default="def ", help="what the generated text begins with (default: 'def ')")
@@ -56,25 +75,33 @@ def run(args: argparse.Namespace) -> int:
     """Train as told and return 0; a ZinfError says why it could not."""
     _fill_from_preset(args, PRESETS[args.preset])
     _check(args)
-    example = load_example(args.model)
-    stream = read_text(args.text, TokenizerVocabulary(args.tokenizer) if args.tokenizer else ByteVocabulary())
+    kind = find_optimizer(args.optimizer, args.lr)
+    stream = _read_stream(args)
     batches = stream.batches(batch=args.batch, seq=args.seq, seed=args.seed)
-    config = _make_config(args, example, stream)
-    print(_describe_run(args, config, example.num_parameters(config), stream), flush=True)
+    checkpoint = _choose_checkpoint(args, stream)
+    subject = _choose_model(args, stream.vocabulary.size)
+    print(_describe_run(args, subject, stream, kind), flush=True)
+    schedule = Schedule(steps=args.steps, accumulate=args.accumulate, clip=args.clip)
     started = time.perf_counter()
     with ExitStack() as stack:
-        model: nn.Module = example.GPT(config, seed=args.seed)
-        if args.plain:
-            model = InComputeDtype(model, torch.bfloat16) if args.compute_dtype == "bfloat16" else model
-        else:
-            _optimize(model, args, stack)
+        built = _build(subject, args, stack)
+        trained = [parameter for parameter in built.trunk.parameters() if parameter.requires_grad]
+        torch.manual_seed(args.seed)
+        training = Training(built.trunk, make_optimizer(kind, trained, args.lr), batches, schedule)
+        if checkpoint is not None and args.resume:
+            checkpoint.resume(training)
+            print(f"resumed: {checkpoint.folder}, after step {training.step}", flush=True)
+        results = training.run(
+            lambda batch: subject.loss(built.forward, batch),
+            save=None if checkpoint is None else lambda: checkpoint.save_when_due(training),
+        )
         losses = [
             result.loss
             for result in show_progress(
-                train(model, batches, steps=args.steps, lr=args.lr, clip=args.clip),
+                results,
                 steps=args.steps,
-                tokens_per_step=args.batch * args.seq,
-                model=None if args.plain else model,
+                tokens_per_step=args.batch * args.accumulate * args.seq,
+                model=None if args.plain else built.trunk,
             )
         ]
         elapsed = time.perf_counter() - started
@@ -83,49 +110,14 @@ def run(args: argparse.Namespace) -> int:
             f"loss: {losses[0]:.3f} at first, {sum(last) / len(last):.3f} on average over the last {len(last)} step(s)"
         )
         print(f"elapsed: {elapsed:.1f} s; peak memory of the process, with Python and torch: {_peak()}")
+        if checkpoint is not None:
+            print(f"checkpoint: {checkpoint.folder}, after step {training.step}")
         if not args.plain:
-            print(zinf_compile.report(model))
-            _save_plans(model, args.save_plan)
+            print(zinf_compile.report(built.trunk))
+            _save_plans(built.trunk, args.save_plan)
         if args.sample:
-            print(f"sample:\n{_sample(example, model, stream, args)}")
+            print(f"sample:\n{_sample(subject, built, stream, args)}")
     return 0
-
-
-def train(
-    model: nn.Module, batches: Iterable[Batch], *, steps: int, lr: float, clip: float | None
-) -> Iterator[StepResult]:
-    """The training loop, one result a step. It is plain PyTorch and does not know whether the model was optimized."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_up_cosine(step, steps))
-    started = time.perf_counter()
-    for step, (tokens, targets) in zip(range(1, steps + 1), batches, strict=False):
-        loss = model(tokens, targets)
-        loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        yield StepResult(step, loss.item(), time.perf_counter() - started)
-        started = time.perf_counter()
-
-
-class InComputeDtype(nn.Module):
-    """The plain counterpart of ``compute_dtype``: fp32 parameters, cast for every forward."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model, self.dtype, self.config = model, dtype, model.config
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        parameters = {name: parameter.to(self.dtype) for name, parameter in self.model.named_parameters()}
-        output: Tensor = functional_call(self.model, parameters, inputs)
-        return output
-
-
-def _warm_up_cosine(step: int, steps: int) -> float:
-    warm_up = min(1.0, (step + 1) / max(1, steps // 10))
-    return warm_up * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))  # ends at a tenth, as GPT-3's schedule
 
 
 def _fill_from_preset(args: argparse.Namespace, preset: Preset) -> None:
@@ -135,9 +127,14 @@ def _fill_from_preset(args: argparse.Namespace, preset: Preset) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("steps", "batch", "seq"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} {getattr(args, name)} is not a positive number")
+    for name in ("steps", "batch", "seq", "accumulate", "clip", "lora", "save_every"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} is not a positive number")
+    if args.hf is not None and (args.params or args.model):
+        raise ConfigError("the hf: folder says what the model is; leave out --params and --model")
+    if args.hf is None and args.lora is not None:
+        raise ConfigError("--lora needs a model of transformers; pass its folder, as in zinf train hf:llama --lora 8")
     if args.sample < 0:
         raise ConfigError(f"--sample {args.sample} is negative; 0 prints no sample")
     if args.sample and not args.prompt:
@@ -146,28 +143,54 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--save-plan has nothing to save with --plain; leave one of them out")
 
 
-def _make_config(args: argparse.Namespace, example: ModuleType, stream: TokenStream) -> Any:
-    vocab_size = stream.vocabulary.size
+def _read_stream(args: argparse.Namespace) -> TokenStream:
+    tokenizer = args.tokenizer
+    if tokenizer is None and args.hf is not None and (parse_folder(args.hf) / "tokenizer.json").is_file():
+        tokenizer = parse_folder(args.hf) / "tokenizer.json"
+    return read_text(args.text, ByteVocabulary() if tokenizer is None else TokenizerVocabulary(tokenizer))
+
+
+def _choose_checkpoint(args: argparse.Namespace, stream: TokenStream) -> CheckpointFolder | None:
+    if args.checkpoint is None and args.save_every is None and not args.resume:
+        return None
+    names = ("batch", "seq", "accumulate", "lr", "clip", "seed", "compute_dtype")
+    settings = {name.replace("_", "-"): getattr(args, name) for name in names}
+    settings["text"] = f"of {len(stream.tokens)} tokens with checksum {zlib.crc32(stream.tokens.numpy().tobytes()):08x}"
+    checkpoint = CheckpointFolder(folder=args.checkpoint or _CHECKPOINT, every=args.save_every, settings=settings)
+    checkpoint.check(resume=args.resume)
+    return checkpoint
+
+
+def _choose_model(args: argparse.Namespace, vocab_size: int) -> Subject:
+    if args.hf is not None:
+        folder = parse_folder(args.hf)
+        return TransformersModel(folder, lora_rank=args.lora, seq=args.seq, vocab_size=vocab_size, seed=args.seed)
+    example, preset = load_example(args.model), PRESETS[args.preset]
     if args.params is None:
-        preset = PRESETS[args.preset]
-        return example.GPTConfig(vocab_size, preset.layers, preset.hidden, preset.hidden // 64, args.seq)
+        config = example.GPTConfig(vocab_size, preset.layers, preset.hidden, preset.hidden // 64, args.seq)
+        return ExampleGPT(example=example, config=config, seed=args.seed)
     try:
-        return example.config_for(parse_count(args.params), vocab_size, args.seq)
+        config = example.config_for(parse_count(args.params), vocab_size, args.seq)
     except ValueError as error:
         raise ConfigError(f"--params {args.params}: {error}") from error
+    return ExampleGPT(example=example, config=config, seed=args.seed)
 
 
-def _describe_run(args: argparse.Namespace, config: Any, num_parameters: int, stream: TokenStream) -> str:
-    parts = STATE_BYTES["float32" if args.plain else args.compute_dtype]  # plain casts anew in every step
+def _describe_run(args: argparse.Namespace, subject: Subject, stream: TokenStream, kind: type[Optimizer]) -> str:
+    # plain casts anew in every step; adapters are fp32 whatever the rest computes in
+    dtype = "float32" if args.plain or subject.num_frozen else args.compute_dtype
+    parts = {**STATE_BYTES[dtype], f"{kind.__name__} state": measure_state(kind, args.lr)}
     per_parameter = sum(parts.values())
-    states = num_parameters * per_parameter
+    named = " + ".join(f"{nbytes} {name}" for name, nbytes in parts.items() if nbytes)
+    per_frozen = getattr(torch, args.compute_dtype).itemsize
+    states = subject.num_trained * per_parameter + subject.num_frozen * per_frozen
+    frozen = f", and {per_frozen} bytes a frozen one" if subject.num_frozen else ""
     budget = sum(parse_size(getattr(args, name), option=name) for name in ("device_memory", "host_memory"))
-    named = " + ".join(f"{nbytes} {name}" for name, nbytes in parts.items())
+    size = f"{args.batch} x {args.seq}" if args.accumulate == 1 else f"{args.accumulate} x {args.batch} x {args.seq}"
     lines = [
-        f"model: a GPT of {num_parameters:,} parameters, {config.layers} layers, hidden {config.hidden}, "
-        f"{config.heads} heads, vocabulary {config.vocab_size}",
-        f"model states: {format_bytes(states)} = {per_parameter} bytes a parameter ({named}), besides activations",
-        f"text: {len(stream.tokens):,} tokens of {stream.source}; {args.steps} steps of {args.batch} x {args.seq}",
+        f"model: {subject.description}",
+        f"model states: {format_bytes(states)} = {per_parameter} bytes a parameter ({named}){frozen}, besides activations",
+        f"text: {len(stream.tokens):,} tokens of {stream.source}; {args.steps} steps of {size}",
     ]
     if args.plain:
         lines.append("budget: none, plain PyTorch in memory")
@@ -180,16 +203,20 @@ def _describe_run(args: argparse.Namespace, config: Any, num_parameters: int, st
     return "\n".join(lines)
 
 
-def _optimize(model: nn.Module, args: argparse.Namespace, stack: ExitStack) -> None:
-    nvme = args.nvme or stack.enter_context(_temporary_folder())
-    zinf_compile.optimize(
-        model,
-        device_memory=args.device_memory,
-        host_memory=args.host_memory,
-        nvme=nvme,
-        compute_dtype=torch.bfloat16 if args.compute_dtype == "bfloat16" else None,
+def _build(subject: Subject, args: argparse.Namespace, stack: ExitStack) -> Built:
+    dtype = torch.bfloat16 if args.compute_dtype == "bfloat16" else None
+    if args.plain:
+        return subject.build_plain(dtype)
+    built = subject.build_optimized(
+        {
+            "device_memory": args.device_memory,
+            "host_memory": args.host_memory,
+            "nvme": args.nvme or stack.enter_context(_temporary_folder()),
+            "compute_dtype": dtype,
+        }
     )
-    stack.callback(zinf_compile.close, model)  # before the folder under it goes
+    stack.callback(zinf_compile.close, built.trunk)  # before the folder under it goes
+    return built
 
 
 def _temporary_folder() -> "tempfile.TemporaryDirectory[str]":
@@ -218,11 +245,9 @@ def _save_plans(model: nn.Module, path: Path | None) -> None:
         print(f"plan saved: {file}")
 
 
-def _sample(example: ModuleType, model: nn.Module, stream: TokenStream, args: argparse.Namespace) -> str:
+def _sample(subject: Subject, built: Built, stream: TokenStream, args: argparse.Namespace) -> str:
     prompt = stream.vocabulary.encode(args.prompt.encode()).long()[None]
-    generator = torch.Generator().manual_seed(args.seed)
-    tokens = example.generate(model, prompt, args.sample, temperature=_TEMPERATURE, generator=generator)
-    text = stream.vocabulary.decode(tokens[0])
+    text = stream.vocabulary.decode(subject.sample(built, prompt, args.sample)[0])
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
