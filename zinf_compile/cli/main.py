@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from zinf_compile.errors import ZinfError
 
 _COMMANDS = {
-    "train": "train a GPT on text within memory budgets, and show predicted beside measured",
+    "train": "train a GPT or a transformers model on text within memory budgets, and show predicted beside measured",
     "show": "print a saved plan, and write its predicted timeline as a Chrome trace if asked to",
     "diff": "compare two saved plans",
 }

@@ -1,4 +1,4 @@
-"""What `zinf train` trains: the presets, the model file, and what its states weigh."""
+"""What `zinf train` begins with: presets, the model file, and what states weigh beside the optimizer's."""
 
 import importlib.util
 import sys
