@@ -136,9 +136,9 @@ def measure_step(settings: Settings) -> Iterator[Answer]:
     threads = max(settings.threads)
     torch.set_num_threads(threads)
     for home in ("nvme", "host"):
+        update = _make_update(settings, threads)  # first: what is there before the model counts as no tier's memory
         model, optimizer = _train_once(settings, home)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        update = _make_update(settings, threads)
 
         def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.step()

@@ -222,7 +222,8 @@ class StreamedStep:
             wait_all(chunk.reads)
             job.is_begun = record.torn = True
             self._compute(chunk)
-            self._store.sample_memory()
+            if self._kernels[job] is None:  # which would have allocated nothing
+                self._store.sample_memory()
         except BaseException:
             self._return(chunk)
             raise
