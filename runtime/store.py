@@ -20,7 +20,7 @@ from zinf_compile.ops import make_anchor
 from zinf_compile.plan import Placement
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
-from zinf_compile.runtime.home import HomeParameter, torn_error
+from zinf_compile.runtime.home import HomeParameter, show_home, torn_error
 from zinf_compile.runtime.home_gradient import (
     HomeGradient,
     begin_gradient,
