@@ -6,7 +6,8 @@
 Prints one JSON line per question:
 
 ``memory``   peak anonymous RSS of a fresh process that trains out of core, above that of the interpreter with torch
-             imported, beside the two budgets it was given (an eighth of the model states together).
+             imported, beside the two budgets it was given (an eighth of the model states together); and the bytes that
+             a step moves over the disk, as the kernel counts them, over what the plan says.
 ``time``     seconds per step out of core over plain PyTorch in memory: the same model, dtypes, recompute and fused AdamW,
              in one process, step by step in turn. ``floor`` is the larger of the in-memory time and the bytes moved over
              the disk bandwidth measured at start; ``ratio_to_floor`` says how far the rest of the system is from it.
@@ -29,6 +30,8 @@ from pathlib import Path
 from types import ModuleType
 
 from zinf_compile.errors import CapacityError
+from zinf_compile.plan import Plan
+from zinf_compile.terms import Tier
 
 _ROOT = Path(__file__).resolve().parents[1]
 _STATE_BYTES = (
@@ -190,6 +193,8 @@ def measure_memory(case: Case, steps: int) -> dict[str, object]:
     """Train out of core in this process, which should be fresh; return its peak beside the budgets."""
     import torch
 
+    import zinf_compile
+
     torch.set_num_threads(case.threads)
     torch.ones(1).sum()
     base = read_status("RssAnon")
@@ -200,10 +205,12 @@ def measure_memory(case: Case, steps: int) -> dict[str, object]:
     source = batches(case)
     with PeakSampler().running() as first:  # captures and compiles
         step(*next(source))
+        zinf_compile.synchronize(model)
     with PeakSampler().running() as later:
         read, written = disk_bytes()
         for _ in range(steps):
             loss = step(*next(source))
+        zinf_compile.synchronize(model)
         moved = [(after - before) / steps for before, after in zip((read, written), disk_bytes(), strict=True)]
     return {
         "question": "memory",
@@ -219,8 +226,19 @@ def measure_memory(case: Case, steps: int) -> dict[str, object]:
         "disk_read_bytes_per_step": moved[0],
         "disk_written_bytes_per_step": moved[1],
         "disk_bytes_per_parameter": sum(moved) / num_parameters,
+        "counted_over_planned": [
+            counted / planned
+            for counted, planned in zip(moved, planned_bytes(zinf_compile.report(model).plans[0]), strict=True)
+        ],
         "last_loss": loss,
     }
+
+
+def planned_bytes(plan: Plan) -> tuple[int, int]:
+    """Return the bytes that one training step reads from and writes to nvme, as the plan has it."""
+    gathered = sum(transfer.nbytes for transfer in plan.transfers if transfer.source is Tier.NVME)
+    sunk = sum(sink.nbytes for sink in plan.sinks if sink.destination is Tier.NVME)
+    return gathered + plan.step.nbytes_read, sunk + plan.step.nbytes_written
 
 
 def measure_time(case: Case, rounds: int) -> dict[str, object]:
