@@ -20,7 +20,7 @@ from zinf_compile.ops import make_anchor
 from zinf_compile.plan import Placement
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
-from zinf_compile.runtime.home import HomeParameter, show_home, torn_error
+from zinf_compile.runtime.home import HomeParameter, HomeTensor, torn_error
 from zinf_compile.runtime.home_gradient import (
     HomeGradient,
     begin_gradient,
@@ -242,7 +242,7 @@ class Store:
         moved = record.states[key] = self._moved_slot(slot, tier)
         state = owner.state.get(record.parameter, {})
         if moved is not slot and slot.shown is not None and state.get(key) is slot.shown:
-            state[key] = show_home(moved, record)
+            state[key] = HomeTensor.show(moved, record)
 
     def _relabel(self, slot: Slot, tier: Tier) -> None:
         self._homes_nbytes[slot.tier] -= slot.nbytes
