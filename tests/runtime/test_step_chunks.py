@@ -1,0 +1,102 @@
+"""How the streamed step cuts: what is staged goes in chunks, what is in memory goes whole where nothing is allocated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zinf_compile.runtime import optimizer as streamed
+from zinf_compile.runtime.compiled import load_compiled
+from zinf_compile.runtime.fused_adamw import Kernel
+from zinf_compile.runtime.slots import StoredParameter
+from zinf_compile.runtime.staging import StagingBuffer
+from zinf_compile.runtime.store import Store
+
+WIDTH, CHUNK = 256, 4096  # sixteen chunks in a weight
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Return the elements of every update from now on: of the compiled kernel, and of the user's own optimizer."""
+    if load_compiled("fused_adamw.cpp") is None:
+        pytest.skip("this machine has no C++ compiler")
+    counts: dict[str, list[int]] = {"kernel": [], "shadow": []}
+    run_kernel, run_shadow = Kernel.update, streamed.shadow_step
+
+    def update(self: Kernel, group: Any, state: Any, master: Tensor, *args: Any, **options: Any) -> dict[str, Any]:
+        counts["kernel"].append(master.numel())
+        return run_kernel(self, group, state, master, *args, **options)
+
+    def shadow(optimizer: Any, group: Any, master: Tensor, *args: Any) -> dict[str, Any]:
+        counts["shadow"].append(master.numel())
+        return run_shadow(optimizer, group, master, *args)
+
+    monkeypatch.setattr(Kernel, "update", update)
+    monkeypatch.setattr(streamed, "shadow_step", shadow)
+    return counts
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, store: Store) -> None:
+    store.chunk_elements = CHUNK
+    model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    store.synchronize()
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+
+def test_the_compiled_update_gets_whole_what_is_in_memory(
+    updates: dict[str, list[int]], optimize: Callable[..., nn.Module], store_of: Callable[[nn.Module], Store]
+) -> None:
+    model = optimize(make_model(), compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, store_of(model))
+    updates["kernel"].clear()  # the first step compared it with torch's
+    step(model, optimizer, store_of(model))
+    assert updates["kernel"] == [WIDTH**2] * 3
+
+
+def test_others_get_it_in_chunks_since_they_allocate(
+    updates: dict[str, list[int]], optimize: Callable[..., nn.Module], store_of: Callable[[nn.Module], Store]
+) -> None:
+    model = optimize(make_model(), compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.NAdam(model.parameters())
+    step(model, optimizer, store_of(model))
+    updates["shadow"].clear()
+    optimizer.step()
+    assert updates == {"kernel": [], "shadow": [CHUNK] * 48}
+
+
+@pytest.mark.parametrize(("name", "has_wide_lease"), [("AdamW", False), ("NAdam", True)])
+def test_room_to_widen_gradients_is_leased_only_where_they_are_widened(
+    name: str,
+    has_wide_lease: bool,
+    updates: dict[str, list[int]],
+    optimize: Callable[..., nn.Module],
+    store_of: Callable[[nn.Module], Store],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = optimize(make_model(), tiny=True, host_memory="2MiB", compute_dtype=torch.bfloat16)
+    store = store_of(model)
+    leased: list[int] = []
+    lease = store.staging.lease
+
+    def watch(nbytes: int, **options: Any) -> StagingBuffer:
+        leased.append(nbytes)
+        return lease(nbytes, **options)
+
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    step(model, optimizer, store)
+    monkeypatch.setattr(store.staging, "lease", watch)
+    optimizer.step()
+    store.synchronize()
+    records: list[StoredParameter] = list(store.records.values())
+    assert all(not slot.in_memory for record in records for slot in record.states.values())
+    num_chunks = sum(-(-record.master.tensor.numel() // CHUNK) for record in records)
+    wide = [CHUNK * 4] if has_wide_lease else []
+    assert len(leased) == num_chunks + len(wide)
+    assert leased[: len(wide)] == wide
