@@ -35,8 +35,8 @@ types: setup  ## check types
 layers: setup  ## check which module may import which
 	$(BIN)/lint-imports
 
-unit: setup  ## run the tests
-	$(BIN)/python -m pytest
+unit: setup  ## run the tests, one process for each core
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -145,13 +145,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture(scope="session")
 def session_cache() -> dict[Any, Any]:
     """What several tests share: the runs of plain PyTorch, and the smallest budgets."""

@@ -1,0 +1,19 @@
+"""What all tests share: one compute thread a process, and a Dynamo that has forgotten the models of the tests before."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+# Before torch is imported, and for child processes too: OpenMP threads that spin take the cores from the other workers.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    """Dynamo compiles one code object 8 times and runs it eagerly from then on; all nn.Sequential have one forward."""
+    yield
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
