@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from zinf_compile.cli.checkpoints import CheckpointFolder
 from zinf_compile.cli.main import main
+from zinf_compile.cli.training import Training
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,6 +26,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    (data,) = folder.glob("data-*")
+    return {path.name: path.read_bytes() for path in data.glob("*.safetensors")}
 
 
 def _losses(printed: str) -> list[str]:
@@ -62,16 +69,27 @@ def test_first_values_of_its_own_are_those_of_plain(
     assert printed[0] == printed[1]
 
 
-def test_lora_resumes_with_its_random_numbers(tiny: list[str], llama: Path, tmp_path: Path) -> None:
-    words = ["train", f"hf:{llama}", *tiny[1:], "--plain", "--lora", "4", "--compute-dtype", "bfloat16"]
-    contents = []
-    for folder, parts in (("whole", ["4"]), ("parts", ["2", "4"])):
-        for index, steps in enumerate(parts):
-            resume = ["--resume"] if index else ["--seed", "0"]
-            assert main([*words, "--checkpoint", str(tmp_path / folder), "--steps", steps, *resume]) == 0
-        (data,) = (tmp_path / folder).glob("data-*")
-        contents.append({path.name: path.read_bytes() for path in data.glob("*.safetensors")})
-    assert contents[0].keys() == contents[1].keys() == {"model.safetensors", "optimizer.safetensors"}
+def test_lora_resumes_with_its_random_numbers(
+    tiny: list[str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has dropout, and the run is stopped behind its second step."""
+    words = ["train", f"hf:{llama}", *tiny[1:], "--plain", "--lora", "4", "--compute-dtype", "bfloat16", "--steps", "4"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main([*words, "--checkpoint", str(whole)]) == 0
+    save_when_due = CheckpointFolder.save_when_due
+
+    def stop_behind_2(self: CheckpointFolder, training: Training) -> None:
+        save_when_due(self, training)
+        if training.step == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "save_when_due", stop_behind_2)
+        assert main([*words, "--checkpoint", str(stopped), "--save-every", "2"]) == 130
+    assert _contents(stopped) != _contents(whole)
+    assert main([*words, "--checkpoint", str(stopped), "--resume"]) == 0
+    assert _contents(stopped) == _contents(whole)
+    assert _contents(whole).keys() == {"model.safetensors", "optimizer.safetensors"}
 
 
 def test_refusals(refused: Callable[..., None], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
