@@ -25,7 +25,7 @@ from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.transfers import call_when_done, return_when_done, wait_all
 from zinf_compile.terms import Phase, format_bytes
 
-_READ_AHEAD = 2  # chunks being read while one is updated; the rest of staging holds what is being written
+_READ_AHEAD = 3  # chunks in or on their way: an update that has to share its cores must not let the disk run dry
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
