@@ -18,7 +18,7 @@ from zinf_compile.ops import GATHER
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import JointInputs
 from zinf_compile.passes.fx_edit import copy_graph_module, set_missing_values
-from zinf_compile.passes.pipeline import edit_joint_graph
+from zinf_compile.passes.pipeline import edit_backward_graph, edit_joint_graph
 from zinf_compile.terms import ActivationPolicy
 
 Partition = Callable[[ActivationPolicy], CapturedGraph]
@@ -57,6 +57,7 @@ def compile_graph(
             )
             set_missing_values(forward.graph)
             set_missing_values(backward.graph)
+            edit_backward_graph(backward, JointInputs(policy=policy))
             return CapturedGraph(forward=forward, backward=backward, num_outputs=num_fwd_outputs, policy=policy)
 
         chosen = compiler.choose(split)

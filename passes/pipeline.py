@@ -4,6 +4,7 @@ from torch import fx
 
 from zinf_compile.passes.contract import JointInputs, LowerInputs, Pass, PrepareInputs, run_pipeline
 from zinf_compile.passes.joint.merge_gradients import MERGE_GRADIENTS
+from zinf_compile.passes.joint.store_gradients_last import STORE_GRADIENTS_LAST
 from zinf_compile.passes.joint.tag_recompute import TAG_RECOMPUTE
 from zinf_compile.passes.lowering.bind_outputs import BIND_OUTPUTS
 from zinf_compile.passes.lowering.box_inputs import BOX_INPUTS
@@ -19,6 +20,8 @@ JOINT: tuple[Pass[JointInputs], ...] = (
     MERGE_GRADIENTS,
     TAG_RECOMPUTE,
 )
+
+SPLIT: tuple[Pass[JointInputs], ...] = (STORE_GRADIENTS_LAST,)
 
 LOWER: tuple[Pass[LowerInputs], ...] = (
     START_TRANSFERS,
@@ -37,6 +40,11 @@ def prepare_graph(graph_module: fx.GraphModule, inputs: PrepareInputs) -> None:
 def edit_joint_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
     """Edit a joint graph in place until the partitioner may split it."""
     run_pipeline(graph_module, JOINT, inputs)
+
+
+def edit_backward_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
+    """Edit the backward graph that the partitioner made, in place, until it may be analysed."""
+    run_pipeline(graph_module, SPLIT, inputs)
 
 
 def lower_graph(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:

@@ -5,7 +5,7 @@ import operator
 from torch import fx
 
 from zinf_compile.errors import VerifyError
-from zinf_compile.ops import ISSUE_GATHER, RELEASE, SINK_GRAD, STORE_GRAD, WAIT_GATHER, WAIT_SINKS
+from zinf_compile.ops import GATHER, ISSUE_GATHER, RELEASE, SINK_GRAD, STORE_GRAD, WAIT_GATHER, WAIT_SINKS
 from zinf_compile.passes.contract import Property, node_facts
 from zinf_compile.passes.fx_edit import view_source
 
@@ -30,6 +30,23 @@ def _check_one_gradient_each(graph_module: fx.GraphModule) -> None:
         if node.args[1] in seen:
             raise VerifyError(f"'{node.name}' stores a gradient that '{seen[node.args[1]].name}' stores already")
         seen[node.args[1]] = node
+
+
+def _check_stored_last(graph_module: fx.GraphModule) -> None:
+    """Nothing reads a parameter, views of it included, once its gradient is stored."""
+    stored: set[object] = set()
+    reads: dict[fx.Node, object] = {}  # nodes that hold bytes of a parameter
+    for node in graph_module.graph.nodes:
+        for source in node.all_input_nodes:
+            if reads.get(source) in stored and node.op != "output":
+                raise VerifyError(f"'{node.name}' reads '{source.name}' after the gradient of its parameter was stored")
+        source = view_source(node)
+        if node.target is GATHER:
+            reads[node] = node.args[1]
+        elif source in reads:
+            reads[node] = reads[source]
+        elif node.target is STORE_GRAD:
+            stored.add(node.args[1])
 
 
 def _check_gradients_sunk(graph_module: fx.GraphModule) -> None:
@@ -86,6 +103,7 @@ def _check_ticks_in_order(graph_module: fx.GraphModule) -> None:
 
 VALUES_KNOWN = Property(name="values_known", check=_check_values_known)
 PARAMETERS_GATHERED = Property(name="parameters_gathered", check=_check_parameters_gathered)
+STORED_LAST = Property(name="stored_last", check=_check_stored_last)
 ONE_GRADIENT_EACH = Property(name="one_gradient_each", check=_check_one_gradient_each)
 GRADIENTS_SUNK = Property(name="gradients_sunk", check=_check_gradients_sunk)
 TRANSFERS_STARTED = Property(name="transfers_started", check=_check_transfers_started)

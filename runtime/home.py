@@ -14,6 +14,7 @@ from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
 
 _DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
 _DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
+_GRAD_GET = Tensor.grad.__get__  # type: ignore[union-attr]  # a getset descriptor
 _SET_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ALIASES = frozenset({_DATA_GET, Tensor.detach, Tensor.numpy, Tensor.untyped_storage, Tensor.data_ptr})
 
@@ -114,6 +115,8 @@ class HomeParameter(Parameter):
         """Run ``func`` on the home tensors as plain tensors; StoreError for a parameter with half an update."""
         kwargs = kwargs or {}
         _await_homes(func, args, kwargs)
+        if func == _GRAD_GET and (early := record_of(args[0])) is not None and early.is_updated_early:
+            raise refuse_gradient(early, "looked at")
         for arg in args:
             if isinstance(arg, HomeParameter) and (record := record_of(arg)) is not None:
                 if func in _ALIASES:
@@ -210,6 +213,14 @@ def _copy_home(parameter: Tensor, value: Tensor) -> Tensor:
     write_piece(record, 0, value.detach())
     end_writes(record)
     return parameter
+
+
+def refuse_gradient(record: StoredParameter, what: str) -> UnsupportedError:
+    """Return the error for what ``step_in_backward`` cannot honour."""
+    return UnsupportedError(
+        f"the gradient of '{record.name}' cannot be {what}: with step_in_backward a parameter is updated as soon as its "
+        "gradient is complete, and that is gone then; clipping, GradScaler and accumulation need step_in_backward=False"
+    )
 
 
 def torn_error(record: StoredParameter) -> StoreError:

@@ -12,13 +12,13 @@ the gradient, chunk by chunk::
 Any other look applies what is put off first, so that nobody can tell.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zinf_compile.runtime.home import HomeTensor, looks_at_values
+from zinf_compile.runtime.home import HomeTensor, looks_at_values, refuse_gradient
 from zinf_compile.runtime.slots import DeferredOp, Slot, StoredParameter
 from zinf_compile.runtime.transfers import wait_all
 
@@ -49,14 +49,19 @@ class HomeGradient(HomeTensor):
         """Run ``func``: from what is known of the gradient, put off, or on its value."""
         kwargs = kwargs or {}
         if looks_at_values(func):
+            homes = list(_homes_in((*args, *kwargs.values())))
+            for home in homes:
+                if (record := home.record()) is not None and record.store.early_step is not None:
+                    raise refuse_gradient(record, "looked at")
             if func is _VECTOR_NORM and (norm := _find_norm(args, kwargs)) is not None:
                 return norm
             if func in _ELEMENT_WISE and _defer(func, args, kwargs):
                 return args[0] if isinstance(args[0], Tensor) else None
             if func is _UNSCALE and all(map(_streamed_record, args[0])):
                 return _unscale(*args)
-            for record in _records_in((*args, *kwargs.values())):
-                settle_gradient(record)
+            for home in homes:
+                if (record := _streamed_record(home)) is not None:
+                    settle_gradient(record)
         return super().__torch_function__(func, types, args, kwargs)
 
     def plain(self) -> Tensor:
@@ -177,12 +182,12 @@ def _streamed_record(tensor: object) -> StoredParameter | None:
     return record if record.gradient.shown is tensor else None
 
 
-def _records_in(args: Iterable[Any]) -> Iterable[StoredParameter]:
+def _homes_in(args: Iterable[Any]) -> Iterator[HomeGradient]:
     for arg in args:
         if isinstance(arg, list | tuple):
-            yield from _records_in(arg)
-        elif (record := _streamed_record(arg)) is not None:
-            yield record
+            yield from _homes_in(arg)
+        elif isinstance(arg, HomeGradient):
+            yield arg
 
 
 def _is_number(value: object) -> bool:

@@ -5,10 +5,10 @@ while the next chunks are read and the last ones written. ``step_hooks`` decides
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,25 +46,51 @@ class _Chunk:
         return slot.tensor.view(-1)[self.start : self.stop]
 
 
+class JobSource(Protocol):
+    """Jobs that come while others are done."""
+
+    def __iter__(self) -> Iterator[Job | None]:
+        """Yield jobs; None where the next has not come yet."""
+
+    def end(self) -> Sequence[Job]:
+        """Take no more, and return those that nobody has taken."""
+
+
 class StreamedStep:
     """One step of one optimizer over parameters of one store."""
 
-    def __init__(self, store: Store, jobs: Sequence[Job], *, element_wise: bool) -> None:
+    def __init__(self, store: Store, jobs: Sequence[Job] | JobSource, *, element_wise: bool) -> None:
         """Take over ``jobs``; CapacityError if staging cannot hold a chunk of one. Nothing is in flight before ``run``."""
         self._store = store
-        self._jobs = jobs
+        self._source = jobs
         self._element_wise = element_wise
         self._wide: StagingBuffer | None = None  # where gradients are widened to the master's dtype
-        self._kernels = {job: _find_kernel(job) for job in jobs}
-        for job in jobs:
-            self._check_fits(job)
+        self._jobs: list[Job] = []
+        self._kernels: dict[Job, Kernel | None] = {}
+        if isinstance(jobs, Sequence):
+            for job in jobs:
+                self._admit(job)
+
+    def _admit(self, job: Job) -> None:
+        self._kernels[job] = _find_kernel(job)
+        self._check_fits(job)
+        self._jobs.append(job)
+
+    @property
+    def largest_lease_nbytes(self) -> int:
+        """Return the bytes of staging that the largest chunk takes; 0 if nothing is on nvme."""
+        return max((self._lease_nbytes(job, self._chunk_elements(job)) for job in self._jobs), default=0)
+
+    def begin(self) -> None:
+        """From now on, whoever looks at one of the parameters waits for its update."""
+        for job in self._jobs:
+            job.record.update = job.update
+            job.record.update_count += 1
 
     def start(self) -> None:
         """Run it in the background, as far as nobody could see it half done; or now, if that would hide nothing."""
         with self._store.meter.phase(Phase.STEP):
-            for job in self._jobs:  # from now on, whoever looks waits
-                job.record.update = job.update
-                job.record.update_count += 1
+            self.begin()
             if not self._may_overlap():
                 self.run()
             else:
@@ -84,17 +110,24 @@ class StreamedStep:
         pending: deque[_Chunk] = deque()
         try:
             self._lease_wide()
-            for job in self._jobs:
+            for job in self._source:
+                if job is None:
+                    self._update_all(pending)
+                    continue
+                if job not in self._kernels:
+                    self._admit(job)
                 for start in range(0, job.num_elements, self._chunk_elements(job)):
                     stop = min(job.num_elements, start + self._chunk_elements(job))
-                    self._make_room(job, stop - start, pending)
-                    pending.append(self._read(job, start, stop))
+                    if len(pending) >= _READ_AHEAD:
+                        self._update(pending.popleft())
+                    pending.append(self._read(job, start, stop, pending))
                 if job.num_elements == 0:
                     self._complete_when_home(job)
-            while pending:
-                self._update(pending.popleft())
+            self._update_all(pending)
             wait_all([write for job in self._jobs for write in job.writes])
         except BaseException as error:  # an error of the user's optimizer too: nothing may stay in flight
+            if not isinstance(self._source, Sequence):
+                self._jobs += self._source.end()
             self._abandon(pending)
             begun = [job.record for job in self._jobs if job.is_begun]
             if begun or isinstance(error, StoreError):
@@ -102,9 +135,7 @@ class StreamedStep:
             self._let_go()
             raise
         finally:
-            for (
-                job
-            ) in self._jobs:  # they hold the job by their callbacks, and it the gradient that somebody may look for
+            for job in self._jobs:  # writes hold the job by their callbacks, and it a gradient that is to be let go
                 job.writes.clear()
             if self._wide is not None:
                 self._store.staging.return_(self._wide)
@@ -176,8 +207,7 @@ class StreamedStep:
             if job.record.has_compute_copy and job.staged_slots() and self._kernels[job] is None
         ]
         needed = max(widths, default=0)
-        largest = max((self._lease_nbytes(job, self._chunk_elements(job)) for job in self._jobs), default=0)
-        if needed and needed + largest <= self._store.staging.capacity:
+        if needed and needed + self.largest_lease_nbytes <= self._store.staging.capacity:
             self._wide = self._store.staging.lease(needed)
 
     def _widen(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,23 +217,28 @@ class StreamedStep:
             return gradient.to(dtype)
         return torch.frombuffer(self._wide.view, dtype=dtype, count=gradient.numel()).copy_(gradient)
 
-    def _make_room(self, job: Job, num_elements: int, pending: deque[_Chunk]) -> None:
-        """Update chunks that have been read until the next one may be: a lease must never wait for this very thread."""
-        needed = self._lease_nbytes(job, num_elements)
-        staging = self._store.staging
-        while pending and (len(pending) >= _READ_AHEAD or staging.leased_nbytes + needed > staging.capacity):
+    def _lease(self, nbytes: int, pending: deque[_Chunk]) -> StagingBuffer:
+        """Lease room for a chunk; as long as there is none, update what has been read, which would else never give any."""
+        while True:
+            lease = self._store.staging.try_lease(nbytes)
+            if lease is not None:
+                return lease
+            if not pending:
+                break
+            self._update(pending.popleft())
+        with self._store.meter.stall("optimizer state on its way home"):
+            return self._store.staging.lease(nbytes)
+
+    def _update_all(self, pending: deque[_Chunk]) -> None:
+        while pending:
             self._update(pending.popleft())
 
-    def _read(self, job: Job, start: int, stop: int) -> _Chunk:
+    def _read(self, job: Job, start: int, stop: int, pending: deque[_Chunk]) -> _Chunk:
         chunk = _Chunk(job=job, start=start, stop=stop, lease=None, views={}, reads=[])
         nbytes = self._lease_nbytes(job, stop - start)
         if nbytes == 0:
             return chunk
-        if self._store.staging.leased_nbytes + nbytes > self._store.staging.capacity:
-            with self._store.meter.stall("optimizer state on its way home"):
-                chunk.lease = self._store.staging.lease(nbytes)
-        else:
-            chunk.lease = self._store.staging.lease(nbytes)
+        chunk.lease = self._lease(nbytes, pending)
         cursor = 0
         for role, slot in job.staged_slots().items():
             offset, padded = slot.byte_range(start, stop)

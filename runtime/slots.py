@@ -124,6 +124,7 @@ class StoredParameter:
     norms: dict[float, Tensor] = field(default_factory=dict)  # of the gradient at home, by order
     held_gradients: list[Slot] = field(default_factory=list)  # earlier ones that somebody held on to
     handed: Tensor | None = None  # a gradient on its way from a captured backward to autograd
+    is_updated_early: bool = False  # in backward, by the step that optimizer.step() is to end
     update: "Future[None] | None" = None  # of an optimizer step in the background; done when all of it is home
     lent: bool = False  # full_parameters() holds its value
 
@@ -131,6 +132,11 @@ class StoredParameter:
     def has_compute_copy(self) -> bool:
         """Return whether compute and master are two slots."""
         return self.compute is not self.master
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Return the dtype of its gradient, which is what compute gives."""
+        return self.compute.tensor.dtype
 
     @property
     def is_aliased(self) -> bool:

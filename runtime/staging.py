@@ -108,15 +108,19 @@ class StagingPool:
                         f"{len(self._leased)} buffers, {len(self._waiting) - 1} others wait; "
                         "return buffers earlier or raise the pool's capacity"
                     )
-                memory = self._take_memory(reserved)
-                buffer = StagingBuffer(self, memory, nbytes)
-                self._leased[buffer] = memory
-                self._leased_nbytes += reserved
-                self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes + self._idle_nbytes)
-                return buffer
+                return self._grant(nbytes, reserved)
             finally:
                 self._waiting.remove(ticket)
                 self._condition.notify_all()  # the next in line may fit as well
+
+    def try_lease(self, nbytes: int) -> StagingBuffer | None:
+        """A buffer of ``nbytes``; None if there is none at once, or others wait. StoreError when the pool is closed."""
+        reserved = -(-nbytes // ALIGN) * ALIGN
+        with self._condition:
+            if self._closed:
+                raise StoreError(f"cannot lease {nbytes} bytes: the staging pool is closed")
+            has_room = self._leased_nbytes + reserved <= self.capacity
+            return self._grant(nbytes, reserved) if has_room and not self._waiting else None
 
     def return_(self, buffer: StagingBuffer) -> None:
         """Take ``buffer`` back; VerifyError when it is not leased from this pool."""
@@ -168,6 +172,14 @@ class StagingPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _grant(self, nbytes: int, reserved: int) -> StagingBuffer:
+        memory = self._take_memory(reserved)
+        buffer = StagingBuffer(self, memory, nbytes)
+        self._leased[buffer] = memory
+        self._leased_nbytes += reserved
+        self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes + self._idle_nbytes)
+        return buffer
 
     def _may_lease(self, ticket: object, reserved: int) -> bool:
         return self._waiting[0] is ticket and self._leased_nbytes + reserved <= self.capacity

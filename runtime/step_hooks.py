@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zinf_compile.runtime.backward_step import BackwardStep
 from zinf_compile.runtime.optimizer import StreamedStep
 from zinf_compile.runtime.shadow import check_supported
 from zinf_compile.runtime.slots import record_of
@@ -67,6 +68,8 @@ class _StepInterception:
         with torch.no_grad():
             for store in self._stores:
                 store.check_usable()
+                if isinstance(store.early_step, BackwardStep):
+                    store.early_step.close(optimizer)
                 jobs = JobCollector(store, optimizer)
                 self._steps.append(StreamedStep(store, jobs.collect(), element_wise=jobs.is_element_wise))
         self._hidden = _HiddenParameters(optimizer)

@@ -21,6 +21,8 @@ from zinf_compile.runtime.shadow import StateTensor, copy_scalars, is_element_wi
 from zinf_compile.runtime.slots import DeferredOp, Slot, StoredParameter, record_of
 from zinf_compile.runtime.store import Store
 
+Group = dict[str, Any]  # a parameter group of an optimizer, as torch has it
+
 GRADIENT, MASTER, COMPUTE = "gradient", "master copy", "compute copy"
 
 
@@ -77,6 +79,7 @@ class JobCollector:
         # Attributes as they are now: a gradient scaler takes its own away again when step() returns.
         self._frozen_optimizer: Optimizer = object.__new__(type(optimizer))
         self._frozen_optimizer.__dict__.update(optimizer.__dict__)
+        self._options: dict[int, Mapping[str, Any]] = {}  # by the id of the group
         self._predicted: dict[object, dict[str, Any]] = {}
         self._probed: dict[tuple[int, torch.dtype], tuple[StateTensor, ...]] = {}
 
@@ -84,23 +87,25 @@ class JobCollector:
         """Return a job for every parameter with a gradient: what ``step()`` must wait for, then as forward gathers."""
         jobs = []
         for group in self._optimizer.param_groups:
-            options = {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
             for parameter in group["params"]:
                 record = record_of(parameter)
-                if record is None or record.store is not self._store:
-                    continue
-                self._store.finish(record)
-                self._store.check_usable(record)
-                if parameter.grad is not None:
-                    jobs.append(self._collect_one(record, parameter.grad, options))
+                if record is not None and record.store is self._store:
+                    self._store.check_usable(record)
+                    if parameter.grad is not None:
+                        jobs.append(self.collect_one(record, parameter.grad, group))
         order = self._store.update_order
         return sorted(jobs, key=lambda job: (job.may_outlive_step, order.get(job.record.name, len(order))))
 
-    def _collect_one(self, record: StoredParameter, grad: Tensor, options: dict[str, Any]) -> Job:
+    def options_of(self, group: Group) -> Mapping[str, Any]:
+        """Return the options of a group as they were when they were first asked for."""
+        if id(group) not in self._options:
+            self._options[id(group)] = {key: _copy(value) for key, value in group.items() if key != "params"}
+        return self._options[id(group)]
+
+    def collect_one(self, record: StoredParameter, grad: Tensor, group: Group) -> Job:
+        """Return the job of one parameter; ``optimizer.state`` shows what it will be afterwards."""
+        self._store.check_usable(record)
+        options = self.options_of(group)
         # Not state[parameter], which would make an entry where the user's optimizer makes none.
         state = self._optimizer.state.get(record.parameter, {})
         own_states(record, self._optimizer)
@@ -128,7 +133,7 @@ class JobCollector:
             for key, value in predicted.items():
                 state[key] = HomeTensor.show(record.states[key], record) if key in record.states else _copy(value)
 
-    def _make_state_slots(self, record: StoredParameter, options: dict[str, Any]) -> None:
+    def _make_state_slots(self, record: StoredParameter, options: Mapping[str, Any]) -> None:
         """Give every per-element state tensor a slot before the first step, so that chunks have somewhere to go."""
         dtype = record.master.tensor.dtype
         if (id(options), dtype) not in self._probed:

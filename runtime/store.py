@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from zinf_compile.ops import make_anchor
 from zinf_compile.plan import Placement
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
-from zinf_compile.runtime.home import HomeParameter, HomeTensor, torn_error
+from zinf_compile.runtime.home import HomeParameter, HomeTensor, refuse_gradient, torn_error
 from zinf_compile.runtime.home_gradient import (
     HomeGradient,
     begin_gradient,
@@ -66,6 +67,16 @@ class NamedParameter:
     fact: ParameterFact
 
 
+class EarlyStep(Protocol):
+    """What updates a parameter when its gradient is complete."""
+
+    def take(self, record: StoredParameter, grad: Tensor) -> bool:
+        """Update a parameter; return False if the gradient is to go home and wait for the optimizer."""
+
+    def flush(self) -> None:
+        """Do what was taken without waiting for more."""
+
+
 class Store:
     """The homes of one model's parameters, gradients and optimizer state."""
 
@@ -86,6 +97,7 @@ class Store:
         self.layout = FileLayout()
         self.transfers = Transfers(engine=self.engine, staging=self.staging, arena=self.arena, meter=self.meter)
         self.updates = UpdateQueue()
+        self.early_step: EarlyStep | None = None  # updates parameters inside backward
         self.wanted_norms: set[float] = set()  # orders that somebody asked a gradient for, as clip_grad_norm_ does
         self.update_order: Mapping[str, int] = {}  # of parameters, the first that the next forward gathers first
         self.chunk_elements = 2**20  # of the streamed step; a plan sets it
@@ -302,9 +314,10 @@ class Store:
             return
         with torch.no_grad(), self.failing_on_error():
             if parameter.grad is None:
-                self._put_gradient(record, grad)
+                if self.early_step is None or not self.early_step.take(record, grad):
+                    self._put_gradient(record, grad)
             elif slot.is_home_of(parameter.grad):
-                settle_gradient(record)
+                self.await_gradient(record)
                 self.transfers.write_value(slot, grad, Tier.DEVICE, add=True, on_sum=self._norm_taker(record))
             else:  # the user put a gradient there: it is theirs, and accumulates in place as in PyTorch
                 parameter.grad.add_(grad.to(parameter.grad.dtype))
@@ -324,6 +337,9 @@ class Store:
         """Block until the gradient at home may be added to by somebody who does not ask, and has what was put off."""
         self.finish(record)
         settle_gradient(record)
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.early_step is not None and record.parameter.grad is not None:
+                raise refuse_gradient(record, "added to")
 
     def refresh_stale(self) -> None:
         """Make every compute copy again whose master the user has written since."""
@@ -358,6 +374,8 @@ class Store:
 
     def synchronize(self) -> None:
         """Block until nothing is in flight for any parameter. Raises the StoreError of an update that failed."""
+        if self.early_step is not None:
+            self.early_step.flush()
         self.updates.wait()
         for record in self.records.values():
             self.finish(record)
@@ -447,6 +465,8 @@ class Store:
     def close(self) -> None:
         """Finish what is in flight and give back the file, the threads and the buffers. Safe to call twice."""
         if not self._closed:
+            if self.early_step is not None:
+                self.early_step.flush()
             self.updates.close(wait=True)
             self._closed = True
             with suppress(StoreError):  # a write that failed was reported by the step it belonged to
@@ -455,6 +475,8 @@ class Store:
 
     def check_integrity(self) -> None:
         """Raise VerifyError if a buffer is leaked or two things share bytes once nothing runs."""
+        if self.early_step is not None:
+            self.early_step.flush()
         self.updates.wait()
         self.staging.check_integrity(expect_idle=True)
         self.arena.check_integrity(expect_idle=True)
@@ -487,6 +509,10 @@ def _take_gradient_home(parameter: Tensor) -> None:
         if grad is None or slot is None or slot.is_home_of(grad):
             return
         record.store.check_usable(record)
+        early_step = record.store.early_step
+        if early_step is not None and early_step.take(record, grad):
+            parameter.grad = None
+            return
         with record.store.failing_on_error():
             record.store._put_gradient(record, grad)
             record.store.transfers.wait_writes()

@@ -47,6 +47,9 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         recompute: True to recompute every block's activations in backward, False never to; by default as needed.
         overlap_step: False to let ``optimizer.step()`` return only when every update is home. By default updates run in the
             background, in the order in which the next forward gathers; whoever looks at a parameter waits for its own.
+        step_in_backward: True to update a parameter as soon as its gradient is complete. The gradient never rests, and
+            ``optimizer.step()`` only closes the step. What needs gradients, such as clipping by a norm, GradScaler and
+            accumulation, is refused. The first step is an ordinary one, by which the optimizer becomes known.
         capture: False to run the model's own forward eagerly, gathering parameters as it goes.
 
     Raises ConfigError for options that cannot be used, UnsupportedError for a model this version cannot hold, and

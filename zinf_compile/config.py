@@ -70,6 +70,7 @@ class Config:
     prefetch_memory: int | None = None  # bytes read ahead of compute; None: the planner's choice
     recompute: bool | None = None  # None: only where needed to fit; True: always; False: never
     overlap_step: bool = True  # False: step() returns when every update is home
+    step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
     capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
 
     @property
@@ -113,6 +114,7 @@ def make_config(options: Mapping[str, object]) -> Config:
         prefetch_memory=sizes.get("prefetch_memory"),
         recompute=_check_bool(given.get("recompute"), option="recompute"),
         overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
+        step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
         capture=_check_bool(given.get("capture"), option="capture") is not False,
     )
 

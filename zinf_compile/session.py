@@ -19,6 +19,7 @@ from zinf_compile.passes.planning.placement import check_budgets, place_thawed, 
 from zinf_compile.plan import Placement
 from zinf_compile.program import Program
 from zinf_compile.runtime.accessors import Forward
+from zinf_compile.runtime.backward_step import BackwardStep
 from zinf_compile.runtime.calibrate import measure_hardware
 from zinf_compile.runtime.leaves import hang_on_parameters
 from zinf_compile.runtime.op_impls import register
@@ -40,6 +41,8 @@ class Session:
         self.config = config
         self.model_name = model_name
         self.store = Store(config)
+        if config.step_in_backward:
+            self.store.early_step = BackwardStep(self.store)
         self.store.session = self
         self.forwards: list[Forward] = []  # of the models' accessors, which hold theirs weakly
         self.programs: list[Program] = []

@@ -83,15 +83,15 @@ def test_room_to_widen_gradients_is_leased_only_where_they_are_widened(
     model = optimize(make_model(), tiny=True, host_memory="2MiB", compute_dtype=torch.bfloat16)
     store = store_of(model)
     leased: list[int] = []
-    lease = store.staging.lease
+    grant = store.staging._grant
 
-    def watch(nbytes: int, **options: Any) -> StagingBuffer:
+    def watch(nbytes: int, reserved: int) -> StagingBuffer:
         leased.append(nbytes)
-        return lease(nbytes, **options)
+        return grant(nbytes, reserved)
 
     optimizer = getattr(torch.optim, name)(model.parameters())
     step(model, optimizer, store)
-    monkeypatch.setattr(store.staging, "lease", watch)
+    monkeypatch.setattr(store.staging, "_grant", watch)
     optimizer.step()
     store.synchronize()
     records: list[StoredParameter] = list(store.records.values())
