@@ -46,7 +46,7 @@ def held() -> tuple[int, int, int]:
 
 def wait_until(is_true: Callable[[], bool], complaint: Callable[[], str]) -> None:
     """Wait for the update in flight of a model that is gone."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not is_true():
         assert time.monotonic() < deadline, complaint()
         time.sleep(0.01)
