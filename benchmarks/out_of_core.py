@@ -9,8 +9,9 @@ Prints one JSON line per question:
              imported, beside the two budgets it was given (an eighth of the model states together); and the bytes that
              a step moves over the disk, as the kernel counts them, over what the plan says.
 ``time``     seconds per step out of core over plain PyTorch in memory: the same model, dtypes, recompute and fused AdamW,
-             in one process, step by step in turn. ``floor`` is the larger of the in-memory time and the bytes moved over
-             the disk bandwidth measured at start; ``ratio_to_floor`` says how far the rest of the system is from it.
+             in one process, in turns of three steps. A turn out of core begins and ends with an optimizer step in flight,
+             whatever is left of it is waited for between turns. ``floor`` is the larger of the in-memory time and the bytes
+             moved over the disk bandwidth measured at start; ``ratio_to_floor`` says how far the rest is from it.
 ``peer``     the same training by DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, run by ``benchmarks/peers``.
 """
 
@@ -40,6 +41,7 @@ _STATE_BYTES = (
 _BUDGET_SHARE = 8  # device and host budgets together are an eighth of the model states
 _HOST_SHARE = 0.25  # of both budgets
 _SAMPLE_SECONDS = 0.005
+_STEPS_A_TURN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Case:
     threads: int
     reserve: int
     budget_share: float
+    step: str  # "overlapped", "synchronous" or "in_backward"
 
     @property
     def tokens(self) -> int:
@@ -147,6 +150,8 @@ def out_of_core(case: Case) -> tuple[Step, object]:
         nvme=case.nvme,
         compute_dtype=torch.bfloat16,
         recompute=True,
+        overlap_step=case.step != "synchronous",
+        step_in_backward=case.step == "in_backward",
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -241,6 +246,13 @@ def planned_bytes(plan: Plan) -> tuple[int, int]:
     return gathered + plan.step.nbytes_read, sunk + plan.step.nbytes_written
 
 
+def seconds_per_step(step: Step, turn: list[tuple[object, object]]) -> float:
+    start = time.perf_counter()
+    for x, y in turn:
+        step(x, y)
+    return (time.perf_counter() - start) / len(turn)
+
+
 def measure_time(case: Case, rounds: int) -> dict[str, object]:
     """Take steps in memory and out of core in turn; return medians and their ratio."""
     import torch
@@ -257,15 +269,16 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         x, y = next(source)
         losses.append((plain(x, y), step(x, y)))
     times: dict[str, list[float]] = {"in_memory": [], "out_of_core": []}
-    before = disk_bytes()
+    moved = [0, 0]
     for _ in range(rounds):
-        x, y = next(source)
-        for name, run in (("in_memory", plain), ("out_of_core", step)):
-            start = time.perf_counter()
-            run(x, y)
-            times[name].append(time.perf_counter() - start)
-    after = disk_bytes()
-    read, written = ((last - first) / rounds for first, last in zip(before, after, strict=True))
+        turn = [next(source) for _ in range(_STEPS_A_TURN)]
+        times["in_memory"].append(seconds_per_step(plain, turn))
+        step(*next(source))  # so that one is in flight, as in training
+        before = disk_bytes()
+        times["out_of_core"].append(seconds_per_step(step, turn))
+        moved = [total + after - first for total, first, after in zip(moved, before, disk_bytes(), strict=True)]
+        zinf_compile.synchronize(model)
+    read, written = (total / rounds / _STEPS_A_TURN for total in moved)
     report = zinf_compile.report(model)
     rates = {rate.name: rate.per_second for rate in report.plans[0].hardware.routes}
     disk_seconds = read / rates["nvme -> host"] + written / rates["host -> nvme"]
@@ -311,6 +324,7 @@ def describe(case: Case, num_parameters: int) -> dict[str, object]:
         "model_state_bytes": num_parameters * _STATE_BYTES,
         "states_over_budgets": round(1 / case.budget_share, 3),
         "reserve_memory": case.reserve,
+        "step": case.step,
     }
 
 
@@ -333,6 +347,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--reserve-mib", type=int, default=208, help="of the device budget, for Python and its graphs")
     parser.add_argument("--share", type=float, default=_BUDGET_SHARE, help="model states over both budgets together")
+    parser.add_argument("--step", choices=("overlapped", "synchronous", "in_backward"), default="overlapped")
     parser.add_argument("--sweep", action="store_true", help="also 512, 1024 and 4096 tokens per step")
     parser.add_argument("--only", choices=("memory", "time", "peer"))
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with deepspeed")
@@ -360,6 +375,7 @@ def main() -> None:
             threads=args.threads,
             reserve=args.reserve_mib * 2**20,
             budget_share=1 / args.share,
+            step=args.step,
         )
 
     command = " ".join(["python -m benchmarks.out_of_core", *sys.argv[1:]])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from zinf_compile.errors import ConfigError, UnsupportedError
-from zinf_compile.terms import format_bytes
+from zinf_compile.terms import StepTiming, format_bytes
 
 _UNITS = {
     "": 1,
@@ -77,6 +77,13 @@ class Config:
     def staging_memory(self) -> int:
         """Return the share of host memory for staging buffers: half, but no more than is useful to keep a disk busy."""
         return min(self.host_memory // 2, _MAX_STAGING)
+
+    @property
+    def step_timing(self) -> StepTiming:
+        """Return when the updates of an optimizer step run."""
+        if self.step_in_backward:
+            return StepTiming.IN_BACKWARD
+        return StepTiming.OVERLAPPED if self.overlap_step else StepTiming.SYNCHRONOUS
 
 
 _MAX_STAGING = 192 * 2**20  # bandwidth times latency of a fast disk is far below; more only delays write-back

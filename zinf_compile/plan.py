@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zinf_compile.facts import UseFact
 from zinf_compile.hardware import Hardware
-from zinf_compile.terms import ActivationPolicy, LiveRange, Phase, Tier
+from zinf_compile.terms import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
 
 PLAN_VERSION = 1
 
@@ -39,6 +39,27 @@ class Placement:
         )
         return sum(nbytes for home, nbytes in homes if home is tier)
 
+    @property
+    def update_nbytes_read(self) -> int:
+        """Return what an optimizer step reads of this parameter from nvme, its gradient included; 0 if it is frozen."""
+        return self._nbytes_on_nvme(gradient=1, compute=int(self.master_nbytes == 0))
+
+    @property
+    def update_nbytes_written(self) -> int:
+        """Return what an optimizer step writes of this parameter to nvme; 0 if it is frozen."""
+        return self._nbytes_on_nvme(gradient=0, compute=1)
+
+    def _nbytes_on_nvme(self, *, gradient: int, compute: int) -> int:
+        if self.gradient_nbytes == 0:
+            return 0
+        moved = (
+            (self.gradient, gradient * self.gradient_nbytes),
+            (self.compute, compute * self.compute_nbytes),
+            (self.master, self.master_nbytes),
+            (self.optimizer_state, self.optimizer_state_nbytes),
+        )
+        return sum(nbytes for home, nbytes in moved if home is Tier.NVME)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherTransfer:
@@ -63,7 +84,7 @@ class GatherTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSink:
-    """A gradient leaves the device for its home."""
+    """A gradient leaves the device for its home; for host memory, where its update takes it, if that is in backward."""
 
     parameter: str
     tick: int  # the node after which it leaves
@@ -105,8 +126,9 @@ class ActivationPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The streamed optimizer step: parameters in the order of the optimizer's groups, chunk by chunk."""
+    """The streamed optimizer step: parameters in the order in which forward gathers them, chunk by chunk."""
 
+    timing: StepTiming
     chunk_elements: int
     num_chunks: int
     staging_nbytes: int

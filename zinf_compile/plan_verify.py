@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from zinf_compile.errors import VerifyError
 from zinf_compile.plan import GatherTransfer, Plan
-from zinf_compile.terms import LiveRange, Tier, format_bytes
+from zinf_compile.terms import LiveRange, StepTiming, Tier, format_bytes
 
 
 def verify_plan(plan: Plan) -> None:
@@ -132,5 +132,8 @@ def _verify_sinks(plan: Plan) -> None:
     for sink in plan.sinks:
         if not plan.num_forward_ticks <= sink.tick < plan.num_ticks:
             raise VerifyError(f"gradient of '{sink.parameter}' leaves at tick {sink.tick}, which is not in backward")
-        if plan.placement(sink.parameter).gradient is not sink.destination:
+        home = plan.placement(sink.parameter).gradient
+        if plan.step.timing is StepTiming.IN_BACKWARD and home is Tier.NVME:
+            home = Tier.HOST  # its update takes it there
+        if home is not sink.destination:
             raise VerifyError(f"gradient of '{sink.parameter}' goes to {sink.destination}, which is not its home")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zinf_compile.hardware import route_name
 from zinf_compile.plan import Placement, Plan
 from zinf_compile.simulate import COMPUTE_LANE, Event, Timeline, simulate
-from zinf_compile.terms import Tier, format_bytes
+from zinf_compile.terms import StepTiming, Tier, format_bytes
 from zinf_compile.views.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
 from zinf_compile.views.plan_names import NamePattern, cut_name, join_name, name_pattern, summarize_names
 from zinf_compile.views.text_layout import Folded, clip, fold_rows, format_seconds, join_unbroken, make_table
@@ -99,6 +99,13 @@ def _dump_transfers(plan: Plan, width: int) -> list[str]:
     ]
 
 
+_STEP_TIMES = {
+    StepTiming.SYNCHRONOUS: "",
+    StepTiming.OVERLAPPED: "beside the next forward: ",
+    StepTiming.IN_BACKWARD: "inside backward: ",
+}
+
+
 def _dump_values(plan: Plan) -> list[str]:
     """Return what compute makes: bound values, activations, gradients, and the step that takes those."""
     activations, step = plan.activations, plan.step
@@ -132,7 +139,8 @@ def _dump_values(plan: Plan) -> list[str]:
     if dtypes:
         lines.append(f"             backwards add up there in {' and '.join(sorted(dtypes))}")
     lines.append(
-        f"step         {step.num_elements:,} elements in {step.num_chunks:,} chunks of {step.chunk_elements:,}"
+        f"step         {_STEP_TIMES[step.timing]}{step.num_elements:,} elements in {step.num_chunks:,} chunks of "
+        f"{step.chunk_elements:,}"
         if step.num_chunks
         else f"step         {step.num_elements:,} elements, none of them on nvme"
     )

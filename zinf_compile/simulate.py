@@ -3,14 +3,19 @@
 Compute runs its spans in order. Each route moves one transfer at a time, in issue order; routes that touch the disk
 share it, so reads and writes add up. A span that first reads a transfer goes on when the transfer has landed; the
 difference is its stall. A gradient leaves the device behind compute; backward ends when the last one is home.
+
+What is simulated is one of many equal steps. An overlapped optimizer step is therefore that of the step before: its updates
+move whenever the disk has nothing else to do, in the order of first use, and a gather waits for those of its parameters.
+Inside backward an update begins when its gradient leaves. What is left of updates at the end is the step's stall.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zinf_compile.hardware import Hardware, route_name
-from zinf_compile.plan import GatherTransfer, GradientSink, Plan
-from zinf_compile.terms import Phase, Tier
+from zinf_compile.plan import GatherTransfer, GradientSink, Placement, Plan
+from zinf_compile.terms import Phase, StepTiming, Tier
 
 COMPUTE_LANE = "compute"
 
@@ -79,6 +84,13 @@ def simulate(plan: Plan) -> Timeline:
     Linear in spans, transfers and sinks: only ticks at which something is issued, needed or sunk are visited.
     """
     lanes = _Lanes(plan.hardware)
+    if plan.step.timing is StepTiming.OVERLAPPED and plan.num_ticks > plan.num_forward_ticks:
+        first_use = {use.parameter: use.ticks[0] for use in plan.uses}
+        for placement in sorted(plan.placements, key=lambda item: first_use.get(item.parameter, plan.num_ticks)):
+            lanes.queue_update(placement, 0.0, with_gradient=True)
+    taken = {}  # by the update inside backward
+    if plan.step.timing is StepTiming.IN_BACKWARD:
+        taken = {placement.parameter: placement for placement in plan.placements if placement.update_nbytes_written}
     device = plan.tier(Tier.DEVICE)
     standing = device.predicted_peak - plan.activations.peak_nbytes
     memory = [
@@ -110,8 +122,9 @@ def simulate(plan: Plan) -> Timeline:
             tick = visits.pop()
             clock = run_start + (tick - run_tick) * per_tick
             for sink in sunk_before[tick]:
-                lanes.sink(sink, clock)
+                lanes.sink(sink, clock, taken.get(sink.parameter))
             for transfer in issued_at[tick]:
+                lanes.finish_updates(transfer.parameters)
                 landings[transfer.need_by].append(
                     lanes.move(transfer.source, Tier.DEVICE, transfer.name, transfer.nbytes, clock)
                 )
@@ -124,7 +137,7 @@ def simulate(plan: Plan) -> Timeline:
         lanes.compute(name, run_start, clock)
     for tick in reversed(visits):
         for sink in sunk_before[tick]:
-            lanes.sink(sink, clock)
+            lanes.sink(sink, clock, taken.get(sink.parameter))
     if lanes.last_sink is not None and lanes.last_sink.end_seconds > clock:
         clock = lanes.stall(lanes.last_sink.name, clock, lanes.last_sink.end_seconds)
     memory.append(MemoryPoint(tier=Tier.DEVICE, seconds=clock, nbytes=standing))
@@ -133,7 +146,13 @@ def simulate(plan: Plan) -> Timeline:
     phases = [(Phase.FORWARD, forward)]
     if plan.num_ticks > plan.num_forward_ticks:
         phases.append((Phase.BACKWARD, clock - forward))
-        phases.append((Phase.STEP, _simulate_step(plan, clock, lanes)))
+        if plan.step.timing is StepTiming.SYNCHRONOUS:
+            seconds = _simulate_step(plan, clock, lanes)
+        else:
+            seconds = max(0.0, lanes.finish_updates() - clock)
+            if seconds:
+                lanes.stall("optimizer state", clock, clock + seconds)
+        phases.append((Phase.STEP, seconds))
     return Timeline(
         events=tuple(sorted(lanes.events, key=lambda event: (event.start_seconds, event.lane))),
         stalls=tuple(lanes.stalls),
@@ -151,6 +170,7 @@ class _Lanes:
         self.last_sink: Event | None = None  # the one that lands last
         self._rates = {rate.name: rate.per_second for rate in hardware.routes}
         self._free_at: dict[str, float] = {}
+        self._updates: dict[str, tuple[float, tuple[tuple[Tier, Tier, int], ...]]] = {}  # by parameter, in order
 
     def compute(self, name: str, start: float, end: float) -> None:
         """Append a stretch of compute, unless it is empty."""
@@ -164,6 +184,42 @@ class _Lanes:
 
     def move(self, source: Tier, destination: Tier, name: str, nbytes: int, start: float) -> Event:
         """Append a transfer that is issued at ``start`` and return when it moves; KeyError for an unknown route."""
+        if Tier.NVME in (source, destination):
+            self._catch_up(start)
+        return self._move(source, destination, name, nbytes, start)
+
+    def queue_update(self, placement: Placement, start: float, *, with_gradient: bool) -> None:
+        """Append an update to those that move when the disk is free, from ``start`` on."""
+        read = placement.update_nbytes_read
+        if not with_gradient and placement.gradient is Tier.NVME:
+            read -= placement.gradient_nbytes
+        moves = ((Tier.NVME, Tier.HOST, read), (Tier.HOST, Tier.NVME, placement.update_nbytes_written))
+        if any(nbytes for _, _, nbytes in moves):
+            self._updates[placement.parameter] = (start, moves)
+
+    def finish_updates(self, parameters: Iterable[str] | None = None) -> float:
+        """Move updates until those of ``parameters``, or all, are home; return when the disk is free then."""
+        wanted = self._updates.keys() if parameters is None else self._updates.keys() & set(parameters)
+        for name in list(self._updates) if wanted else ():
+            if not self._updates.keys() & wanted:
+                break
+            self._update(name)
+        return self._free_at.get(Tier.NVME, 0.0)
+
+    def _catch_up(self, now: float) -> None:
+        """Move updates as long as the disk would have been idle until ``now``."""
+        for name, (start, _) in list(self._updates.items()):
+            if max(start, self._free_at.get(Tier.NVME, 0.0)) >= now:
+                break
+            self._update(name)
+
+    def _update(self, name: str) -> None:
+        start, moves = self._updates.pop(name)
+        for source, destination, nbytes in moves:
+            if nbytes:
+                self._move(source, destination, f"update of {name}", nbytes, start)
+
+    def _move(self, source: Tier, destination: Tier, name: str, nbytes: int, start: float) -> Event:
         lane = route_name(source, destination)
         shared = Tier.NVME if Tier.NVME in (source, destination) else lane
         start = max(start, self._free_at.get(shared, 0.0))
@@ -173,8 +229,11 @@ class _Lanes:
         self.events.append(event)
         return event
 
-    def sink(self, sink: GradientSink, start: float) -> None:
-        """Append a gradient's way home."""
+    def sink(self, sink: GradientSink, start: float, taken_by: Placement | None) -> None:
+        """Append a gradient's way home, or the update that takes it."""
+        if taken_by is not None:
+            self.queue_update(taken_by, start, with_gradient=False)
+            return
         event = self.move(Tier.DEVICE, sink.destination, f"gradient {sink.parameter}", sink.nbytes, start)
         if self.last_sink is None or event.end_seconds > self.last_sink.end_seconds:
             self.last_sink = event

@@ -59,6 +59,14 @@ class ActivationPolicy(StrEnum):
     RECOMPUTE_BLOCKS = "recompute_blocks"  # save what enters each block, recompute the block in backward
 
 
+class StepTiming(StrEnum):
+    """When the updates of an optimizer step run."""
+
+    SYNCHRONOUS = "synchronous"  # step() returns when all are home
+    OVERLAPPED = "overlapped"  # beside the next forward, in the order in which that gathers
+    IN_BACKWARD = "in_backward"  # each as soon as its gradient is complete, which never rests
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class LiveRange:
     """Half-open interval of ticks in which bytes hold something that is still needed."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.plan import Placement, StepPlan
-from zinf_compile.terms import Tier, format_bytes
+from zinf_compile.terms import StepTiming, Tier, format_bytes
 
 # 1 Mi elements are 4 MiB of fp32: large enough for full disk speed, small enough that moments stay in the cache.
 _MAX_CHUNK_ELEMENTS = 2**20
@@ -29,6 +29,7 @@ def plan_step(
     *,
     staging_nbytes: int,
     num_states: int = 2,
+    timing: StepTiming = StepTiming.SYNCHRONOUS,
 ) -> StepPlan:
     """Return the streamed step over trainable parameters with something on nvme.
 
@@ -46,24 +47,16 @@ def plan_step(
             f"the streamed optimizer step needs staging of {format_bytes(needed // 2)} on host, host_memory leaves "
             f"{format_bytes(staging_nbytes)}; raise host_memory to {-(-needed // 2**20)}MiB"
         )
-    read = written = 0
-    for parameter in streamed:
-        home = homes[parameter.name]
-        on_nvme = {
-            "gradient": home.gradient_nbytes * (home.gradient is Tier.NVME),
-            "compute": home.compute_nbytes * (home.compute is Tier.NVME),
-            "master": home.master_nbytes * (home.master is Tier.NVME),
-            "state": home.optimizer_state_nbytes * (home.optimizer_state is Tier.NVME),
-        }
-        compute_is_master = home.master_nbytes == 0
-        read += on_nvme["gradient"] + on_nvme["master"] + on_nvme["state"]
-        read += on_nvme["compute"] if compute_is_master else 0
-        written += on_nvme["compute"] + on_nvme["master"] + on_nvme["state"]
+    moved = [homes[parameter.name] for parameter in streamed]
+    read = sum(placement.update_nbytes_read for placement in moved)
+    if timing is StepTiming.IN_BACKWARD:  # gradients do not come from disk
+        read -= sum(placement.gradient_nbytes for placement in moved if placement.gradient is Tier.NVME)
     return StepPlan(
+        timing=timing,
         chunk_elements=chunk if streamed else _MAX_CHUNK_ELEMENTS,
         num_chunks=sum(-(-parameter.num_elements // max(1, chunk)) for parameter in streamed),
         staging_nbytes=staging_nbytes,
         nbytes_read=read,
-        nbytes_written=written,
+        nbytes_written=sum(placement.update_nbytes_written for placement in moved),
         num_elements=sum(parameter.num_elements for parameter in trainable),
     )

@@ -18,7 +18,7 @@ from zinf_compile.passes.planning.placement import plan_placement, with_device_m
 from zinf_compile.passes.planning.prefetch import TransferPlan, plan_residencies, plan_transfers
 from zinf_compile.plan import PLAN_VERSION, GradientSink, Placement, Plan, TierPlan
 from zinf_compile.simulate import simulate
-from zinf_compile.terms import Tier, format_bytes
+from zinf_compile.terms import StepTiming, Tier, format_bytes
 
 _MIB = 2**20
 
@@ -161,7 +161,7 @@ def _build(request: Request, graph: GraphFacts, placements: tuple[Placement, ...
             GradientSink(
                 parameter=gradient.parameter,
                 tick=gradient.tick,
-                destination=homes[gradient.parameter].gradient,
+                destination=_sink_home(homes[gradient.parameter], config.step_timing),
                 nbytes=gradient.nbytes,
             )
             for gradient in sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter))
@@ -170,7 +170,7 @@ def _build(request: Request, graph: GraphFacts, placements: tuple[Placement, ...
         activations=activations,
         arena_nbytes=arena_nbytes,
         prefetch_nbytes=look_ahead.prefetch_nbytes,
-        step=plan_step(request.parameters, placements, staging_nbytes=staging),
+        step=plan_step(request.parameters, placements, staging_nbytes=staging, timing=config.step_timing),
         tiers=tuple(
             TierPlan(
                 tier=tier,
@@ -181,6 +181,11 @@ def _build(request: Request, graph: GraphFacts, placements: tuple[Placement, ...
             for tier in Tier
         ),
     )
+
+
+def _sink_home(placement: Placement, timing: StepTiming) -> Tier:
+    is_taken = timing is StepTiming.IN_BACKWARD and placement.gradient is Tier.NVME
+    return Tier.HOST if is_taken else placement.gradient
 
 
 def _minimum(request: Request, graph: GraphFacts) -> int:

@@ -18,7 +18,7 @@ from zinf_compile.plan import (
     StepPlan,
     TierPlan,
 )
-from zinf_compile.terms import ActivationPolicy, LiveRange, Phase, Tier
+from zinf_compile.terms import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
 
 MIB = 2**20
 
@@ -140,7 +140,13 @@ def make_small_plan() -> Plan:
         arena_nbytes=512,
         prefetch_nbytes=400,
         step=StepPlan(
-            chunk_elements=25, num_chunks=4, staging_nbytes=800, nbytes_read=1600, nbytes_written=1200, num_elements=120
+            timing=StepTiming.SYNCHRONOUS,
+            chunk_elements=25,
+            num_chunks=4,
+            staging_nbytes=800,
+            nbytes_read=1600,
+            nbytes_written=1200,
+            num_elements=120,
         ),
         tiers=(
             TierPlan(
@@ -248,6 +254,7 @@ def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: 
         arena_nbytes=arena,
         prefetch_nbytes=num_slots * layer_nbytes,
         step=StepPlan(
+            timing=StepTiming.SYNCHRONOUS,
             chunk_elements=MIB,
             num_chunks=-(-on_nvme // (12 * MIB)),
             staging_nbytes=192 * MIB,

@@ -10,7 +10,7 @@ import pytest
 from zinf_compile.plan import GatherTransfer, GradientSink, Plan
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.simulate import COMPUTE_LANE, Event, Timeline, simulate
-from zinf_compile.terms import Phase, Tier
+from zinf_compile.terms import Phase, StepTiming, Tier
 
 
 def spell(events: tuple[Event, ...], lane: str) -> list[tuple[str, float, float]]:
@@ -183,3 +183,41 @@ def test_a_hundred_layers_are_consistent(make_plan: Callable[..., Plan]) -> None
     check_consistent(timeline)
     moved = sum(event.nbytes for event in timeline.events if event.lane == "nvme -> device")
     assert moved == sum(transfer.nbytes for transfer in plan.transfers if transfer.source is Tier.NVME)
+
+
+def test_an_overlapped_step_moves_when_the_disk_is_free(small_plan: Plan) -> None:
+    """Of equal steps, the updates of the one before come first; a gather waits for those of its parameters."""
+    plan = replace(small_plan, step=replace(small_plan.step, timing=StepTiming.OVERLAPPED), sinks=())
+    timeline = simulate(plan)
+    check_consistent(timeline)
+    updates = [event for event in timeline.events if event.name.startswith("update of")]
+    placements = {placement.parameter: placement for placement in plan.placements}
+    assert {event.name.removeprefix("update of ") for event in updates} == {
+        name for name, placement in placements.items() if placement.update_nbytes_written
+    }
+    assert sum(event.nbytes for event in updates) == sum(
+        placement.update_nbytes_read + placement.update_nbytes_written for placement in plan.placements
+    )
+    for transfer in plan.transfers[:2]:
+        (moved, *_) = [event for event in timeline.events if event.name == transfer.name]
+        ends = [event.end_seconds for event in updates if event.name.removeprefix("update of ") in transfer.parameters]
+        assert not ends or moved.start_seconds >= max(ends)
+    assert timeline.step_seconds <= simulate(replace(plan, step=small_plan.step)).step_seconds
+
+
+def test_a_step_inside_backward_writes_no_gradient(small_plan: Plan) -> None:
+    sinks = tuple(
+        replace(sink, destination=Tier.HOST) if sink.destination is Tier.NVME else sink for sink in small_plan.sinks
+    )
+    plan = replace(small_plan, step=replace(small_plan.step, timing=StepTiming.IN_BACKWARD), sinks=sinks)
+    timeline = simulate(plan)
+    check_consistent(timeline)
+    assert spell(timeline.events, "device -> nvme") == []
+    forward = dict(timeline.phase_seconds)[Phase.FORWARD]
+    updates = [event for event in timeline.events if event.name.startswith("update of")]
+    assert updates
+    assert all(event.start_seconds >= forward for event in updates), "no update begins before its gradient is there"
+    gradients = sum(item.gradient_nbytes for item in plan.placements if item.gradient is Tier.NVME)
+    assert sum(event.nbytes for event in updates) + gradients == sum(
+        placement.update_nbytes_read + placement.update_nbytes_written for placement in plan.placements
+    )
