@@ -20,7 +20,6 @@ from torch import Tensor
 
 from zinf_compile.runtime.home import HomeTensor, looks_at_values, refuse_gradient
 from zinf_compile.runtime.slots import DeferredOp, Slot, StoredParameter
-from zinf_compile.runtime.transfers import wait_all
 
 _VECTOR_NORM = torch.linalg.vector_norm
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
@@ -157,20 +156,8 @@ def _rewrite(record: StoredParameter, change: Callable[[Tensor], object]) -> Non
     store, slot = record.store, record.gradient
     assert slot is not None
     store.check_usable(record)
-    dtype, num_elements = slot.tensor.dtype, slot.tensor.numel()
-    piece = store.transfers.piece_elements(dtype)
     with store.failing_on_error():
-        for start in range(0, num_elements, piece):
-            stop = min(num_elements, start + piece)
-            offset, nbytes = slot.byte_range(start, stop)
-            lease = store.staging.lease(nbytes)
-            try:
-                wait_all(store.transfers.read(slot, offset, lease.view))
-                change(torch.frombuffer(lease.view, dtype=dtype, count=stop - start))
-            except BaseException:
-                store.staging.return_(lease)
-                raise
-            store.transfers.send_home(slot, start, stop, lease)
+        store.transfers.rewrite_value(slot, lambda piece, _: change(piece))
         store.transfers.wait_writes()
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile import ops
+from zinf_compile.runtime.gradients import store_gradient
 from zinf_compile.runtime.store import find_record, find_store
 
 
@@ -19,7 +20,7 @@ def gather(anchor: Tensor, param: int, shape: Sequence[int], dtype: torch.dtype,
 def store_grad(grad: Tensor, param: int) -> Tensor:
     """Move a gradient home; blocks until it is there."""
     record = find_record(param)
-    record.store.store_gradient(record, grad)
+    store_gradient(record, grad)
     with record.store.failing_on_error():
         record.store.transfers.wait_writes()
     return torch.empty(0)
@@ -49,7 +50,7 @@ def release(ticket: Tensor, store: int) -> None:
 def sink_grad(grad: Tensor, store: int, param: int) -> None:
     """Copy a gradient out and let it go home in the background."""
     owner = find_store(store)
-    owner.store_gradient(find_record(param), grad)
+    store_gradient(find_record(param), grad)
     owner.sample_memory()
 
 

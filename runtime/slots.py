@@ -150,9 +150,13 @@ class StoredParameter:
     @property
     def original_dtype(self) -> torch.dtype:
         """Return the dtype it had before ``optimize``: a frozen one is kept in the compute dtype only."""
-        dtype = getattr(torch, self.store.facts[self.name].dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return torch_dtype(self.store.facts[self.name].dtype)
+
+    @property
+    def version(self) -> int:
+        """Return autograd's version of the parameter, which every in-place operation raises."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter._version
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -186,6 +190,13 @@ def owner_of(parameter: object) -> StoredParameter | None:
     record = record_of(parameter) or getattr(parameter, _LENT, None)
     assert record is None or isinstance(record, StoredParameter)
     return record
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that facts name, as "bfloat16"."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def map_tensor(buffer: memoryview, shape: torch.Size, dtype: torch.dtype) -> Tensor:

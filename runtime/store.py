@@ -4,15 +4,12 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from zinf_compile.config import Config
 from zinf_compile.errors import StoreError, UnsupportedError
@@ -21,29 +18,27 @@ from zinf_compile.ops import make_anchor
 from zinf_compile.plan import Placement
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
-from zinf_compile.runtime.home import HomeParameter, HomeTensor, refuse_gradient, torn_error
-from zinf_compile.runtime.home_gradient import (
-    HomeGradient,
-    begin_gradient,
-    note_norms,
-    settle_gradient,
-    show_gradient,
-)
-from zinf_compile.runtime.leaves import Delivery, choose_delivery
+from zinf_compile.runtime.home import refuse_gradient, torn_error
+from zinf_compile.runtime.home_gradient import settle_gradient
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN, Engine
 from zinf_compile.runtime.nvme.layout import FileLayout
 from zinf_compile.runtime.nvme.posix import PosixEngine
-from zinf_compile.runtime.ram import DeviceRam, return_freed_memory
-from zinf_compile.runtime.slots import RECORD, Owner, Seat, Slot, StoredParameter, give_memory, map_tensor
+from zinf_compile.runtime.ram import DeviceRam
+from zinf_compile.runtime.slots import Owner, Slot, StoredParameter, map_tensor
 from zinf_compile.runtime.staging import StagingPool
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.runtime.updates import UpdateQueue
 from zinf_compile.terms import Tier
 
-_ids = itertools.count(1)  # of stores and parameters, unique in the process: an id in a graph never means two things
+_ids = itertools.count(1)  # of stores and parameters alike: an id in a graph never means two things
 _stores: "weakref.WeakValueDictionary[int, Store]" = weakref.WeakValueDictionary()
 _records: "weakref.WeakValueDictionary[int, StoredParameter]" = weakref.WeakValueDictionary()
+
+
+def new_id() -> int:
+    """Return a number for a store or a parameter, unique in the process."""
+    return next(_ids)
 
 
 def find_store(store_id: int) -> "Store":
@@ -57,14 +52,6 @@ def find_record(param: int) -> StoredParameter:
     if record is None:
         raise StoreError(f"parameter number {param} belongs to a model that no longer exists")
     return record
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedParameter:
-    """A parameter to adopt, with its facts."""
-
-    parameter: Parameter
-    fact: ParameterFact
 
 
 class EarlyStep(Protocol):
@@ -82,7 +69,7 @@ class Store:
 
     def __init__(self, config: Config, *, engine: Engine | None = None) -> None:
         self.config = config
-        self.store_id = next(_ids)
+        self.store_id = new_id()
         self.session: Owner | None = None
         self.anchor, self.frozen_anchor = make_anchor(requires_grad=True), make_anchor(requires_grad=False)
         self.records: dict[str, StoredParameter] = {}
@@ -111,89 +98,14 @@ class Store:
         _stores[self.store_id] = self
         self._finalizer = weakref.finalize(self, _close, self.updates, self.transfers, self.staging, self.engine)
 
-    # Placement
+    # Homes
 
-    def adopt(
-        self,
-        parameters: Sequence[NamedParameter],
-        placements: Sequence[Placement],
-        *,
-        as_home: bool,
-        with_values: bool = True,
-    ) -> None:
-        """Move parameters home, one at a time, freeing what they occupied.
-
-        Reserves the disk space of all of them first, so that a disk too small is an error before anything has moved.
-        With ``as_home`` they become ``HomeParameter``; else they keep their class. Without ``with_values`` nothing moves:
-        somebody else writes the first values. Parameters on meta have none, and get memory.
-        """
-        homes = {placement.parameter: placement for placement in placements}
-        self.reserve(placements)
-        compute = {}
-        for item in parameters:  # compute copies first and in module order, so that a block's are one read
-            dtype = _torch_dtype(item.fact.compute_dtype)
-            compute[item.fact.name] = self.new_slot(
-                item.fact.name, item.parameter.shape, dtype, homes[item.fact.name].compute
-            )
-        with self.failing_on_error():
-            for item in parameters:
-                self._adopt_one(
-                    item, homes[item.fact.name], compute[item.fact.name], as_home=as_home, with_value=with_values
-                )
-            self.transfers.wait_writes()
-        return_freed_memory()
-
-    def _adopt_one(
-        self, item: NamedParameter, placement: Placement, compute: Slot, *, as_home: bool, with_value: bool
-    ) -> None:
-        parameter, fact = item.parameter, item.fact
-        master, gradient = compute, None
-        if fact.has_compute_copy and fact.trainable:
-            master = self.new_slot(f"{fact.name} (master copy)", parameter.shape, parameter.dtype, placement.master)
-            if with_value:
-                self.transfers.write_value(master, parameter.data)
-        if fact.trainable:
-            gradient = self.new_slot(
-                f"{fact.name} (gradient)", parameter.shape, compute.tensor.dtype, placement.gradient
-            )
-        if with_value:
-            self.transfers.write_value(compute, parameter.data)
-        record = StoredParameter(
-            param=next(_ids),
-            name=fact.name,
-            parameter=parameter,
-            store=self,
-            compute=compute,
-            master=master,
-            gradient=None,
-            seat=Seat(self.frozen_anchor),
-        )
-        if parameter.is_meta:
-            give_memory(parameter, master.tensor)
-        setattr(parameter, RECORD, record)
-        if gradient is not None:
-            self.train(record, master, gradient)
-        else:
-            parameter.data = compute.tensor  # of a frozen parameter that is all there is, in its dtype
-            record.synced_version = _version(parameter)
-        if as_home:
-            parameter.__class__ = HomeParameter
+    def add(self, record: StoredParameter, fact: ParameterFact, placement: Placement) -> None:
+        """Take in a parameter whose slots are made: from now on ops find it."""
         self.records[fact.name] = record
         self.facts[fact.name] = fact
         self.placements[fact.name] = placement
         _records[record.param] = record
-
-    def train(self, record: StoredParameter, master: Slot, gradient: Slot) -> None:
-        """Give a record the slots that training needs, and let its parameter show them."""
-        parameter = record.parameter
-        record.master, record.gradient, record.seat.anchor = master, gradient, self.anchor
-        with torch._C.DisableTorchFunctionSubclass():
-            parameter.data = master.tensor
-            parameter.requires_grad_(True)
-            if gradient.tensor.dtype != parameter.dtype:
-                parameter.grad_dtype = gradient.tensor.dtype
-            parameter.register_post_accumulate_grad_hook(_take_gradient_home)
-        record.synced_version = _version(parameter)
 
     def reserve(self, placements: Sequence[Placement]) -> None:
         """Reserve the disk space of what is placed next, so that a disk too small is an error before anything moves."""
@@ -203,89 +115,26 @@ class Store:
 
     def new_slot(self, name: str, shape: torch.Size, dtype: torch.dtype, tier: Tier) -> Slot:
         """Return a slot with undefined content; on nvme its extent is reserved on the disk."""
-        if tier is not Tier.NVME or shape.numel() == 0:
-            self._homes_nbytes[tier] += shape.numel() * dtype.itemsize
+        nbytes = shape.numel() * dtype.itemsize
+        self.count_home(tier, nbytes)
+        if tier is not Tier.NVME or nbytes == 0:
             # Touched now, so that what a home costs is seen when it is made and not in the middle of a step.
             return Slot(name=name, tier=tier, tensor=torch.empty(shape, dtype=dtype).zero_())
         assert self.engine is not None
-        self._homes_nbytes[tier] += shape.numel() * dtype.itemsize
-        extent = self.layout.allocate(shape.numel() * dtype.itemsize)
+        extent = self.layout.allocate(nbytes)
         self.engine.reserve(self.layout.end)
         mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
         return Slot(name=name, tier=tier, tensor=map_tensor(mapped, shape, dtype), extent=extent)
 
-    def place_again(self, placements: Iterable[Placement]) -> None:
-        """Move compute copies, master copies and gradients to the homes of a new plan."""
-        self.synchronize()
-        for placement in placements:
-            record = self.records[placement.parameter]
-            self._move(record, "compute", placement.compute)
-            if record.has_compute_copy:
-                self._move(record, "master", placement.master)
-            if record.gradient is not None:
-                self._move(record, "gradient", placement.gradient)
-            for key in record.states:
-                self._move_state(record, key, placement.optimizer_state)
-            self.placements[placement.parameter] = placement
-        with self.failing_on_error():
-            self.transfers.wait_writes()
-        return_freed_memory()
-
-    def _move(self, record: StoredParameter, role: str, tier: Tier) -> None:
-        slot: Slot = getattr(record, role)
-        moved = self._moved_slot(slot, tier)
-        if moved is slot:
-            return
-        grad = record.parameter.grad
-        if role == "gradient" and grad is not None and slot.is_home_of(grad):
-            record.parameter.grad = HomeGradient.show(moved, record)
-        if slot is record.master:
-            record.master = moved
-            with torch._C.DisableTorchFunctionSubclass():
-                record.parameter.data = moved.tensor
-        setattr(record, role, moved)
-
-    def _move_state(self, record: StoredParameter, key: str, tier: Tier) -> None:
-        """Move state that a checkpoint brought before there was a plan, and show it where its optimizer keeps it."""
-        slot = record.states[key]
-        owner = record.states_owner() if record.states_owner is not None else None
-        if owner is None:  # nobody steps with it any more
-            return
-        moved = record.states[key] = self._moved_slot(slot, tier)
-        state = owner.state.get(record.parameter, {})
-        if moved is not slot and slot.shown is not None and state.get(key) is slot.shown:
-            state[key] = HomeTensor.show(moved, record)
-
-    def _relabel(self, slot: Slot, tier: Tier) -> None:
-        self._homes_nbytes[slot.tier] -= slot.nbytes
-        self._homes_nbytes[tier] += slot.nbytes
-        slot.tier = tier
-
-    def _moved_slot(self, slot: Slot, tier: Tier) -> Slot:
-        if slot.tier is tier:
-            return slot
-        if slot.in_memory and tier is not Tier.NVME:  # on a CPU both tiers are RAM: nothing moves but the accounting
-            self._relabel(slot, tier)
-            return slot
-        moved = self.new_slot(slot.name, slot.tensor.shape, slot.tensor.dtype, tier)
-        self._homes_nbytes[slot.tier] -= slot.nbytes
-        if slot.in_memory:
-            with self.failing_on_error():
-                self.transfers.write_value(moved, slot.tensor)
-                self.transfers.wait_writes()
-        else:
-            with self.failing_on_error():
-                self.transfers.read_value(slot, moved.tensor)
-            # Its extent is not used again: somebody may hold an alias of the old mapping, and would read, or write,
-            # whatever came to lie there.
-        return moved
+    def count_home(self, tier: Tier, nbytes: int) -> None:
+        """Count bytes that have got a home on a tier; negative, that have left it."""
+        self._homes_nbytes[tier] += nbytes
 
     # Values
 
     def gather_value(self, record: StoredParameter) -> Tensor:
         """Return the full compute copy: the resident tensor itself, or fresh memory filled from its home. Blocks."""
-        self.finish(record)
-        self.check_usable(record)
+        self.check_usable(record)  # once its update is done
         self.refresh_one(record)
         slot = record.compute
         if slot.tier is Tier.DEVICE:
@@ -296,42 +145,6 @@ class Store:
             self.transfers.read_value(slot, value)
         self.sample_memory()
         return value
-
-    def store_gradient(self, record: StoredParameter, grad: Tensor) -> None:
-        """Start moving a gradient home, or adding it to the one there; ``wait_writes`` ends it.
-
-        One that autograd must see is handed over instead, and one that nobody asked for dropped.
-        """
-        self.finish(record)
-        self.check_usable(record)
-        slot, parameter = record.gradient, record.parameter
-        if slot is None:
-            raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
-        delivery = choose_delivery(record)
-        if delivery is Delivery.AUTOGRAD:  # a copy: what a graph computed may lie in the arena
-            record.handed = grad.clone() if record.handed is None else record.handed + grad
-        if delivery is not Delivery.HOME:
-            return
-        with torch.no_grad(), self.failing_on_error():
-            if parameter.grad is None:
-                if self.early_step is None or not self.early_step.take(record, grad):
-                    self._put_gradient(record, grad)
-            elif slot.is_home_of(parameter.grad):
-                self.await_gradient(record)
-                self.transfers.write_value(slot, grad, Tier.DEVICE, add=True, on_sum=self._norm_taker(record))
-            else:  # the user put a gradient there: it is theirs, and accumulates in place as in PyTorch
-                parameter.grad.add_(grad.to(parameter.grad.dtype))
-
-    def _put_gradient(self, record: StoredParameter, grad: Tensor) -> None:
-        """Start writing a new gradient home, and show it."""
-        slot = begin_gradient(record)
-        if not slot.in_memory and grad.is_contiguous() and grad.dtype == slot.tensor.dtype:
-            note_norms(record, grad)
-        self.transfers.write_value(slot, grad, Tier.DEVICE)
-        record.parameter.grad = show_gradient(record)
-
-    def _norm_taker(self, record: StoredParameter) -> Callable[[Tensor], None] | None:
-        return partial(note_norms, record) if self.wanted_norms else None
 
     def await_gradient(self, record: StoredParameter) -> None:
         """Block until the gradient at home may be added to by somebody who does not ask, and has what was put off."""
@@ -348,7 +161,7 @@ class Store:
 
     def refresh_one(self, record: StoredParameter) -> None:
         """Make one compute copy again if its master was written since."""
-        version = _version(record.parameter)
+        version = record.version
         if version == record.synced_version and not record.exposed:
             return
         self.finish(record)
@@ -455,7 +268,7 @@ class Store:
             raise
         for record in records:
             record.torn = record.exposed = False
-            record.synced_version = _version(record.parameter)
+            record.synced_version = record.version
             record.update_count += 1  # a backward whose forward saw other values is refused
         self._unsure.difference_update(record.name for record in records)
         if not self._unsure:
@@ -498,35 +311,6 @@ class Store:
 
     def _host_nbytes(self) -> int:
         return self.nbytes_on(Tier.HOST) + self.staging.held_nbytes
-
-
-def _take_gradient_home(parameter: Tensor) -> None:
-    """After autograd accumulated into a parameter itself (outside of captured graphs), move a fresh gradient home."""
-    record = parameter.__dict__[RECORD]
-    assert isinstance(record, StoredParameter)
-    with torch._C.DisableTorchFunctionSubclass():
-        grad, slot = parameter.grad, record.gradient
-        if grad is None or slot is None or slot.is_home_of(grad):
-            return
-        record.store.check_usable(record)
-        early_step = record.store.early_step
-        if early_step is not None and early_step.take(record, grad):
-            parameter.grad = None
-            return
-        with record.store.failing_on_error():
-            record.store._put_gradient(record, grad)
-            record.store.transfers.wait_writes()
-
-
-def _version(parameter: Parameter) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter._version
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _padded_nbytes(placement: Placement) -> int:

@@ -1,10 +1,9 @@
 """Give a parameter that was frozen when it was taken into the store what training it needs."""
 
-import torch
-
 from zinf_compile.facts import ParameterFact
 from zinf_compile.plan import Placement
-from zinf_compile.runtime.slots import StoredParameter
+from zinf_compile.runtime.adoption import train_parameter
+from zinf_compile.runtime.slots import StoredParameter, torch_dtype
 from zinf_compile.runtime.store import Store
 
 
@@ -19,10 +18,10 @@ def thaw_parameter(store: Store, record: StoredParameter, fact: ParameterFact, p
     shape = compute.tensor.shape
     master = compute
     if fact.has_compute_copy:
-        master = store.new_slot(f"{fact.name} (master copy)", shape, getattr(torch, fact.dtype), placement.master)
+        master = store.new_slot(f"{fact.name} (master copy)", shape, torch_dtype(fact.dtype), placement.master)
         with store.failing_on_error():
             store.transfers.write_value(master, compute.tensor)
             store.transfers.wait_writes()
     gradient = store.new_slot(f"{fact.name} (gradient)", shape, compute.tensor.dtype, placement.gradient)
-    store.train(record, master, gradient)
+    train_parameter(record, master, gradient)
     store.facts[fact.name], store.placements[fact.name] = fact, placement

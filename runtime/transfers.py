@@ -5,7 +5,7 @@ synchronous, so what it did before an issue is done, and arena bytes released be
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -85,10 +85,7 @@ class Transfers:
                 return
             try:
                 self._start_gather(gather, offsets)
-            except (
-                ZinfError,
-                RuntimeError,
-            ) as refused:  # a pool that was shut down, say: who waits must not wait for ever
+            except (ZinfError, RuntimeError) as refused:  # a pool that was shut down, say: who waits must hear of it
                 gather.started.set_exception(refused)
             else:
                 gather.started.set_result(None)
@@ -171,53 +168,65 @@ class Transfers:
         nbytes = min(self.staging.capacity // 4, 4 * _BLOCK_NBYTES)
         return max(ALIGN, nbytes - nbytes % ALIGN) // dtype.itemsize
 
-    def write_value(
-        self,
-        slot: Slot,
-        value: Tensor,
-        source: Tier = Tier.HOST,
-        *,
-        add: bool = False,
-        first: int = 0,
-        on_sum: Callable[[Tensor], None] | None = None,
-    ) -> None:
-        """Start writing ``value`` to a slot, or adding it. ``value`` is copied at once; ``wait_writes`` makes it home.
+    def write_value(self, slot: Slot, value: Tensor, source: Tier = Tier.HOST, *, first: int = 0) -> None:
+        """Start writing ``value`` to a slot. It is copied at once; ``wait_writes`` makes it home.
 
         It may be a piece: its elements then go to [first, first + its length) of the flat tensor, at a whole sector.
-        ``on_sum`` is called with the whole sum of an addition on nvme, where half of staging can hold it.
         """
         if slot.in_memory:
             home = slot.tensor.view(-1)[first : first + value.numel()].view(value.shape)
-            if add:
-                home.add_(value.to(home.dtype))
-            else:
-                home.copy_(value)
+            home.copy_(value)
             self._meter.add_moved(source, slot.tier, home.numel() * home.dtype.itemsize)
             return
-        dtype, flat = slot.tensor.dtype, value.reshape(-1)
-        piece = self.piece_elements(dtype)
-        if on_sum is not None and slot.nbytes <= self.staging.capacity // 2:
-            piece = flat.numel()
-        if add:  # the sum reads what an earlier call may still be writing
-            wait_all([future for written, future in self._writes if written is slot])
-        for start in range(0, flat.numel(), piece):
-            stop = min(flat.numel(), start + piece)
-            offset, nbytes = slot.byte_range(first + start, first + stop)
-            lease = self.staging.lease(nbytes)
-            staged = torch.frombuffer(lease.view, dtype=dtype, count=stop - start)
-            if add:
-                try:
-                    wait_all(self.read(slot, offset, lease.view))
-                except StoreError:
-                    self.staging.return_(lease)
-                    raise
-                staged.add_(flat[start:stop].to(dtype))
-                if on_sum is not None and stop - start == slot.tensor.numel():
-                    on_sum(staged.view(slot.tensor.shape))
-            else:
-                staged.copy_(flat[start:stop])
-            del staged
+        flat = value.reshape(-1)
+        step = self.piece_elements(slot.tensor.dtype)
+        for start in range(0, flat.numel(), step):
+            stop = min(flat.numel(), start + step)
+            lease = self.staging.lease(slot.byte_range(first + start, first + stop)[1])
+            torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=stop - start).copy_(flat[start:stop])
             self.send_home(slot, first + start, first + stop, lease, source)
+
+    def add_value(
+        self, slot: Slot, value: Tensor, source: Tier = Tier.HOST, *, on_sum: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Start adding ``value`` to a slot; ``wait_writes`` makes the sum home.
+
+        ``on_sum`` is called with the whole sum where that is on nvme and half of staging can hold it.
+        """
+        if slot.in_memory:
+            slot.tensor.add_(value.to(slot.tensor.dtype))
+            self._meter.add_moved(source, slot.tier, slot.nbytes)
+            return
+        flat = value.reshape(-1)
+
+        def add(piece: Tensor, start: int) -> None:
+            piece.add_(flat[start : start + piece.numel()].to(piece.dtype))
+            if on_sum is not None and piece.numel() == flat.numel():
+                on_sum(piece.view(slot.tensor.shape))
+
+        self.rewrite_value(slot, add, source, whole=on_sum is not None and slot.nbytes <= self.staging.capacity // 2)
+
+    def rewrite_value(
+        self, slot: Slot, change: Callable[[Tensor, int], object], source: Tier = Tier.HOST, *, whole: bool = False
+    ) -> None:
+        """Read a slot on nvme a staging buffer at a time, or ``whole``, and start writing it back; ``wait_writes`` ends it.
+
+        ``change`` gets flat elements, to be changed in place, and the number of the first one.
+        """
+        wait_all([future for written, future in self._writes if written is slot])  # by an earlier call
+        num_elements = slot.tensor.numel()
+        step = max(1, num_elements) if whole else self.piece_elements(slot.tensor.dtype)
+        for start in range(0, num_elements, step):
+            stop = min(num_elements, start + step)
+            offset, nbytes = slot.byte_range(start, stop)
+            lease = self.staging.lease(nbytes)
+            try:
+                wait_all(self.read(slot, offset, lease.view))
+                change(torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=stop - start), start)
+            except BaseException:
+                self.staging.return_(lease)
+                raise
+            self.send_home(slot, start, stop, lease, source)
 
     def send_home(self, slot: Slot, start: int, stop: int, lease: StagingBuffer, source: Tier = Tier.HOST) -> None:
         """Start writing elements [start, stop) of a slot from ``lease``, and return that; ``wait_writes`` makes it home."""
@@ -246,14 +255,24 @@ class Transfers:
             destination.copy_(slot.tensor)
             self._meter.add_moved(slot.tier, Tier.DEVICE, slot.nbytes)
             return
-        flat = destination.view(-1)
-        piece = self.piece_elements(slot.tensor.dtype)
-        for start in range(0, flat.numel(), piece):
-            stop = min(flat.numel(), start + piece)
+        start = 0
+        for piece in self.read_pieces(slot, Tier.DEVICE):
+            destination.view(-1)[start : start + piece.numel()].copy_(piece)
+            start += piece.numel()
+
+    def read_pieces(self, slot: Slot, destination: Tier = Tier.HOST) -> Iterator[Tensor]:
+        """Yield a slot's value as flat tensors, in order; each is valid until the next is asked for. Blocks."""
+        num_elements, dtype = slot.tensor.numel(), slot.tensor.dtype
+        step = self.piece_elements(dtype)
+        for start in range(0, num_elements, step):
+            stop = min(num_elements, start + step)
+            if slot.in_memory:
+                yield slot.tensor.view(-1)[start:stop]
+                continue
             offset, nbytes = slot.byte_range(start, stop)
             with self.staging.lease(nbytes) as lease:
-                wait_all(self.read(slot, offset, lease.view, Tier.DEVICE))
-                flat[start:stop].copy_(torch.frombuffer(lease.view, dtype=flat.dtype, count=stop - start))
+                wait_all(self.read(slot, offset, lease.view, destination))
+                yield torch.frombuffer(lease.view, dtype=dtype, count=stop - start)
 
     def close(self) -> None:
         """Wait for every call in flight and end the threads."""

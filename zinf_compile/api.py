@@ -15,7 +15,7 @@ from zinf_compile.errors import ConfigError
 from zinf_compile.initialize import Init, choose_values, undo
 from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, TierReport
 from zinf_compile.runtime.accessors import Forward, install_accessors, refuse_optimized
-from zinf_compile.runtime.full_values import Site, check_room, lend_values
+from zinf_compile.runtime.lending import Site, check_room, lend_values
 from zinf_compile.runtime.slots import owner_of, record_of
 from zinf_compile.session import Session, check_devices, session_of_store
 from zinf_compile.simulate import simulate

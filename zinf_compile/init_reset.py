@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from zinf_compile.errors import ConfigError
-from zinf_compile.runtime.full_values import Site, check_room, lend_values
+from zinf_compile.runtime.lending import Site, check_room, lend_values
 from zinf_compile.runtime.ram import return_freed_memory
-from zinf_compile.runtime.slots import StoredParameter, record_of
+from zinf_compile.runtime.slots import record_of
 from zinf_compile.runtime.store import Store
 
 _MARK = 0xA5  # in every byte of what has no value yet: a tensor that still begins and ends so was not written
@@ -132,7 +132,7 @@ class ResetValues:
     def fill(self, store: Store) -> None:
         """Run it, and write the values home. ConfigError for what has none afterwards."""
         records = list(store.records.values())
-        versions = {record.name: _version(record) for record in records}  # of those that have no value yet
+        versions = {record.name: record.version for record in records}  # of those that have no value yet
         paths = {module: path for path, module in self._model.named_modules()}
         with torch.no_grad():
             for reset in self._resets:
@@ -140,7 +140,7 @@ class ResetValues:
                 _run(reset, paths[reset.module], store, versions)
         # What a module did not write, one that holds it may have written at home.
         without = [
-            record.name for record in records if versions.get(record.name) == _version(record) and not record.exposed
+            record.name for record in records if versions.get(record.name) == record.version and not record.exposed
         ]
         _refuse(self._model, [*without, *self._buffers.without_value()])
 
@@ -153,7 +153,7 @@ def _run(reset: Reset, path: str, store: Store, versions: dict[str, int]) -> Non
     """Run one call on full values in memory; parameters that it gives a first value leave ``versions``."""
     mine, others = _own_sites(reset, path)
     check_room(store, [site.record for site in mine], f"initialising '{path}'")
-    unread = frozenset(site.record.name for site in mine if versions.get(site.record.name) == _version(site.record))
+    unread = frozenset(site.record.name for site in mine if versions.get(site.record.name) == site.record.version)
     with scratch(others), lend_values(mine, unread=unread, in_original_dtype=True) as lent:
         for name in unread:
             _mark(lent[name].data)
@@ -163,7 +163,7 @@ def _run(reset: Reset, path: str, store: Store, versions: dict[str, int]) -> Non
     lent.clear()
     return_freed_memory()  # the system's allocator would keep the largest module so far, and then some
     for name in unread - written:
-        versions[name] = _version(store.records[name])
+        versions[name] = store.records[name].version
     for name in written:
         del versions[name]
 
@@ -220,11 +220,6 @@ def _mark(tensor: Tensor) -> Tensor:
 def _is_unwritten(tensor: Tensor) -> bool:
     ends = tensor.detach().view(-1).view(torch.uint8)[[0, -1]] if tensor.numel() else torch.empty(0)
     return bool((ends == _MARK).all())
-
-
-def _version(record: StoredParameter) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return record.parameter._version
 
 
 def _refuse(model: Module, names: list[str]) -> None:

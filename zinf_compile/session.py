@@ -19,13 +19,15 @@ from zinf_compile.passes.planning.placement import check_budgets, place_thawed, 
 from zinf_compile.plan import Placement
 from zinf_compile.program import Program
 from zinf_compile.runtime.accessors import Forward
+from zinf_compile.runtime.adoption import NamedParameter, adopt_parameters
 from zinf_compile.runtime.backward_step import BackwardStep
 from zinf_compile.runtime.calibrate import measure_hardware
 from zinf_compile.runtime.leaves import hang_on_parameters
+from zinf_compile.runtime.moving import move_homes
 from zinf_compile.runtime.op_impls import register
 from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.runtime.step_hooks import install_step_hooks
-from zinf_compile.runtime.store import NamedParameter, Store, find_record
+from zinf_compile.runtime.store import Store, find_record
 from zinf_compile.runtime.thawing import thaw_parameter
 
 _MAX_DESCRIPTORS = 65536  # Linux allows a process 65530 mappings by default
@@ -67,7 +69,7 @@ class Session:
         facts = [*self.facts, *(item.fact for item in named)]
         placements = plan_placement(facts, self.config)
         check_budgets(facts, placements, self.config)
-        self.store.adopt(named, placements[len(self.facts) :], as_home=as_home, with_values=with_values)
+        adopt_parameters(self.store, named, placements[len(self.facts) :], as_home=as_home, with_values=with_values)
         self.placements = tuple(self.store.placements.values())
 
     def prefixed(self, parameters: Mapping[str, Parameter], model_name: str) -> dict[str, Parameter]:
@@ -117,7 +119,7 @@ class Session:
     def settle(self) -> None:
         """Move parameters to where the newest plan wants them. Called before a graph runs, never while one is traced."""
         if self.placements != tuple(self.store.placements.values()):
-            self.store.place_again(self.placements)
+            move_homes(self.store, self.placements)
 
 
 def session_of_store(store: Store) -> Session:

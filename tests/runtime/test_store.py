@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zinf_compile
 from zinf_compile.config import make_config
 from zinf_compile.errors import StoreError
+from zinf_compile.runtime.moving import move_homes
 from zinf_compile.runtime.ram import anonymous_rss
 from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Tier
@@ -242,7 +243,7 @@ def test_a_new_plan_moves_optimizer_state(
         step(plain, plain_optimizer)
         step(model, optimizer)
         kept = optimizer.state[model.weight]["exp_avg"]
-        store.place_again([replace(placement, optimizer_state=tier) for placement in store.placements.values()])
+        move_homes(store, [replace(placement, optimizer_state=tier) for placement in store.placements.values()])
         assert {slot.tier for slot in store.records["weight"].states.values()} == {tier}
         assert optimizer.state[model.weight]["exp_avg"] is not kept
         assert torch.equal(kept, optimizer.state[model.weight]["exp_avg"])

@@ -126,7 +126,7 @@ def test_adding_to_a_value(bench: Bench, tier: Tier) -> None:
     first, second = values(70_001, dtype=torch.bfloat16), values(70_001) * 3
     bench.transfers.write_value(slot, first)
     bench.transfers.wait_writes()
-    bench.transfers.write_value(slot, second.bfloat16(), add=True)
+    bench.transfers.add_value(slot, second.bfloat16())
     bench.transfers.wait_writes()
     assert torch.equal(slot.tensor, first + second.bfloat16())
 
@@ -141,8 +141,8 @@ def test_additions_without_a_wait_between_them_all_count(bench: Bench, monkeypat
     monkeypatch.setattr(bench.engine, "write", write_late)
     slot = bench.slot("w (gradient)", 5000)
     bench.transfers.write_value(slot, torch.ones(5000))
-    bench.transfers.write_value(slot, torch.ones(5000), add=True)
-    bench.transfers.write_value(slot, torch.ones(5000), add=True)
+    bench.transfers.add_value(slot, torch.ones(5000))
+    bench.transfers.add_value(slot, torch.ones(5000))
     bench.transfers.wait_writes()
     assert torch.equal(slot.tensor, torch.full((5000,), 3.0))
 
@@ -244,7 +244,7 @@ def test_a_failed_read_while_adding_returns_the_staging_buffer(benches: list[Ben
     benches.append(Bench(faults=[Fault(operation="read", nth=0, kind="error")]))
     bench = benches[0]
     with pytest.raises(StoreError, match="w: read"):
-        bench.transfers.write_value(bench.slot("w", 1000), values(1000), add=True)
+        bench.transfers.add_value(bench.slot("w", 1000), values(1000))
     bench.check()
 
 

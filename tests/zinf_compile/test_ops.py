@@ -14,9 +14,10 @@ from zinf_compile.config import make_config
 from zinf_compile.errors import StoreError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.passes.planning.placement import plan_placement
+from zinf_compile.runtime.adoption import NamedParameter, adopt_parameters
 from zinf_compile.runtime.op_impls import register
 from zinf_compile.runtime.slots import StoredParameter
-from zinf_compile.runtime.store import NamedParameter, Store
+from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Tier
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def record(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredPar
     )
     store = Store(config)
     placements = plan_placement([fact], config)
-    store.adopt([NamedParameter(parameter=parameter, fact=fact)], placements, as_home=True)
+    adopt_parameters(store, [NamedParameter(parameter=parameter, fact=fact)], placements, as_home=True)
     store.arena.reserve(2**18)
     record = store.records["weight"]
     assert record.compute.tier is (Tier.NVME if on_nvme else Tier.HOST)

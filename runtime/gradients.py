@@ -1,0 +1,65 @@
+"""Gradients that arrive: each goes home, is handed to autograd, updates its parameter at once, or is dropped."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zinf_compile.errors import StoreError
+from zinf_compile.runtime.home_gradient import begin_gradient, note_norms, show_gradient
+from zinf_compile.runtime.leaves import Delivery, choose_delivery
+from zinf_compile.runtime.slots import StoredParameter, record_of
+from zinf_compile.terms import Tier
+
+
+def store_gradient(record: StoredParameter, grad: Tensor) -> None:
+    """Start moving a gradient home, or adding it to the one there; ``wait_writes`` ends it.
+
+    One that autograd must see is handed over instead, and one that nobody asked for dropped.
+    """
+    store, slot, parameter = record.store, record.gradient, record.parameter
+    store.check_usable(record)  # once its update is done
+    if slot is None:
+        raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
+    delivery = choose_delivery(record)
+    if delivery is Delivery.AUTOGRAD:  # a copy: what a graph computed may lie in the arena
+        record.handed = grad.clone() if record.handed is None else record.handed + grad
+    if delivery is not Delivery.HOME:
+        return
+    with torch.no_grad(), store.failing_on_error():
+        if parameter.grad is None:
+            if store.early_step is None or not store.early_step.take(record, grad):
+                _put_gradient(record, grad)
+        elif slot.is_home_of(parameter.grad):
+            store.await_gradient(record)
+            on_sum = partial(note_norms, record) if store.wanted_norms else None
+            store.transfers.add_value(slot, grad, Tier.DEVICE, on_sum=on_sum)
+        else:  # the user put a gradient there: it is theirs, and accumulates in place as in PyTorch
+            parameter.grad.add_(grad.to(parameter.grad.dtype))
+
+
+def take_gradient_home(parameter: Tensor) -> None:
+    """After autograd accumulated into a parameter itself (outside of captured graphs), move a fresh gradient home."""
+    record = record_of(parameter)
+    assert record is not None
+    store = record.store
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, slot = parameter.grad, record.gradient
+        if grad is None or slot is None or slot.is_home_of(grad):
+            return
+        store.check_usable(record)
+        if store.early_step is not None and store.early_step.take(record, grad):
+            parameter.grad = None
+            return
+        with store.failing_on_error():
+            _put_gradient(record, grad)
+            store.transfers.wait_writes()
+
+
+def _put_gradient(record: StoredParameter, grad: Tensor) -> None:
+    """Start writing a new gradient home, and show it."""
+    slot = begin_gradient(record)
+    if not slot.in_memory and grad.is_contiguous() and grad.dtype == slot.tensor.dtype:
+        note_norms(record, grad)
+    record.store.transfers.write_value(slot, grad, Tier.DEVICE)
+    record.parameter.grad = show_gradient(record)
