@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from zinf_compile.errors import UnsupportedError as UnsupportedError
     from zinf_compile.errors import VerifyError as VerifyError
     from zinf_compile.errors import ZinfError as ZinfError
-    from zinf_compile.export_model import export as export
     from zinf_compile.plan import Plan as Plan
     from zinf_compile.reports import Report as Report
+    from zinf_compile.weights.export import export as export
 
 _HOMES = {
     "optimize": "zinf_compile.api",
     "report": "zinf_compile.api",
     "close": "zinf_compile.api",
     "full_parameters": "zinf_compile.api",
-    "export": "zinf_compile.export_model",
+    "export": "zinf_compile.weights.export",
     "synchronize": "zinf_compile.api",
     "save": "zinf_compile.checkpoint.save",
     "load": "zinf_compile.checkpoint.load",

@@ -12,7 +12,6 @@ from torch.nn import Module
 
 from zinf_compile.config import make_config
 from zinf_compile.errors import ConfigError
-from zinf_compile.initialize import Init, choose_values, undo
 from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, TierReport
 from zinf_compile.runtime.accessors import Forward, install_accessors, refuse_optimized
 from zinf_compile.runtime.lending import Site, check_room, lend_values
@@ -20,6 +19,7 @@ from zinf_compile.runtime.slots import owner_of, record_of
 from zinf_compile.session import Session, check_devices, session_of_store
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier
+from zinf_compile.weights.initialize import Init, choose_values, undo
 
 
 def optimize(model: Module, *, init: Init = None, share: Module | None = None, **options: object) -> Module:

@@ -205,7 +205,7 @@ def test_a_file_that_is_cut_while_it_is_read(
         path.write_bytes(path.read_bytes()[:-1000])
         return layout
 
-    monkeypatch.setattr("zinf_compile.init_files.find_tensors", cut)
+    monkeypatch.setattr("zinf_compile.weights.file_values.find_tensors", cut)
     refused(model, path, StoreError, r"reading '0\.\w+' from .* failed: the file ended at byte \d+", stays_plain)
     save_file(tensors, path)
     monkeypatch.undo()

@@ -18,10 +18,8 @@ from zinf_compile.runtime.store import Store
 Optimize = Callable[..., nn.Module]
 StoreOf = Callable[[nn.Module], Store]
 X = torch.linspace(-1, 1, 400).view(2, 200)
-SMALL = {
-    "device_memory": "8MiB",
-    "host_memory": "1MiB",
-}  # beside staging, there is room in RAM for the first weight only
+# Beside staging, there is room in RAM for the first weight only.
+SMALL = {"device_memory": "8MiB", "host_memory": "1MiB"}
 homes = pytest.mark.parametrize("tiny", [True, False], ids=["nvme", "host"])
 dtypes = pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 

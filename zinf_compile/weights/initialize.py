@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from torch.nn import Module, Parameter
 
 from zinf_compile.errors import ConfigError, UnsupportedError
-from zinf_compile.init_files import FileValues
-from zinf_compile.init_reset import ResetValues
 from zinf_compile.runtime.slots import return_to_meta
+from zinf_compile.weights.file_values import FileValues
+from zinf_compile.weights.reset_values import ResetValues
 
 Init = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 Values = ResetValues | FileValues

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from zinf_compile.errors import ConfigError
-from zinf_compile.init_reset import MetaBuffers, reset_buffers, resets_of
 from zinf_compile.runtime.full_values import end_writes, write_piece
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.weight_files import FileTensor, Source, find_tensors, read_tensors
+from zinf_compile.weights.reset_values import MetaBuffers, reset_buffers, resets_of
 
 
 class FileValues:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile import export_model
 from zinf_compile.errors import ConfigError, StoreError, UnsupportedError
+from zinf_compile.weights import export
 
 
 class Net(nn.Module):
@@ -190,7 +190,7 @@ def test_a_failure_leaves_nothing(
         yield tensor.detach().reshape(-1)[:1]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export_model, "_pieces", fail)
+    monkeypatch.setattr(export, "_pieces", fail)
     for folder in ("there", "new"):
         with pytest.raises(KeyboardInterrupt):
             zinf_compile.export(model, tmp_path / folder)
