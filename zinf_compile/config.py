@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from zinf_compile.errors import ConfigError, UnsupportedError
-from zinf_compile.terms import StepTiming, format_bytes
+from zinf_compile.terms import StepTiming
 
 _UNITS = {
     "": 1,
@@ -164,9 +164,3 @@ def _check_bool(flag: object, *, option: str) -> bool | None:
     if flag is None or isinstance(flag, bool):
         return flag
     raise ConfigError(f"{option}={flag!r} is neither True nor False")
-
-
-def describe_budgets(config: Config) -> str:
-    """Return the budgets in words, for messages."""
-    nvme = "no nvme" if config.nvme is None else f"nvme {config.nvme}"
-    return f"device {format_bytes(config.device_memory)}, host {format_bytes(config.host_memory)}, {nvme}"

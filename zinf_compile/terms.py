@@ -35,15 +35,6 @@ class Tier(StrEnum):
     NVME = "nvme"
 
 
-class Role(StrEnum):
-    """What a value is for."""
-
-    PARAMETER = "parameter"
-    GRADIENT = "gradient"
-    OPTIMIZER_STATE = "optimizer_state"
-    ACTIVATION = "activation"
-
-
 class Phase(StrEnum):
     """The parts of a training step, in order."""
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_compile import config as config_module
-from zinf_compile.config import Config, describe_budgets, free_memory, make_config, parse_size
+from zinf_compile.config import Config, free_memory, make_config, parse_size
 from zinf_compile.errors import ConfigError, UnsupportedError, ZinfError
 from zinf_compile.terms import format_bytes
 
@@ -190,8 +190,3 @@ def test_staging_is_half_of_the_host_up_to_a_limit() -> None:
 def test_free_memory_is_between_nothing_and_the_machine() -> None:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 <= free_memory() <= pages
-
-
-def test_budgets_in_words(tmp_path: Path) -> None:
-    config = make_config({"device_memory": "1GiB", "host_memory": "2GiB"})
-    assert describe_budgets(config) == "device 1.00 GiB, host 2.00 GiB, no nvme"
