@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zinf_compile.errors import UnsupportedError
 from zinf_compile.runtime.element_wise import is_same_value
 from zinf_compile.runtime.home import HomeParameter
-from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.nvme.engine import whole_sectors
 from zinf_compile.runtime.optimizer import StreamedStep
 from zinf_compile.runtime.shadow import is_element_wise
 from zinf_compile.runtime.slots import StoredParameter, record_of
@@ -107,7 +107,7 @@ class BackwardStep:
         with torch.no_grad():
             job = self._collectors[id(optimizer)].collect_one(record, grad.to(dtype), group)
             step = StreamedStep(store, [job], element_wise=True)
-            nbytes = -(-grad.numel() * dtype.itemsize // ALIGN) * ALIGN
+            nbytes = whole_sectors(grad.numel() * dtype.itemsize)
             in_chunks = step.largest_lease_nbytes
             record.is_updated_early = True
             step.begin()

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from zinf_compile.errors import CapacityError, CheckpointError, StoreError
-from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.nvme.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.staging import StagingBuffer, StagingPool
 from zinf_compile.runtime.transfers import wait_all
 from zinf_compile.terms import format_bytes
@@ -76,7 +76,7 @@ class FileWriter:
     def finish(self) -> None:
         """Block until all bytes are on the disk."""
         if self._lease is not None:
-            padded = -(-self._filled // ALIGN) * ALIGN
+            padded = whole_sectors(self._filled)
             self._lease.view[self._filled : padded] = bytes(padded - self._filled)
             self._filled = padded
             self._submit()

@@ -16,7 +16,7 @@ from torch import Tensor
 from zinf_compile.errors import CapacityError, StoreError
 from zinf_compile.runtime.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.home import HomeTensor
-from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.nvme.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.shadow import shadow_step
 from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.staging import StagingBuffer
@@ -192,9 +192,7 @@ class StreamedStep:
 
     @staticmethod
     def _lease_nbytes(job: Job, num_elements: int) -> int:
-        return sum(
-            -(-num_elements * slot.tensor.dtype.itemsize // ALIGN) * ALIGN for slot in job.staged_slots().values()
-        )
+        return sum(whole_sectors(num_elements * slot.tensor.dtype.itemsize) for slot in job.staged_slots().values())
 
     def _lease_wide(self) -> None:
         """Lease room for the widest chunk's gradient, so that no chunk allocates: heaps fragment under such sizes.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.errors import CheckpointError, UnsupportedError
-from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.nvme.engine import whole_sectors
 
 _DTYPES = {
     "C64": torch.complex64,
@@ -85,7 +85,7 @@ def lay_out(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None
         end += nbytes
     described = entries if metadata is None else {"__metadata__": dict(metadata), **entries}
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    start = -(-(_LENGTH_NBYTES + len(text)) // ALIGN) * ALIGN
+    start = whole_sectors(_LENGTH_NBYTES + len(text))
     header = (start - _LENGTH_NBYTES).to_bytes(_LENGTH_NBYTES, "little") + text.ljust(start - _LENGTH_NBYTES)
     return SafetensorsLayout(header=header, spans=_parse_entries(entries, start), nbytes=start + end)
 

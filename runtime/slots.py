@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.nvme.engine import whole_sectors
 from zinf_compile.runtime.nvme.layout import Extent
 from zinf_compile.terms import Tier
 
@@ -65,7 +65,7 @@ class Slot:
         assert self.extent is not None
         itemsize = self.tensor.dtype.itemsize
         nbytes = (stop - start) * itemsize
-        return self.extent.offset + start * itemsize, -(-nbytes // ALIGN) * ALIGN
+        return self.extent.offset + start * itemsize, whole_sectors(nbytes)
 
 
 class Seat:
@@ -146,6 +146,10 @@ class StoredParameter:
         return with_parameter or any(
             slot.num_references > slot.num_own_references + (slot.shown is not None) for slot in others
         )
+
+    def is_home_gradient(self, grad: Tensor) -> bool:
+        """Return whether a gradient is the one at home, and not a tensor that the user put there."""
+        return self.gradient is not None and self.gradient.is_home_of(grad)
 
     @property
     def original_dtype(self) -> torch.dtype:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from zinf_compile.errors import CapacityError, StoreError, VerifyError
-from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.nvme.engine import whole_sectors
 
 _MIB = 1 << 20
 
@@ -86,7 +86,7 @@ class StagingPool:
         """
         if nbytes <= 0:
             raise VerifyError(f"cannot lease {nbytes} bytes: a staging buffer has at least one")
-        reserved = -(-nbytes // ALIGN) * ALIGN
+        reserved = whole_sectors(nbytes)
         if reserved > self.capacity:
             raise CapacityError(
                 f"a staging buffer of {reserved / _MIB:.2f} MiB does not fit in a pool of {self.capacity / _MIB:.2f} "
@@ -115,7 +115,7 @@ class StagingPool:
 
     def try_lease(self, nbytes: int) -> StagingBuffer | None:
         """A buffer of ``nbytes``; None if there is none at once, or others wait. StoreError when the pool is closed."""
-        reserved = -(-nbytes // ALIGN) * ALIGN
+        reserved = whole_sectors(nbytes)
         with self._condition:
             if self._closed:
                 raise StoreError(f"cannot lease {nbytes} bytes: the staging pool is closed")

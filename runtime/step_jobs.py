@@ -50,7 +50,7 @@ class Job:
     @property
     def has_home_gradient(self) -> bool:
         """Return whether the gradient is the one at home, and not a tensor that the user put there."""
-        return self.record.gradient is not None and self.record.gradient.is_home_of(self.grad)
+        return self.record.is_home_gradient(self.grad)
 
     @property
     def may_outlive_step(self) -> bool:
@@ -116,7 +116,7 @@ class JobCollector:
             record=record,
             optimizer=self._frozen_optimizer,
             grad=grad,
-            deferred=tuple(record.deferred) if record.gradient is not None and record.gradient.is_home_of(grad) else (),
+            deferred=tuple(record.deferred) if record.is_home_gradient(grad) else (),
             group=options,
             scalars=copy_scalars(state, record.parameter.shape),
             has_state=bool(state),

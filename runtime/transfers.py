@@ -15,7 +15,7 @@ from torch import Tensor
 from zinf_compile.errors import StoreError, VerifyError, ZinfError
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.meter import Meter
-from zinf_compile.runtime.nvme.engine import ALIGN, Engine
+from zinf_compile.runtime.nvme.engine import ALIGN, Engine, whole_sectors
 from zinf_compile.runtime.slots import Slot, StoredParameter
 from zinf_compile.runtime.staging import StagingBuffer, StagingPool
 from zinf_compile.terms import Tier
@@ -68,7 +68,7 @@ class Transfers:
     def issue_gather(self, records: Sequence[StoredParameter], offsets: Sequence[int]) -> int:
         """Start moving compute copies into consecutive arena bytes; return the ticket to wait with."""
         first, last = offsets[0], offsets[-1]
-        end = last + -(-records[-1].compute.nbytes // ALIGN) * ALIGN
+        end = last + whole_sectors(records[-1].compute.nbytes)
         self._arena.take(first, end - first)
         self._next_ticket += 1
         gather = self._gathers[self._next_ticket] = GatherInFlight(

@@ -96,6 +96,11 @@ class Gate:
             self._condition.wait_for(lambda: self._num_inside == 0)
 
 
+def whole_sectors(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to whole sectors."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 def check_transfer(where: str, verb: str, offset: int, buffer: memoryview, limit: int) -> None:
     """Raise VerifyError unless ``buffer`` may be transferred at ``offset`` of a file with ``limit`` reserved bytes."""
     check_range(where, verb, offset, buffer.nbytes, limit)

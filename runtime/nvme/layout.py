@@ -4,7 +4,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from zinf_compile.errors import VerifyError
-from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.nvme.engine import whole_sectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class FileLayout:
         """The smallest free extent that fits, the first of equals, else new bytes at the end."""
         if nbytes <= 0:
             raise VerifyError(f"cannot lay out {nbytes} bytes: an extent has at least one; skip empty values")
-        reserved = -(-nbytes // ALIGN) * ALIGN
+        reserved = whole_sectors(nbytes)
         fitting = [(size, index) for index, size in enumerate(self._free_nbytes) if size >= reserved]
         if fitting:
             index = min(fitting)[1]

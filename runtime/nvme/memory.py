@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from zinf_compile.errors import CapacityError, ConfigError, StoreError
-from zinf_compile.runtime.nvme.engine import ALIGN, Gate, check_range, check_transfer
+from zinf_compile.runtime.nvme.engine import ALIGN, Gate, check_range, check_transfer, whole_sectors
 
 _GIB = 1 << 30
 _MAP_NORESERVE = 0x4000  # asm-generic/mman.h; the mmap module names it from Python 3.13 on
@@ -91,7 +91,7 @@ class MemoryEngine:
     def reserve(self, nbytes: int) -> None:
         """See Engine.reserve."""
         with self._gate.enter(f"reserve {nbytes} bytes in {self.describe()}"), self._lock:
-            wanted = max(self._nbytes, -(-nbytes // ALIGN) * ALIGN)
+            wanted = max(self._nbytes, whole_sectors(nbytes))
             if wanted > self._max_nbytes:
                 free = self._max_nbytes - self._nbytes
                 raise CapacityError(

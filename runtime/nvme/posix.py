@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from zinf_compile.errors import CapacityError, ConfigError, StoreError
-from zinf_compile.runtime.nvme.engine import ALIGN, Gate, check_range, check_transfer
+from zinf_compile.runtime.nvme.engine import ALIGN, Gate, check_range, check_transfer, whole_sectors
 
 _GIB = 1 << 30
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -85,7 +85,7 @@ class PosixEngine:
     def reserve(self, nbytes: int) -> None:
         """See Engine.reserve. A failed call leaves the file as long as it was."""
         with self._gate.enter(f"reserve {nbytes} bytes in {self.describe()}"), self._reserve_lock:
-            wanted = -(-nbytes // ALIGN) * ALIGN
+            wanted = whole_sectors(nbytes)
             more = wanted - self._nbytes
             if more <= 0:
                 return
