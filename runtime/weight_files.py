@@ -5,13 +5,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zinf_compile.errors import CheckpointError, ConfigError, StoreError
 from zinf_compile.runtime.safetensors_file import TensorSpan, lay_out, read_layout
+from zinf_compile.runtime.slot_stream import tensor_bytes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # as Hugging Face writes it: {"weight_map": {tensor: file}}
@@ -101,16 +102,10 @@ def read_tensors(tensors: Iterable[FileTensor]) -> Iterator[Piece]:
             with tensor.path.open("rb", buffering=0) as file:
                 for start in range(0, span.nbytes, step):
                     piece = buffer[: min(step, span.nbytes - start)]
-                    _read_fully(file.fileno(), tensor, start, _bytes_of(piece))
+                    _read_fully(file.fileno(), tensor, start, tensor_bytes(piece))
                     yield Piece(name=span.name, first=start // span.dtype.itemsize, values=piece.view(span.dtype))
         except OSError as error:
             raise StoreError(f"reading '{span.name}' from {tensor.path} failed: {error.strerror or error}") from error
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a flat tensor; bfloat16 is unknown to numpy, bytes are not."""
-    array: Any = tensor.contiguous().view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _read_fully(descriptor: int, tensor: FileTensor, start: int, buffer: memoryview) -> None:
@@ -134,7 +129,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], values: Callable[[str]
             file.write(layout.header)
             for span in layout.spans:
                 for piece in values(span.name):
-                    file.write(_bytes_of(piece.to(span.dtype)))
+                    file.write(tensor_bytes(piece.to(span.dtype).contiguous()))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
