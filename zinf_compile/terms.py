@@ -1,9 +1,13 @@
 """The glossary: one word, one meaning. Read this file first.
 
 value          a tensor the plan manages, known by a stable name (``layers.3.mlp.up.weight``)
-role           what a value is for: parameter, gradient, optimizer_state or activation
 tier           where bytes rest: device, host or nvme. On a CPU machine the device tier is a budgeted share of RAM
 home           the tier a value rests in between uses
+slot           one stored tensor with its home; a parameter has up to five kinds of them
+role           what a slot is to its parameter: compute copy, master copy, gradient, or the name of optimizer state
+home tensor    what people see of a slot: a tensor in RAM, or a mapping of the store file
+torn           holding neither the old nor the new value, after an update that began and did not finish
+lent           held in memory by ``full_parameters`` for a while, as a plain parameter
 gather         make the full value of a parameter ready on the device
 release        give a gathered value's bytes back
 transfer       one asynchronous movement; it has an issue point, a need-by point and a release point
