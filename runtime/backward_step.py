@@ -132,13 +132,14 @@ class BackwardStep:
         copy = torch.frombuffer(lease.view, dtype=job.grad.dtype, count=job.num_elements)
         copy.copy_(job.grad.detach().reshape(-1))
         job.grad = copy
-        job.update.add_done_callback(partial(self._give_back, store, lease))
+        job.update.add_done_callback(partial(self._give_back, store, job, lease))
         if not self._feed.put(job):
             self._feed = JobFeed()
             self._feed.put(job)
             store.updates.submit(StreamedStep(store, self._feed, element_wise=True).run)
 
-    def _give_back(self, store: Store, lease: StagingBuffer, _: object) -> None:
+    def _give_back(self, store: Store, job: Job, lease: StagingBuffer, _: object) -> None:
+        job.grad = torch.empty(0)  # who still knows of the job would keep the memory, which the pool takes for free
         store.staging.return_(lease)
         with self._condition:
             self._queued_nbytes -= lease.reserved_nbytes

@@ -11,6 +11,7 @@ from zinf_compile.errors import CapacityError, StoreError, VerifyError
 from zinf_compile.runtime.nvme.engine import whole_sectors
 
 _MIB = 1 << 20
+_RETURN_SECONDS = 1.0
 
 
 class StagingBuffer:
@@ -150,6 +151,8 @@ class StagingPool:
     def check_integrity(self, *, expect_idle: bool = False) -> None:
         """Raise VerifyError if memory is leased twice or the sums are wrong; or, if asked, when anything is leased."""
         with self._condition:
+            if expect_idle:  # whoever waited for a call goes on a moment before that call's buffer is returned
+                self._condition.wait_for(lambda: not self._leased, _RETURN_SECONDS)
             memories = [*self._leased.values(), *self._idle]
             if len({id(memory) for memory in memories}) != len(memories):
                 raise VerifyError("the same staging memory is leased twice, or both leased and idle")
