@@ -79,9 +79,8 @@ def show_gradient(record: StoredParameter) -> Tensor:
 def begin_gradient(record: StoredParameter) -> Slot:
     """Return the slot for a new gradient: not the one somebody still holds, who is to keep what is there."""
     assert record.gradient is not None
-    record.deferred.clear()
-    record.norms.clear()
     if not record.gradient.is_forgotten:
+        settle_gradient(record)
         slots = [*record.held_gradients, record.gradient]
         fresh = next((slot for slot in slots if slot.is_forgotten), None)
         if fresh is None:
@@ -89,11 +88,16 @@ def begin_gradient(record: StoredParameter) -> Slot:
             fresh = record.store.new_slot(was.name, was.tensor.shape, was.tensor.dtype, was.tier)
         record.held_gradients = [slot for slot in slots if slot is not fresh]
         record.gradient = fresh
+    record.deferred.clear()
+    record.norms.clear()
     return record.gradient
 
 
 def note_norms(record: StoredParameter, value: Tensor) -> None:
     """Compute the norms that were asked for so far, from a whole gradient in memory: contiguous, as it is stored."""
+    assert record.gradient is not None
+    if record.gradient.is_aliased:  # it may change unseen
+        return
     for order in record.store.wanted_norms:
         record.norms[order] = _VECTOR_NORM(value, order)
 
@@ -114,11 +118,13 @@ def _find_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | Non
     record = _streamed_record(args[0])
     if record is None or len(args) > 2 or kwargs or not isinstance(order, int | float) or record.deferred:
         return None
+    assert record.gradient is not None
+    slot = record.gradient
+    if slot.is_aliased:  # it may change unseen
+        return None
     order = float(order)
     record.store.wanted_norms.add(order)
     if order not in record.norms:
-        assert record.gradient is not None
-        slot = record.gradient
         value = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
         record.store.check_usable(record)
         with record.store.failing_on_error():
@@ -128,11 +134,20 @@ def _find_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | Non
 
 
 def _defer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Put an operation off; return whether that was possible for every gradient it changes."""
+    """Put an operation off; return whether that was possible for every gradient it changes.
+
+    Raises what the operation raises for arguments it does not take.
+    """
     targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
     records = [_streamed_record(target) for target in targets]
     if not all(map(_is_number, (*args[1:], *kwargs.values()))) or not all(records):
         return False
+    for record in records:
+        assert record is not None
+        assert record.gradient is not None
+        if record.gradient.is_aliased:  # an alias would show it late
+            return False
+        _ELEMENT_WISE[func](torch.empty(0, dtype=record.gradient_dtype), *args[1:], **kwargs)
     rest = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args[1:]]
     named = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
     for record in records:

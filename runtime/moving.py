@@ -6,7 +6,7 @@ import torch
 
 from zinf_compile.plan import Placement
 from zinf_compile.runtime.home import HomeTensor
-from zinf_compile.runtime.home_gradient import HomeGradient
+from zinf_compile.runtime.home_gradient import HomeGradient, settle_gradient
 from zinf_compile.runtime.ram import return_freed_memory
 from zinf_compile.runtime.slots import Slot, StoredParameter
 from zinf_compile.runtime.store import Store
@@ -22,6 +22,7 @@ def move_homes(store: Store, placements: Iterable[Placement]) -> None:
         if record.has_compute_copy:
             _move(record, "master", placement.master)
         if record.gradient is not None:
+            settle_gradient(record)
             _move(record, "gradient", placement.gradient)
         for key in record.states:
             _move_state(record, key, placement.optimizer_state)

@@ -242,7 +242,7 @@ class StreamedStep:
             offset, padded = slot.byte_range(start, stop)
             chunk.views[role] = chunk.lease.view[cursor : cursor + padded]
             cursor += padded
-            if role in (MASTER, GRADIENT) or (role != COMPUTE and job.has_state):
+            if role in (MASTER, GRADIENT) or role in job.kept_states:
                 chunk.reads += self._store.transfers.read(slot, offset, chunk.views[role])
         return chunk
 
@@ -285,12 +285,11 @@ class StreamedStep:
             num_threads = torch.get_num_threads()
             new_state = kernel.update(job.group, state | staged, master, gradient, compute, num_threads=num_threads)
         else:
-            if job.has_state:
-                state |= {key: _shaped(tensor, shape) for key, tensor in staged.items()}
+            state |= {key: _shaped(staged[key], shape) for key in job.kept_states}
             wide = _shaped(self._widen(gradient, master.dtype), shape)
             new_state = shadow_step(job.optimizer, job.group, master.detach(), wide, state)
             for key, tensor in staged.items():
-                if new_state[key].data_ptr() != tensor.data_ptr():
+                if key in new_state and new_state[key].data_ptr() != tensor.data_ptr():
                     tensor.copy_(new_state[key].detach().reshape(-1))
             if compute is not None:
                 compute.copy_(master.detach().reshape(-1))

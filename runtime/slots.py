@@ -54,11 +54,16 @@ class Slot:
         return count
 
     @property
+    def is_aliased(self) -> bool:
+        """Return whether somebody holds a plain tensor or an array over these bytes, which nobody can watch."""
+        return self.num_references > self.num_own_references + (self.shown is not None)
+
+    @property
     def is_forgotten(self) -> bool:
         """Return whether nobody but us holds the home tensor for people, or any other tensor over these bytes."""
         # The slot's own reference, and the call's.
         is_shown_to_others = self.shown is not None and sys.getrefcount(self.shown) > 2
-        return not is_shown_to_others and self.num_references <= self.num_own_references + (self.shown is not None)
+        return not is_shown_to_others and not self.is_aliased
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the file offset and the sector-rounded length of elements [start, stop); start must be aligned."""
@@ -143,9 +148,7 @@ class StoredParameter:
         """Return whether somebody holds a plain tensor or an array over the bytes of the master, gradient or state."""
         with_parameter = self.master.num_references > self.master.num_own_references + 1
         others = [*self.states.values(), *([self.gradient] if self.gradient is not None else [])]
-        return with_parameter or any(
-            slot.num_references > slot.num_own_references + (slot.shown is not None) for slot in others
-        )
+        return with_parameter or any(slot.is_aliased for slot in others)
 
     def is_home_gradient(self, grad: Tensor) -> bool:
         """Return whether a gradient is the one at home, and not a tensor that the user put there."""

@@ -36,7 +36,7 @@ class Job:
     deferred: tuple[DeferredOp, ...]  # to be done to the gradient at home first
     group: Mapping[str, Any]
     scalars: dict[str, Any]  # the entries of its state that are not per element, before the update
-    has_state: bool
+    kept_states: frozenset[str]  # the per-element ones that it has; the rest of the slots are undefined
     update: Future[None] = field(default_factory=Future)  # done when all of it is home
     writes: list[Future[None]] = field(default_factory=list)
     is_begun: bool = False  # some of its elements may have changed
@@ -85,14 +85,16 @@ class JobCollector:
 
     def collect(self) -> list[Job]:
         """Return a job for every parameter with a gradient: what ``step()`` must wait for, then as forward gathers."""
-        jobs = []
+        wanted: list[tuple[StoredParameter, Tensor, Group]] = []
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 record = record_of(parameter)
                 if record is not None and record.store is self._store:
                     self._store.check_usable(record)
                     if parameter.grad is not None:
-                        jobs.append(self.collect_one(record, parameter.grad, group))
+                        wanted.append((record, _as_plain_unless_own(record, parameter.grad), group))
+                        self._copy_states_of_others(record)
+        jobs = [self.collect_one(record, grad, group) for record, grad, group in wanted]
         order = self._store.update_order
         return sorted(jobs, key=lambda job: (job.may_outlive_step, order.get(job.record.name, len(order))))
 
@@ -119,7 +121,7 @@ class JobCollector:
             deferred=tuple(record.deferred) if record.is_home_gradient(grad) else (),
             group=options,
             scalars=copy_scalars(state, record.parameter.shape),
-            has_state=bool(state),
+            kept_states=frozenset(key for key in record.states if isinstance(state.get(key), Tensor)),
         )
         if self.is_element_wise:
             self._show_next_state(job)
@@ -145,8 +147,7 @@ class JobCollector:
     def _predict(self, job: Job) -> dict[str, Any]:
         """Return the state after updating a few zeros from the scalars of a job."""
         dtype = job.record.master.tensor.dtype
-        states = job.record.states if job.has_state else {}
-        per_element = {name: slot.tensor.dtype for name, slot in states.items()}
+        per_element = {key: job.record.states[key].tensor.dtype for key in sorted(job.kept_states)}
         key = (id(job.group), dtype, tuple(per_element.items()), _scalar_key(job.scalars))
         if key not in self._predicted:
             state = {name: _copy(value) for name, value in job.scalars.items()}
@@ -154,6 +155,17 @@ class JobCollector:
             zeros = torch.zeros(_PROBE_SHAPE, dtype=dtype)
             self._predicted[key] = shadow_step(self._frozen_optimizer, job.group, zeros, torch.zeros_like(zeros), state)
         return self._predicted[key]
+
+    def _copy_states_of_others(self, record: StoredParameter) -> None:
+        """Copy what ``optimizer.state`` shows of another state's home, which this step is to write, as after a swap."""
+        own_states(record, self._optimizer)
+        state = self._optimizer.state.get(record.parameter, {})
+        for key, value in state.items():
+            others = (slot for other, slot in record.states.items() if other != key)
+            if isinstance(value, HomeTensor) and (
+                value.record() is not record or any(slot.is_home_of(value) for slot in others)
+            ):
+                state[key] = value.plain().clone()
 
     def _take_state_home(self, record: StoredParameter, state: dict[str, Any]) -> None:
         """Write state that somebody else put there, as ``load_state_dict`` does, to its slot, and show the slot."""
@@ -172,6 +184,14 @@ class JobCollector:
 
 
 _PROBE_SHAPE = torch.Size([3])
+
+
+def _as_plain_unless_own(record: StoredParameter, grad: Tensor) -> Tensor:
+    """Return a gradient; as a plain tensor if it is the home tensor of something else.
+
+    The step would wait there for itself, and has to find what was put off done, before it writes its jobs down.
+    """
+    return grad.plain() if isinstance(grad, HomeTensor) and not record.is_home_gradient(grad) else grad
 
 
 def own_states(record: StoredParameter, optimizer: Optimizer) -> None:

@@ -174,12 +174,14 @@ class Store:
     def finish(self, record: StoredParameter) -> None:
         """Block until nothing is in flight for one parameter: no update of it, of its optimizer state, from its gradient.
 
-        Does not raise: an update that failed leaves the parameter torn, and the store failed.
+        Does not raise for an update that failed: it leaves the parameter torn, and the store failed. StoreError in a
+        process that was forked meanwhile, where it would never end.
         """
         update = record.update
         if update is None:
             return
         if not update.done():
+            self.check_open()
             with self.meter.stall(f"update of {record.name}"):
                 update.exception()  # waits
         if record.update is update:

@@ -182,6 +182,50 @@ def test_a_gradient_that_is_held_keeps_its_values(pair: tuple[nn.Module, nn.Modu
         assert torch.equal(one, other)
 
 
+def test_what_was_put_off_stays_with_a_gradient_that_is_held(optimize: Callable[..., nn.Module]) -> None:
+    model = optimize(make_model(), tiny=True, capture=True)
+    loss = model(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)).pow(2).sum()
+    loss.backward(retain_graph=True)
+    held = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    before = [grad.clone() for grad in held]
+    for grad in held:
+        grad.mul_(0.5)
+    model.zero_grad()
+    loss.backward()
+    for grad, full in zip(held, before, strict=True):
+        assert torch.equal(grad, full * 0.5)
+
+
+def test_a_plain_view_shows_what_is_done_to_the_gradient(pair: tuple[nn.Module, nn.Module]) -> None:
+    seen: list[list[Tensor]] = []
+    for model in pair:
+        backward(model)
+        views = [parameter.grad.view(-1) for parameter in model.parameters() if parameter.grad is not None]
+        norms = [clip_grad_norm_(model.parameters(), 0.1)]
+        for view in views:
+            view.mul_(3)
+        norms.append(clip_grad_norm_(model.parameters(), 0.1))
+        seen.append([*norms, *views])
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda grad: grad.mul_(2, 3), lambda grad: grad.mul_(torch.tensor(1j)), lambda grad: grad.clamp_()]
+)
+def test_arguments_that_the_operation_does_not_take(
+    wrong: Callable[[Tensor], Any], pair: tuple[nn.Module, nn.Module]
+) -> None:
+    for model in pair:
+        backward(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            with pytest.raises((TypeError, RuntimeError), match=r"argument|cast|min"):
+                wrong(parameter.grad)  # type: ignore[arg-type]
+        optimizer.step()
+    assert_same(*pair)
+
+
 def test_slots_are_used_again_once_gradients_are_let_go(optimize: Callable[..., nn.Module]) -> None:
     model = optimize(make_model(), tiny=True)
     optimizer = torch.optim.AdamW(model.parameters())

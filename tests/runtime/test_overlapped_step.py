@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,6 +195,26 @@ def test_gradients_of_the_user_may_be_changed_after_step(
             grad.zero_()
     for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_it_has_not(
+    optimize: Callable[..., nn.Module], gate: threading.Event
+) -> None:
+    model = optimize(make_model(), tiny=True)
+    optimizer = make_optimizer(model)
+    backward(model)
+    gate.clear()
+    optimizer.step()
+    child = os.fork()
+    if child == 0:
+        try:
+            weights(model, optimizer)[0].sum()
+        except StoreError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
 
 
 def test_overlap_can_be_turned_off(optimize: Callable[..., nn.Module], gate: threading.Event) -> None:
