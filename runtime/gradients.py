@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zinf_compile.errors import StoreError
+from zinf_compile.errors import StoreError, UnsupportedError
 from zinf_compile.runtime.home_gradient import begin_gradient, note_norms, show_gradient
 from zinf_compile.runtime.leaves import Delivery, choose_delivery
 from zinf_compile.runtime.slots import StoredParameter, record_of
@@ -21,6 +21,7 @@ def store_gradient(record: StoredParameter, grad: Tensor) -> None:
     store.check_usable(record)  # once its update is done
     if slot is None:
         raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
+    _refuse_sparse(record, grad)
     delivery = choose_delivery(record)
     if delivery is Delivery.AUTOGRAD:  # a copy: what a graph computed may lie in the arena
         record.handed = grad.clone() if record.handed is None else record.handed + grad
@@ -45,7 +46,12 @@ def take_gradient_home(parameter: Tensor) -> None:
     store = record.store
     with torch._C.DisableTorchFunctionSubclass():
         grad, slot = parameter.grad, record.gradient
-        if grad is None or slot is None or slot.is_home_of(grad):
+        if grad is None or slot is None:
+            return
+        if grad.layout is not torch.strided:
+            parameter.grad = None
+            _refuse_sparse(record, grad)
+        if slot.is_home_of(grad):
             return
         store.check_usable(record)
         if store.early_step is not None and store.early_step.take(record, grad):
@@ -54,6 +60,14 @@ def take_gradient_home(parameter: Tensor) -> None:
         with store.failing_on_error():
             _put_gradient(record, grad)
             store.transfers.wait_writes()
+
+
+def _refuse_sparse(record: StoredParameter, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of '{record.name}' is a {grad.layout} tensor, and a store keeps dense ones; build its module "
+            "with sparse=False"
+        )
 
 
 def _put_gradient(record: StoredParameter, grad: Tensor) -> None:

@@ -169,3 +169,15 @@ def test_plan_files_that_cannot_be_read(tmp_path: Path, model: nn.Module) -> Non
 def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises((PlanFileError, ConfigError), match=r"nowhere\.json"):
         zinf_compile.Plan.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_sparse_gradient(capture: bool) -> None:
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True))
+    zinf_compile.optimize(model, **{**BUDGETS, "capture": capture})
+    before = model[0].weight.clone()
+    with pytest.raises(UnsupportedError, match=r"gradient of '0\.weight' is a torch\.sparse_coo tensor.*sparse=False"):
+        model(torch.arange(4)).sum().backward()
+    assert model[0].weight.grad is None
+    assert torch.equal(model[0].weight, before)
+    zinf_compile.close(model)
