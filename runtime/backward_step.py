@@ -106,6 +106,7 @@ class BackwardStep:
             self._collectors[id(optimizer)] = JobCollector(store, optimizer)
         with torch.no_grad():
             job = self._collectors[id(optimizer)].collect_one(record, grad.to(dtype), group)
+            job.show_next_state()
             step = StreamedStep(store, [job], element_wise=True)
             nbytes = whole_sectors(grad.numel() * dtype.itemsize)
             in_chunks = step.largest_lease_nbytes

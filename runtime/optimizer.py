@@ -90,6 +90,8 @@ class StreamedStep:
     def start(self) -> None:
         """Run it in the background, as far as nobody could see it half done; or now, if that would hide nothing."""
         with self._store.meter.phase(Phase.STEP):
+            for job in sorted(self._jobs, key=lambda job: job.position):
+                job.show_next_state()
             self.begin()
             if not self._may_overlap():
                 self.run()

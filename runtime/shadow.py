@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +44,9 @@ _REFUSED: Mapping[type[Optimizer], str] = {
 _uncoupled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that need not be asked again
 _obstacles: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()  # what the log has said already
 _log = logging.getLogger(__name__)
+
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of an optimizer
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:
@@ -154,7 +157,7 @@ def _run_shadow(
 ) -> Optimizer:
     """Let a shadow update ``parameters`` in place; return it."""
     shadow = object.__new__(type(optimizer))
-    shadow.__dict__.update(optimizer.__dict__)
+    shadow.__dict__.update(optimizer.__dict__, **{name: OrderedDict() for name in STEP_HOOKS})
     shadow.__dict__.pop("step", None)  # a learning-rate scheduler wraps the method of the instance
     homes = [parameter.detach() for parameter in parameters]
     for parameter, gradient in zip(parameters, gradients, strict=True):

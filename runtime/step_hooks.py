@@ -2,35 +2,42 @@
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zinf_compile.runtime.backward_step import BackwardStep
 from zinf_compile.runtime.optimizer import StreamedStep
-from zinf_compile.runtime.shadow import check_supported
+from zinf_compile.runtime.shadow import STEP_HOOKS, check_supported
 from zinf_compile.runtime.slots import record_of
 from zinf_compile.runtime.step_jobs import JobCollector
 from zinf_compile.runtime.store import Store
 
 
-class _HiddenParameters:
-    """The stored parameters of an optimizer, taken from its groups for the time of its own step."""
+def _without_stored(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer as its own step is to see it: without the parameters that live in a store, and our hooks.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._hidden: list[tuple[dict[str, Any], list[Tensor]]] = []
-        for group in optimizer.param_groups:
-            self._hidden.append((group, group["params"]))
-            group["params"] = [parameter for parameter in group["params"] if record_of(parameter) is None]
+    The optimizer itself stays as it is, also when its step raises.
+    """
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    stand_in.__dict__.update(optimizer.__dict__, **{name: OrderedDict() for name in STEP_HOOKS})
+    stand_in.param_groups = [
+        {**group, "params": [parameter for parameter in group["params"] if record_of(parameter) is None]}
+        for group in optimizer.param_groups
+    ]
+    return stand_in
 
-    def show(self) -> None:
-        """Put them back."""
-        for group, parameters in self._hidden:
-            group["params"] = parameters
+
+def _take_over(optimizer: Optimizer, stand_in: Optimizer) -> None:
+    """Give an optimizer what its own step has written into its attributes and groups."""
+    kept = {"param_groups", *STEP_HOOKS}
+    optimizer.__dict__.update({name: value for name, value in stand_in.__dict__.items() if name not in kept})
+    for group, seen in zip(optimizer.param_groups, stand_in.param_groups, strict=False):
+        group.update({key: value for key, value in seen.items() if key != "params"})
 
 
 def _stores_of(optimizer: Optimizer) -> list[Store]:
@@ -48,7 +55,7 @@ class _StepInterception:
     def __init__(self, optimizer: Optimizer, stores: list[Store]) -> None:
         self._stores = stores
         self._steps: list[StreamedStep] = []
-        self._hidden: _HiddenParameters | None = None
+        self._stand_in: Optimizer | None = None
         # Innermost of all hooks: what the user's own do before a step happens before ours, and what they do after, after.
         self._handles = [
             optimizer.register_step_pre_hook(self.before),
@@ -60,11 +67,10 @@ class _StepInterception:
         """Leave the optimizer as it was. Not to be called by its hooks: their dictionary must not change under them."""
         for handle in self._handles:
             handle.remove()
-        self._show_parameters()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Write down what is to be updated, and hide the parameters from the optimizer's own step."""
-        result = _call_closure_first(args, kwargs)
+        """Write down what is to be updated, and let a stand-in without stored parameters take the optimizer's own step."""
+        (_, *rest), kwargs = _call_closure_first(args, kwargs)
         with torch.no_grad():
             for store in self._stores:
                 store.check_usable()
@@ -72,21 +78,18 @@ class _StepInterception:
                     store.early_step.close(optimizer)
                 jobs = JobCollector(store, optimizer)
                 self._steps.append(StreamedStep(store, jobs.collect(), element_wise=jobs.is_element_wise))
-        self._hidden = _HiddenParameters(optimizer)
-        return result
+        self._stand_in = _without_stored(optimizer)
+        return (self._stand_in, *rest), kwargs
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Show the parameters again and start the updates."""
-        self._show_parameters()
+        """Start the updates, now that the optimizer's own step has not raised."""
+        if self._stand_in is not None:
+            _take_over(optimizer, self._stand_in)
+            self._stand_in = None
         steps, self._steps = self._steps, []
         with torch.no_grad():
             for step in steps:
                 step.start()
-
-    def _show_parameters(self) -> None:
-        if self._hidden is not None:
-            self._hidden.show()
-            self._hidden = None
 
 
 @functools.cache
@@ -106,11 +109,11 @@ def install_step_hooks() -> None:
 
 
 def _call_closure_first(args: Any, kwargs: Any) -> Any:
-    """Evaluate ``step(closure)``'s closure now, since it makes the gradients; return arguments that give its loss."""
+    """Evaluate ``step(closure)``'s closure, since it makes the gradients; return arguments that give its loss."""
     optimizer, *rest = args
     closure: Callable[[], Any] | None = rest[0] if rest else kwargs.get("closure")
     if closure is None:
-        return None
+        return args, kwargs
     with torch.enable_grad():
         loss = closure()
     return (optimizer, lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}

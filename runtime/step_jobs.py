@@ -6,6 +6,7 @@ zeros.
 """
 
 import copy
+import itertools
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -37,6 +38,10 @@ class Job:
     group: Mapping[str, Any]
     scalars: dict[str, Any]  # the entries of its state that are not per element, before the update
     kept_states: frozenset[str]  # the per-element ones that it has; the rest of the slots are undefined
+    position: int  # among the jobs of the step, in the order of the optimizer's parameters
+    next_state: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # after the update, per-element tensors at a probe's shape
     update: Future[None] = field(default_factory=Future)  # done when all of it is home
     writes: list[Future[None]] = field(default_factory=list)
     is_begun: bool = False  # some of its elements may have changed
@@ -57,6 +62,14 @@ class Job:
         """Return whether it may still be in flight when ``step()`` returns: whether nobody could see it half done."""
         is_watched = isinstance(self.record.parameter, HomeParameter) and not self.record.is_aliased
         return is_watched and self.has_home_gradient
+
+    def show_next_state(self) -> None:
+        """Let ``optimizer.state`` show what it will be after the update."""
+        record = self.record
+        if self.next_state:
+            state = self.optimizer.state[record.parameter]
+            for key, value in self.next_state.items():
+                state[key] = HomeTensor.show(record.states[key], record) if key in record.states else _copy(value)
 
     def staged_slots(self) -> dict[str, Slot]:
         """Return the slots on nvme that a chunk of this parameter passes through, by role."""
@@ -80,6 +93,7 @@ class JobCollector:
         self._frozen_optimizer: Optimizer = object.__new__(type(optimizer))
         self._frozen_optimizer.__dict__.update(optimizer.__dict__)
         self._options: dict[int, Mapping[str, Any]] = {}  # by the id of the group
+        self._positions = itertools.count()
         self._predicted: dict[object, dict[str, Any]] = {}
         self._probed: dict[tuple[int, torch.dtype], tuple[StateTensor, ...]] = {}
 
@@ -105,7 +119,7 @@ class JobCollector:
         return self._options[id(group)]
 
     def collect_one(self, record: StoredParameter, grad: Tensor, group: Group) -> Job:
-        """Return the job of one parameter; ``optimizer.state`` shows what it will be afterwards."""
+        """Return the job of one parameter, which knows what the optimizer's state will be afterwards."""
         self._store.check_usable(record)
         options = self.options_of(group)
         # Not state[parameter], which would make an entry where the user's optimizer makes none.
@@ -120,20 +134,13 @@ class JobCollector:
             grad=grad,
             deferred=tuple(record.deferred) if record.is_home_gradient(grad) else (),
             group=options,
+            position=next(self._positions),
             scalars=copy_scalars(state, record.parameter.shape),
             kept_states=frozenset(key for key in record.states if isinstance(state.get(key), Tensor)),
         )
         if self.is_element_wise:
-            self._show_next_state(job)
+            job.next_state = self._predict(job)
         return job
-
-    def _show_next_state(self, job: Job) -> None:
-        """Let ``optimizer.state`` show what it will be after the update."""
-        record = job.record
-        if predicted := self._predict(job):
-            state = self._optimizer.state[record.parameter]
-            for key, value in predicted.items():
-                state[key] = HomeTensor.show(record.states[key], record) if key in record.states else _copy(value)
 
     def _make_state_slots(self, record: StoredParameter, options: Mapping[str, Any]) -> None:
         """Give every per-element state tensor a slot before the first step, so that chunks have somewhere to go."""

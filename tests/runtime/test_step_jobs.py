@@ -73,3 +73,36 @@ def test_same_numbers(before_step: Callable[..., None], optimize: Callable[..., 
             optimizer.zero_grad()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_an_error_in_the_optimizers_own_step_changes_nothing(optimize: Callable[..., nn.Module]) -> None:
+    """It comes before our updates: groups, step counts and parameters stay, and training goes on."""
+
+    class Moody(torch.optim.SGD):
+        is_moody = True
+
+        def step(self, closure: Any = None) -> Any:
+            self.num_steps = getattr(self, "num_steps", 0) + 1
+            for group in self.param_groups:
+                group["seen"] = self.num_steps
+            if self.is_moody:
+                raise ValueError("not today")
+            return super().step(closure)
+
+    results = []
+    for model in (make_model(), optimize(make_model(), tiny=True)):
+        optimizer = Moody(model.parameters(), lr=0.1, momentum=0.9)
+        backward(model)
+        with pytest.raises(ValueError, match="not today"):
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        assert not optimizer.state
+        optimizer.zero_grad()
+        optimizer.is_moody = False
+        backward(model)
+        optimizer.step()
+        optimizer.step()
+        assert optimizer.num_steps >= 2
+        results.append([parameter.clone() for parameter in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
