@@ -181,6 +181,10 @@ class BackwardStep:
         """Let the update thread end its run when it has done what it was given."""
         self._feed.end_when_done()
 
+    def forget(self) -> None:
+        """Forget the step that is open: every parameter has got another value."""
+        self._collectors.clear()
+
 
 def _changed_options(collector: JobCollector, group: Group) -> set[str]:
     """Return the names of a group's options that are not what they were when its first gradient came."""

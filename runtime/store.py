@@ -63,6 +63,9 @@ class EarlyStep(Protocol):
     def flush(self) -> None:
         """Do what was taken without waiting for more."""
 
+    def forget(self) -> None:
+        """Forget the step that is open: every parameter has got another value."""
+
 
 class Store:
     """The homes of one model's parameters, gradients and optimizer state."""
@@ -269,9 +272,11 @@ class Store:
             self.fail(error)
             raise
         for record in records:
-            record.torn = record.exposed = False
+            record.torn = record.exposed = record.is_updated_early = False
             record.synced_version = record.version
             record.update_count += 1  # a backward whose forward saw other values is refused
+        if self.early_step is not None:
+            self.early_step.forget()
         self._unsure.difference_update(record.name for record in records)
         if not self._unsure:
             self.transfers.failed_slots.clear()

@@ -199,3 +199,24 @@ def test_updates_that_are_done_hold_no_staging_memory(optimize: Callable[..., nn
         fresh = sys.getrefcount(store.staging._leased[lease])
     assert num_held[0] <= fresh
     optimizer.step()
+
+
+def test_a_checkpoint_loaded_between_backward_and_step(tmp_path: Path, optimize: Callable[..., nn.Module]) -> None:
+    """The step that was open is forgotten with the values it had made."""
+    model = optimize(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(BATCHES[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zinf_compile.save(tmp_path / "checkpoint", model, optimizer)
+    results = []
+    for is_interrupted in (False, True):
+        if is_interrupted:
+            model(BATCHES[2]).backward()
+        zinf_compile.load(tmp_path / "checkpoint", model, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.02
+        model(BATCHES[1]).backward()
+        optimizer.step()
+        results.append([parameter.clone() for parameter in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
