@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 
 from zinf_compile.errors import CapacityError
-from zinf_compile.plan import Plan
+from zinf_compile.plans import Plan
 from zinf_compile.terms import Tier
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -280,7 +280,7 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         zinf_compile.synchronize(model)
     read, written = (total / rounds / _STEPS_A_TURN for total in moved)
     report = zinf_compile.report(model)
-    rates = {rate.name: rate.per_second for rate in report.plans[0].hardware.routes}
+    rates = {route.name: route.bytes_per_second for route in report.plans[0].hardware.routes}
     disk_seconds = read / rates["nvme -> host"] + written / rates["host -> nvme"]
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     floor = max(medians["in_memory"], disk_seconds)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zinf_compile.errors import VerifyError
-from zinf_compile.plan import GatherTransfer, Plan
+from zinf_compile.plans import GatherTransfer, Plan
 from zinf_compile.terms import ActivationPolicy
 
 Inputs = TypeVar("Inputs")

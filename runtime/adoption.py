@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from zinf_compile.facts import ParameterFact
-from zinf_compile.plan import Placement
+from zinf_compile.plans import Placement
 from zinf_compile.runtime.gradients import take_gradient_home
 from zinf_compile.runtime.home import HomeParameter
 from zinf_compile.runtime.ram import return_freed_memory

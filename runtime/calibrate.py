@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from zinf_compile.hardware import Hardware, Rate, route_name
+from zinf_compile.hardware import Hardware, Rate, make_route
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN
@@ -45,7 +45,7 @@ def measure_hardware(store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
             for dtype in sorted(dtypes, key=str)
         ),
         memory_bytes_per_second=memory,
-        routes=tuple(Rate(name=route_name(*tiers), per_second=rate) for tiers, rate in sorted(routes.items())),
+        routes=tuple(make_route(*tiers, rate) for tiers, rate in sorted(routes.items())),
         optimizer_elements_per_second=_measure_optimizer(),
     )
 

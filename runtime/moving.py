@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zinf_compile.plan import Placement
+from zinf_compile.plans import Placement
 from zinf_compile.runtime.home import HomeTensor
 from zinf_compile.runtime.home_gradient import HomeGradient, settle_gradient
 from zinf_compile.runtime.ram import return_freed_memory

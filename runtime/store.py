@@ -15,7 +15,7 @@ from zinf_compile.config import Config
 from zinf_compile.errors import StoreError, UnsupportedError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.ops import make_anchor
-from zinf_compile.plan import Placement
+from zinf_compile.plans import Placement
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.home import refuse_gradient, torn_error

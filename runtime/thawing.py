@@ -1,7 +1,7 @@
 """Give a parameter that was frozen when it was taken into the store what training it needs."""
 
 from zinf_compile.facts import ParameterFact
-from zinf_compile.plan import Placement
+from zinf_compile.plans import Placement
 from zinf_compile.runtime.adoption import train_parameter
 from zinf_compile.runtime.slots import StoredParameter, torch_dtype
 from zinf_compile.runtime.store import Store

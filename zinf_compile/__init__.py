@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zinf_compile.errors import UnsupportedError as UnsupportedError
     from zinf_compile.errors import VerifyError as VerifyError
     from zinf_compile.errors import ZinfError as ZinfError
-    from zinf_compile.plan import Plan as Plan
+    from zinf_compile.plans import Plan as Plan
     from zinf_compile.reports import Report as Report
     from zinf_compile.weights.export import export as export
 
@@ -35,7 +35,7 @@ _HOMES = {
     "synchronize": "zinf_compile.api",
     "save": "zinf_compile.checkpoint.save",
     "load": "zinf_compile.checkpoint.load",
-    "Plan": "zinf_compile.plan",
+    "Plan": "zinf_compile.plans",
     "Report": "zinf_compile.reports",
     "ZinfError": "zinf_compile.errors",
     "CheckpointError": "zinf_compile.errors",

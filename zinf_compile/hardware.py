@@ -7,10 +7,31 @@ from zinf_compile.terms import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """A named rate: FLOP/s of a dtype's matrix products, or bytes/s of a route such as ``"nvme -> device"``."""
+    """A named rate: FLOP/s of a dtype's matrix products."""
 
     name: str
     per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How bytes move from one tier to another, for one device. Routes that share a lane take turns on it.
+
+    A disk that reads and writes at once has two lanes, one that does not has one; a route over several links takes them all.
+    """
+
+    name: str  # "nvme -> device"
+    bytes_per_second: float
+    latency_seconds: float
+    lanes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSize:
+    """What one device has of a tier: its own memory, or its share of its node's."""
+
+    tier: Tier
+    nbytes: int
 
 
 def route_name(source: Tier, destination: Tier) -> str:
@@ -18,21 +39,52 @@ def route_name(source: Tier, destination: Tier) -> str:
     return f"{source} -> {destination}"
 
 
+def make_route(
+    source: Tier, destination: Tier, bytes_per_second: float, *, latency_seconds: float = 0.0, is_duplex: bool = False
+) -> Route:
+    """Return a route with the usual lanes: all that touches the disk shares one, unless it reads and writes at once."""
+    lane = route_name(source, destination)
+    if Tier.NVME in (source, destination):
+        lane = "nvme" if not is_duplex else "nvme read" if source is Tier.NVME else "nvme write"
+    return Route(
+        name=route_name(source, destination),
+        bytes_per_second=bytes_per_second,
+        latency_seconds=latency_seconds,
+        lanes=(lane,),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """What the machine does per second. ``routes`` holds every pair of tiers that bytes move between."""
 
     name: str
-    flops: tuple[Rate, ...]  # by dtype name
-    memory_bytes_per_second: float
-    routes: tuple[Rate, ...]
+    flops: tuple[Rate, ...]  # achievable, by dtype name
+    memory_bytes_per_second: float  # of the device
+    routes: tuple[Route, ...]
     optimizer_elements_per_second: float
+    peak_flops: tuple[Rate, ...] = ()  # what the maker says, by dtype name; empty where nobody says
+    tiers: tuple[TierSize, ...] = ()  # empty where only the budgets count
+    devices_per_node: int = 1
+    num_nodes: int = 1
+    device_link_bytes_per_second: float = 0.0  # of one device, to others of its node; 0: it has none
+    node_link_bytes_per_second: float = 0.0  # of one node, to others
+    sources: tuple[str, ...] = ()  # where the numbers are from
+
+    @property
+    def num_devices(self) -> int:
+        """Return how many devices there are in all nodes together."""
+        return self.devices_per_node * self.num_nodes
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the matrix-product rate of a dtype; of the slowest known dtype for one that was not measured."""
         rates = {rate.name: rate.per_second for rate in self.flops}
         return rates.get(dtype, min(rates.values()))
 
+    def route(self, source: Tier, destination: Tier) -> Route:
+        """Return a route; KeyError for one the hardware does not have."""
+        return {route.name: route for route in self.routes}[route_name(source, destination)]
+
     def bytes_per_second(self, source: Tier, destination: Tier) -> float:
         """Return a route's bandwidth; KeyError for a route the hardware does not have."""
-        return {rate.name: rate.per_second for rate in self.routes}[route_name(source, destination)]
+        return self.route(source, destination).bytes_per_second

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from zinf_compile.errors import ConfigError, PlanFileError
-from zinf_compile.plan import PLAN_VERSION, Plan
+from zinf_compile.plans import PLAN_VERSION, Plan
 
 # A type hint of a field; typing has no narrower name that covers classes, unions and tuple[...] alike.
 _Hint: TypeAlias = Any

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from zinf_compile.errors import VerifyError
-from zinf_compile.plan import GatherTransfer, Plan
+from zinf_compile.plans import GatherTransfer, Plan
 from zinf_compile.terms import LiveRange, StepTiming, Tier, format_bytes
 
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from zinf_compile.hardware import route_name
-from zinf_compile.plan import Placement, Plan
+from zinf_compile.plans import Placement, Plan
 from zinf_compile.simulate import COMPUTE_LANE, Event, Timeline, simulate
 from zinf_compile.terms import StepTiming, Tier, format_bytes
 from zinf_compile.views.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
@@ -173,7 +173,7 @@ def _dump_lanes(plan: Plan, timeline: Timeline, width: int) -> list[str]:
     for event in timeline.events:
         if event.lane != COMPUTE_LANE:
             lanes[event.lane].append(event)
-    rates = {rate.name: rate.per_second for rate in plan.hardware.routes}
+    rates = {route.name: route.bytes_per_second for route in plan.hardware.routes}
     rows = []
     for lane, events in sorted(lanes.items()):
         nbytes = sum(event.nbytes for event in events)

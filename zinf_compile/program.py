@@ -15,8 +15,8 @@ from zinf_compile.passes.contract import LowerInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
-from zinf_compile.plan import Plan
 from zinf_compile.plan_verify import verify_plan
+from zinf_compile.plans import Plan
 from zinf_compile.runtime.executor import Executor
 from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.simulate import simulate

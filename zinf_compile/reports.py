@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zinf_compile.plan import Plan
+from zinf_compile.plans import Plan
 from zinf_compile.terms import Phase, Tier, format_bytes
 
 

@@ -16,7 +16,7 @@ from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.modules import block_of
 from zinf_compile.passes.capture import compile_graph, describe_break, refuse_writes_to_parameters
 from zinf_compile.passes.planning.placement import check_budgets, place_thawed, plan_placement
-from zinf_compile.plan import Placement
+from zinf_compile.plans import Placement
 from zinf_compile.program import Program
 from zinf_compile.runtime.accessors import Forward
 from zinf_compile.runtime.adoption import NamedParameter, adopt_parameters

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zinf_compile.hardware import Hardware, route_name
-from zinf_compile.plan import GatherTransfer, GradientSink, Placement, Plan
+from zinf_compile.plans import GatherTransfer, GradientSink, Placement, Plan
 from zinf_compile.terms import Phase, StepTiming, Tier
 
 COMPUTE_LANE = "compute"
@@ -168,7 +168,7 @@ class _Lanes:
         self.events: list[Event] = []
         self.stalls: list[Event] = []
         self.last_sink: Event | None = None  # the one that lands last
-        self._rates = {rate.name: rate.per_second for rate in hardware.routes}
+        self._routes = {route.name: route for route in hardware.routes}
         self._free_at: dict[str, float] = {}
         self._updates: dict[str, tuple[float, tuple[tuple[Tier, Tier, int], ...]]] = {}  # by parameter, in order
 
@@ -221,10 +221,10 @@ class _Lanes:
 
     def _move(self, source: Tier, destination: Tier, name: str, nbytes: int, start: float) -> Event:
         lane = route_name(source, destination)
-        shared = Tier.NVME if Tier.NVME in (source, destination) else lane
-        start = max(start, self._free_at.get(shared, 0.0))
-        end = start + nbytes / self._rates[lane]
-        self._free_at[shared] = end
+        route = self._routes[lane]
+        start = max(start, *(self._free_at.get(shared, 0.0) for shared in route.lanes))
+        end = start + route.latency_seconds + nbytes / route.bytes_per_second
+        self._free_at.update(dict.fromkeys(route.lanes, end))
         event = Event(lane=lane, name=name, start_seconds=start, end_seconds=end, nbytes=nbytes)
         self.events.append(event)
         return event

@@ -22,7 +22,7 @@ from zinf_compile.ops import GATHER, ISSUE_GATHER, WAIT_GATHER
 from zinf_compile.passes.contract import NODE_FACTS, LowerInputs, NodeFacts, Pass, node_facts
 from zinf_compile.passes.fx_edit import insert_call, view_source
 from zinf_compile.passes.properties import TICKS_IN_ORDER, TRANSFERS_STARTED, VALUES_KNOWN
-from zinf_compile.plan import GatherTransfer
+from zinf_compile.plans import GatherTransfer
 from zinf_compile.terms import Tier
 
 

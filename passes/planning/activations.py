@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from zinf_compile.facts import GraphFacts, ValueFact, working_set
 from zinf_compile.passes.planning.arena import Piece, plan_sequential
-from zinf_compile.plan import ActivationPlan, BoundValue
+from zinf_compile.plans import ActivationPlan, BoundValue
 
 # Smaller values are left to torch: together they are little, and binding costs a few microseconds each.
 _MIN_BOUND_NBYTES = 64 * 2**10

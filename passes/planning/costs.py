@@ -5,7 +5,7 @@ from itertools import groupby
 from zinf_compile.facts import GraphFacts, OpFact, working_set
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.activations import unbound_values
-from zinf_compile.plan import ComputeSpan
+from zinf_compile.plans import ComputeSpan
 
 
 def op_seconds(op: OpFact, hardware: Hardware) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import ParameterFact
-from zinf_compile.plan import Placement, StepPlan
+from zinf_compile.plans import Placement, StepPlan
 from zinf_compile.terms import StepTiming, Tier, format_bytes
 
 # 1 Mi elements are 4 MiB of fp32: large enough for full disk speed, small enough that moments stay in the cache.

@@ -13,7 +13,7 @@ from zinf_compile.errors import CapacityError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.passes.planning.arena import align
 from zinf_compile.passes.planning.optimizer_step import plan_step
-from zinf_compile.plan import Placement
+from zinf_compile.plans import Placement
 from zinf_compile.terms import Tier, format_bytes
 
 # A parameter this small costs a transfer more in latency than its bytes are worth: 64 KiB is under 0.1 ms of disk time.

@@ -16,7 +16,7 @@ from zinf_compile.passes.planning.costs import plan_spans
 from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.placement import plan_placement, with_device_memory
 from zinf_compile.passes.planning.prefetch import TransferPlan, plan_residencies, plan_transfers
-from zinf_compile.plan import PLAN_VERSION, GradientSink, Placement, Plan, TierPlan
+from zinf_compile.plans import PLAN_VERSION, GradientSink, Placement, Plan, TierPlan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import StepTiming, Tier, format_bytes
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zinf_compile.facts import GraphFacts, ParameterFact
 from zinf_compile.passes.planning.arena import ArenaLayout, Piece, align, plan_arena
-from zinf_compile.plan import GatherTransfer, Placement
+from zinf_compile.plans import GatherTransfer, Placement
 from zinf_compile.terms import LiveRange, Phase, Tier
 
 

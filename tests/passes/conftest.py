@@ -10,14 +10,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from zinf_compile.config import Config
 from zinf_compile.facts import GraphFacts, ParameterFact
-from zinf_compile.hardware import Hardware, Rate
+from zinf_compile.hardware import Hardware, Rate, make_route
 from zinf_compile.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
 from zinf_compile.passes.contract import LowerInputs, Pass, Property, run_pipeline
 from zinf_compile.passes.fx_edit import dump_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
 from zinf_compile.passes.properties import VALUES_KNOWN
-from zinf_compile.plan import GatherTransfer, Plan
+from zinf_compile.plans import GatherTransfer, Plan
 from zinf_compile.terms import ActivationPolicy, Phase, Tier
 
 STORE_ID = 7
@@ -126,7 +126,7 @@ def lower(analyze: Callable[..., GraphFacts]) -> Callable[..., str]:
 def _make_plan(facts: GraphFacts, transfers: Sequence[GatherTransfer]) -> Plan:
     """Return a plan of which lowering reads the homes and the transfers; nothing else in it is meant."""
     parameters = tuple(_make_parameter(name) for name in PARAM_IDS)
-    routes = tuple(Rate(name=f"{source} -> {target}", per_second=1.0) for source in Tier for target in Tier)
+    routes = tuple(make_route(source, target, 1.0) for source in Tier for target in Tier)
     hardware = Hardware(
         name="none",
         flops=(Rate(name="float32", per_second=1.0),),

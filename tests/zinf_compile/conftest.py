@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from zinf_compile.facts import UseFact
-from zinf_compile.hardware import Hardware, Rate
-from zinf_compile.plan import (
+from zinf_compile.hardware import Hardware, Rate, make_route
+from zinf_compile.plans import (
     PLAN_VERSION,
     ActivationPlan,
     BoundValue,
@@ -29,12 +29,12 @@ def _make_hardware(name: str, *, disk: float, memory: float, elements: float) ->
         flops=(Rate(name="float32", per_second=1e12),),
         memory_bytes_per_second=memory,
         routes=(
-            Rate(name="device -> host", per_second=memory),
-            Rate(name="device -> nvme", per_second=disk / 2),
-            Rate(name="host -> device", per_second=memory),
-            Rate(name="host -> nvme", per_second=disk / 2),
-            Rate(name="nvme -> device", per_second=disk),
-            Rate(name="nvme -> host", per_second=disk),
+            make_route(Tier.DEVICE, Tier.HOST, memory),
+            make_route(Tier.DEVICE, Tier.NVME, disk / 2),
+            make_route(Tier.HOST, Tier.DEVICE, memory),
+            make_route(Tier.HOST, Tier.NVME, disk / 2),
+            make_route(Tier.NVME, Tier.DEVICE, disk),
+            make_route(Tier.NVME, Tier.HOST, disk),
         ),
         optimizer_elements_per_second=elements,
     )

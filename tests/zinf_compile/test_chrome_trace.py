@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zinf_compile.errors import ConfigError
-from zinf_compile.plan import Plan
+from zinf_compile.plans import Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier
 from zinf_compile.views.chrome_trace import chrome_trace, save_chrome_trace

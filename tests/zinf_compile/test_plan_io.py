@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from zinf_compile import plan_io
 from zinf_compile.errors import ConfigError, PlanFileError
-from zinf_compile.plan import PLAN_VERSION, Plan
 from zinf_compile.plan_io import load_plan, plan_from_json, plan_schema, plan_schema_text, plan_to_json, save_plan
+from zinf_compile.plans import PLAN_VERSION, Plan
 
 REGENERATE = (
     "python -c 'from zinf_compile.plan_io import plan_schema_text; print(end=plan_schema_text())' "
@@ -79,7 +79,7 @@ def test_equal_plans_are_equal_bytes(small_plan: Plan) -> None:
 def test_a_record_stands_on_one_line(small_plan: Plan) -> None:
     lines = plan_to_json(small_plan).splitlines()
     assert sum(line.startswith('  {"parameter": "layers.0.weight"') for line in lines) == 3  # placement, use, sink
-    assert all(len(line) < 700 for line in lines)
+    assert all(len(line) < 1500 for line in lines)  # the longest is the hardware
 
 
 # Damage

@@ -8,8 +8,8 @@ import pytest
 
 from zinf_compile.errors import VerifyError
 from zinf_compile.facts import UseFact
-from zinf_compile.plan import BoundValue, GatherTransfer, Plan, TierPlan
 from zinf_compile.plan_verify import verify_plan
+from zinf_compile.plans import BoundValue, GatherTransfer, Plan, TierPlan
 from zinf_compile.terms import LiveRange, Phase, Tier
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from expecttest import TestCase
 
-from zinf_compile.hardware import Rate
-from zinf_compile.plan import Plan
+from zinf_compile.hardware import make_route
+from zinf_compile.plans import Plan
 from zinf_compile.printing import dump_plan
 from zinf_compile.terms import ActivationPolicy, Phase, Tier
 from zinf_compile.views.plan_difference import dump_plan_difference
@@ -86,7 +86,7 @@ routes            moves    bytes     busy  of the step
             activations=replace(self.plan.activations, policy=ActivationPolicy.RECOMPUTE_BLOCKS, saved_nbytes=20),
             hardware=replace(
                 self.plan.hardware,
-                routes=(*self.plan.hardware.routes[:-1], Rate(name="nvme -> host", per_second=400.0)),
+                routes=(*self.plan.hardware.routes[:-1], make_route(Tier.NVME, Tier.HOST, 400.0)),
             ),
         )
         self.assertExpectedInline(

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from zinf_compile.plan import GatherTransfer, GradientSink, Plan
 from zinf_compile.plan_verify import verify_plan
+from zinf_compile.plans import GatherTransfer, GradientSink, Plan
 from zinf_compile.simulate import COMPUTE_LANE, Event, Timeline, simulate
 from zinf_compile.terms import Phase, StepTiming, Tier
 

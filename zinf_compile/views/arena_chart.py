@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zinf_compile.plan import GatherTransfer, Plan
+from zinf_compile.plans import GatherTransfer, Plan
 from zinf_compile.terms import LiveRange, format_bytes
 from zinf_compile.views.plan_names import name_pattern, summarize_names
 from zinf_compile.views.text_layout import Folded, fold_rows, shorten

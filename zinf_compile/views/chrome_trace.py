@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from zinf_compile.errors import ConfigError
-from zinf_compile.plan import Plan
+from zinf_compile.plans import Plan
 from zinf_compile.simulate import COMPUTE_LANE, Event, MemoryPoint, Timeline, simulate
 
 TraceEvent: TypeAlias = dict[str, object]

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from zinf_compile.hardware import Rate
-from zinf_compile.plan import GatherTransfer, GradientSink, Placement, Plan
+from zinf_compile.hardware import Rate, Route
+from zinf_compile.plans import GatherTransfer, GradientSink, Placement, Plan
 from zinf_compile.simulate import Timeline, simulate
 from zinf_compile.terms import format_bytes
 from zinf_compile.views.arena_chart import bound_region
@@ -65,9 +65,11 @@ def _change(label: str, field: str, before: object, after: object) -> list[str]:
     return [f"{label}: {texts[0]} -> {texts[1]}"]
 
 
-def _name_amount(item: Rate | tuple[str, int]) -> tuple[str, float]:
+def _name_amount(item: Rate | Route | tuple[str, int]) -> tuple[str, float]:
     """Return the name and the number of a rate of the hardware or of a part of a tier."""
-    return item if isinstance(item, tuple) else (item.name, item.per_second)
+    if isinstance(item, tuple):
+        return item
+    return item.name, item.per_second if isinstance(item, Rate) else item.bytes_per_second
 
 
 def _format_field(name: str, value: object) -> str:

@@ -14,7 +14,7 @@ from zinf_compile.passes.fx_edit import dump_graph
 from zinf_compile.passes.lowering.bind_outputs import BIND_OUTPUTS
 from zinf_compile.passes.out_forms import _OUT_VARIANTS, has_out_form
 from zinf_compile.passes.properties import TRANSFERS_STARTED, VALUES_KNOWN
-from zinf_compile.plan import BoundValue, Plan
+from zinf_compile.plans import BoundValue, Plan
 from zinf_compile.terms import LiveRange
 
 Function = Callable[..., object]

@@ -7,9 +7,9 @@ import pytest
 
 from zinf_compile.config import Config
 from zinf_compile.facts import GradientFact, GraphFacts, OpFact, ParameterFact, UseFact, ValueFact
-from zinf_compile.hardware import Hardware, Rate
+from zinf_compile.hardware import Hardware, Rate, make_route
 from zinf_compile.passes.planning.planner import Request
-from zinf_compile.terms import ActivationPolicy, LiveRange
+from zinf_compile.terms import ActivationPolicy, LiveRange, Tier
 
 _SIZES = (16, 4096, 20_000, 70_001, 262_144, 600_000)  # elements: some stay resident for being small
 
@@ -82,7 +82,7 @@ def make_hardware() -> Hardware:
         name="paper",
         flops=(Rate(name="float32", per_second=1e10),),
         memory_bytes_per_second=1e10,
-        routes=tuple(Rate(name=f"{source} -> {target}", per_second=speed) for source, target, speed in routes),
+        routes=tuple(make_route(Tier(source), Tier(target), speed) for source, target, speed in routes),
         optimizer_elements_per_second=1e9,
     )
 

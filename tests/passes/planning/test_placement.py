@@ -18,7 +18,7 @@ from zinf_compile.passes.planning.placement import (
     plan_placement,
 )
 from zinf_compile.passes.planning.planner import Request
-from zinf_compile.plan import Placement
+from zinf_compile.plans import Placement
 from zinf_compile.terms import Tier
 
 Function = Callable[..., Any]

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from zinf_compile.config import Config, parse_size
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import ValueFact
-from zinf_compile.hardware import Hardware, Rate
+from zinf_compile.hardware import Hardware, Rate, make_route
 from zinf_compile.passes.planning.costs import op_seconds, plan_spans
 from zinf_compile.passes.planning.placement import check_budgets, plan_placement
 from zinf_compile.passes.planning.planner import Request, make_plan, minimum_device_memory
-from zinf_compile.plan import Plan
 from zinf_compile.plan_verify import verify_plan
+from zinf_compile.plans import Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import ActivationPolicy, LiveRange, Tier
 
@@ -175,7 +175,7 @@ def _hardware() -> Hardware:
         name="paper",
         flops=(Rate(name="float32", per_second=1e9),),
         memory_bytes_per_second=1e9,
-        routes=tuple(Rate(name=f"{source} -> {target}", per_second=1e8) for source in Tier for target in Tier),
+        routes=tuple(make_route(source, target, 1e8) for source in Tier for target in Tier),
         optimizer_elements_per_second=1e8,
     )
 

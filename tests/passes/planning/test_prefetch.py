@@ -9,7 +9,7 @@ from zinf_compile.config import Config
 from zinf_compile.facts import ParameterFact
 from zinf_compile.passes.planning.placement import plan_placement
 from zinf_compile.passes.planning.prefetch import Residency, plan_residencies, plan_transfers
-from zinf_compile.plan import Placement
+from zinf_compile.plans import Placement
 from zinf_compile.terms import Phase, Tier
 
 Function = Callable[..., Any]

@@ -13,7 +13,7 @@ import pytest
 
 from zinf_compile.cli import diff, show
 from zinf_compile.errors import ConfigError, PlanFileError
-from zinf_compile.plan import Plan
+from zinf_compile.plans import Plan
 from zinf_compile.printing import dump_plan
 
 
