@@ -18,6 +18,7 @@ class ParameterFact:
     compute_dtype: str  # of what a gather moves
     master_nbytes: int
     compute_nbytes: int
+    state_nbytes: int  # of what the optimizer keeps of it, if it is trained
     trainable: bool
 
     @property
@@ -34,6 +35,11 @@ class ParameterFact:
     def gradient_nbytes(self) -> int:
         """Return the bytes of its gradient, which has the compute dtype; 0 for a frozen parameter."""
         return self.compute_nbytes if self.trainable else 0
+
+    @property
+    def optimizer_state_nbytes(self) -> int:
+        """Return the bytes of its optimizer state; 0 for a frozen parameter."""
+        return self.state_nbytes if self.trainable else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,6 +168,7 @@ class Plan:
     prefetch_nbytes: int  # how far transfers may run ahead of compute
     step: StepPlan
     tiers: tuple[TierPlan, ...]
+    notes: tuple[str, ...] = ()  # sentences on how it was made that a reader should know
 
     def tier(self, tier: Tier) -> TierPlan:
         """Return the plan of one tier."""

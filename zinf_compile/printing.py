@@ -1,5 +1,6 @@
 """Plans as text, for a person and for golden tests: the dump of a plan."""
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ def dump_plan(plan: Plan, *, width: int = 100) -> str:
     """Return a plan as text of at most ``width`` columns, with the seconds that simulating it predicts."""
     timeline = simulate(plan)
     sections = (
-        _dump_header(plan),
+        _dump_header(plan, width),
         _dump_tiers(plan, width),
         _dump_placements(plan, width),
         _dump_transfers(plan, width),
@@ -31,7 +32,7 @@ def dump_plan(plan: Plan, *, width: int = 100) -> str:
     return "\n\n".join("\n".join(clip(line, width) for line in section) for section in sections if section)
 
 
-def _dump_header(plan: Plan) -> list[str]:
+def _dump_header(plan: Plan, width: int) -> list[str]:
     num_backward = plan.num_ticks - plan.num_forward_ticks
     kind = "training" if num_backward else "inference"
     ticks = f"{plan.num_ticks} ticks: {plan.num_forward_ticks} forward, {num_backward} backward"
@@ -39,6 +40,11 @@ def _dump_header(plan: Plan) -> list[str]:
     return [
         f"plan v{plan.version}  {plan.name}  {kind}",
         f"  compute in {dtype}; {ticks}; rates of {plan.hardware.name}",
+        *(
+            line
+            for note in plan.notes
+            for line in textwrap.wrap(note, width, initial_indent="  ", subsequent_indent="    ")
+        ),
     ]
 
 

@@ -13,7 +13,7 @@ from zinf_compile.config import Config
 from zinf_compile.errors import ConfigError, UnsupportedError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.hardware import Hardware
-from zinf_compile.passes.analysis.modules import block_of
+from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture import compile_graph, describe_break, refuse_writes_to_parameters
 from zinf_compile.passes.planning.placement import check_budgets, place_thawed, plan_placement
 from zinf_compile.plans import Placement
@@ -63,7 +63,9 @@ class Session:
         Without ``with_values`` they get homes only, and whoever has the values writes them there.
         """
         named = [
-            NamedParameter(parameter=parameter, fact=_parameter_fact(name, parameter, self.config))
+            NamedParameter(
+                parameter=parameter, fact=analyze_parameter(name, parameter, compute_dtype=self.config.compute_dtype)
+            )
             for name, parameter in parameters.items()
         ]
         facts = [*self.facts, *(item.fact for item in named)]
@@ -126,21 +128,6 @@ def session_of_store(store: Store) -> Session:
     """Return the session a store belongs to."""
     assert isinstance(store.session, Session)
     return store.session
-
-
-def _parameter_fact(name: str, parameter: Parameter, config: Config) -> ParameterFact:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    compute_dtype = config.compute_dtype if config.compute_dtype and parameter.is_floating_point() else dtype
-    return ParameterFact(
-        name=name,
-        block=block_of(name),
-        num_elements=parameter.numel(),
-        dtype=dtype,
-        compute_dtype=compute_dtype,
-        master_nbytes=parameter.numel() * parameter.dtype.itemsize,
-        compute_nbytes=parameter.numel() * getattr(torch, compute_dtype).itemsize,
-        trainable=parameter.requires_grad,
-    )
 
 
 def check_devices(parameters: Mapping[str, Parameter], *, may_be_meta: bool = False) -> None:

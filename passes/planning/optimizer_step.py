@@ -15,12 +15,13 @@ CHUNK_ALIGN_ELEMENTS = 4096
 _CHUNKS_IN_FLIGHT = 4  # one being read, one updated, two being written
 
 
-def chunk_nbytes_per_element(parameter: ParameterFact, num_states: int) -> int:
+def chunk_nbytes_per_element(parameter: ParameterFact) -> int:
     """Return the staging bytes that one element of a chunk takes: gradient, master, states, compute copy."""
     master = parameter.master_nbytes // max(1, parameter.num_elements)
     compute = parameter.compute_nbytes // max(1, parameter.num_elements)
+    state = -(-parameter.state_nbytes // max(1, parameter.num_elements))
     gradient = compute + (master if parameter.has_compute_copy else 0)  # read in its own dtype, widened to the master's
-    return gradient + master * (1 + num_states) + (compute if parameter.has_compute_copy else 0)
+    return gradient + master + state + (compute if parameter.has_compute_copy else 0)
 
 
 def plan_step(
@@ -28,7 +29,6 @@ def plan_step(
     placements: Sequence[Placement],
     *,
     staging_nbytes: int,
-    num_states: int = 2,
     timing: StepTiming = StepTiming.SYNCHRONOUS,
 ) -> StepPlan:
     """Return the streamed step over trainable parameters with something on nvme.
@@ -38,7 +38,7 @@ def plan_step(
     homes = {placement.parameter: placement for placement in placements}
     trainable = [parameter for parameter in parameters if parameter.trainable]
     streamed = [parameter for parameter in trainable if homes[parameter.name].nbytes_on(Tier.NVME)]
-    per_element = max((chunk_nbytes_per_element(parameter, num_states) for parameter in streamed), default=1)
+    per_element = max((chunk_nbytes_per_element(parameter) for parameter in streamed), default=1)
     chunk = min(_MAX_CHUNK_ELEMENTS, staging_nbytes // (_CHUNKS_IN_FLIGHT * per_element))
     chunk -= chunk % CHUNK_ALIGN_ELEMENTS
     if streamed and chunk == 0:

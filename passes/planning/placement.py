@@ -6,7 +6,7 @@ parameters that are used in several places come first of all.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
@@ -24,27 +24,12 @@ MIN_STAGING = 256 * 2**10
 _SMALL_SHARE = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSize:
-    """How many bytes of optimizer state a parameter element needs; AdamW keeps two moments of the master dtype."""
-
-    copies_of_master: int
-
-    def nbytes(self, parameter: ParameterFact) -> int:
-        """Return the optimizer state bytes of one parameter; 0 for a frozen one."""
-        return self.copies_of_master * parameter.master_nbytes if parameter.trainable else 0
-
-
-ADAM_STATE = StateSize(copies_of_master=2)
-
-
 def plan_placement(
     parameters: Sequence[ParameterFact],
     config: Config,
     *,
     resident_nbytes: int | None = None,
     num_uses: Mapping[str, int] | None = None,
-    optimizer_state: StateSize = ADAM_STATE,
 ) -> tuple[Placement, ...]:
     """Return the homes of all parameters, in the order given.
 
@@ -65,7 +50,7 @@ def plan_placement(
             master_nbytes=parameter.master_nbytes if parameter.has_compute_copy and parameter.trainable else 0,
             gradient_nbytes=parameter.gradient_nbytes,
             gradient_dtype=parameter.gradient_dtype,
-            optimizer_state_nbytes=optimizer_state.nbytes(parameter),
+            optimizer_state_nbytes=parameter.optimizer_state_nbytes,
         )
         for parameter in parameters
     }
@@ -120,7 +105,7 @@ def place_thawed(parameter: ParameterFact, compute: Tier, others: Sequence[Place
         master_nbytes=parameter.master_nbytes if parameter.has_compute_copy else 0,
         gradient_nbytes=parameter.gradient_nbytes,
         gradient_dtype=parameter.gradient_dtype,
-        optimizer_state_nbytes=ADAM_STATE.nbytes(parameter),
+        optimizer_state_nbytes=parameter.optimizer_state_nbytes,
     )
     taken = sum(item.nbytes_on(Tier.HOST) for item in (*others, placement))
     host_left = config.host_memory - config.staging_memory - taken

@@ -160,5 +160,6 @@ def _make_parameter(name: str) -> ParameterFact:
         compute_dtype="float32",
         master_nbytes=64,
         compute_nbytes=64,
+        state_nbytes=128,
         trainable=True,
     )

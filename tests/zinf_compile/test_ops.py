@@ -42,6 +42,7 @@ def record(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredPar
         compute_dtype="float32",
         master_nbytes=4 * ELEMENTS,
         compute_nbytes=4 * ELEMENTS,
+        state_nbytes=8 * ELEMENTS,
         trainable=True,
     )
     store = Store(config)

@@ -163,6 +163,13 @@ def test_unread_parameters_are_named(small_plan: Plan) -> None:
     )
 
 
+def test_notes_are_told_within_the_width(small_plan: Plan) -> None:
+    plan = replace(small_plan, notes=("head.weight is read twice, " * 6 + "once",))
+    lines = dump_plan(plan, width=60).splitlines()
+    assert " ".join(" ".join(lines).split()).count("head.weight is read twice,") == 6
+    assert max(map(len, lines)) <= 60
+
+
 def test_a_plan_without_transfers(small_plan: Plan) -> None:
     plan = replace(
         small_plan,

@@ -21,6 +21,7 @@ def make_parameter(
     block: str | None = None,
     compute_dtype: str = "float32",
     trainable: bool = True,
+    num_states: int = 2,
 ) -> ParameterFact:
     """Return a parameter of float32 masters."""
     return ParameterFact(
@@ -31,6 +32,7 @@ def make_parameter(
         compute_dtype=compute_dtype,
         master_nbytes=4 * num_elements,
         compute_nbytes=(2 if compute_dtype == "bfloat16" else 4) * num_elements,
+        state_nbytes=4 * num_states * num_elements,
         trainable=trainable,
     )
 

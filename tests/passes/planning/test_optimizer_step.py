@@ -22,12 +22,13 @@ IN_FLIGHT = 4
     [
         ("float32", 2, 4 + 4 * 3),  # gradient; master and two moments
         ("float32", 1, 4 + 4 * 2),
+        ("float32", 0, 4 + 4),
         ("bfloat16", 2, 2 + 4 + 4 * 3 + 2),  # gradient read and widened; master and moments; compute copy
     ],
 )
 def test_staging_bytes_of_an_element(parameter: Function, compute_dtype: str, num_states: int, nbytes: int) -> None:
-    fact = parameter("a.weight", 1000, compute_dtype=compute_dtype)
-    assert chunk_nbytes_per_element(fact, num_states) == nbytes
+    fact = parameter("a.weight", 1000, compute_dtype=compute_dtype, num_states=num_states)
+    assert chunk_nbytes_per_element(fact) == nbytes
 
 
 @pytest.mark.parametrize(
