@@ -1,9 +1,11 @@
 """Facts: what is true of a captured graph, before anything is decided. Names, integers and enums; no torch types."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import Generic, cast
 
+from zinf_compile.sizes import ShapeSymbol, Size, SizeT_co, complete_sizes, evaluate_sizes
 from zinf_compile.terms import ActivationPolicy, LiveRange, Phase
 
 
@@ -43,7 +45,7 @@ class ParameterFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpFact:
+class OpFact(Generic[SizeT_co]):
     """One operation of the flattened step, at its tick."""
 
     tick: int
@@ -51,16 +53,17 @@ class OpFact:
     op: str
     module: str
     dtype: str
-    num_flops: int
-    nbytes_accessed: int
+    num_flops: SizeT_co
+    nbytes_accessed: SizeT_co
+    inputs: tuple[int, ...] = ()  # ticks of the nodes whose results it reads, views looked through, sorted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueFact:
+class ValueFact(Generic[SizeT_co]):
     """One stretch of device memory that compute allocates (not a gathered parameter)."""
 
     name: str
-    nbytes: int
+    nbytes: SizeT_co
     live: LiveRange
     saved: bool  # crosses from forward to backward
     bindable: bool = False  # its op can write it into given memory, and it does not outlive its graph
@@ -84,21 +87,50 @@ class GradientFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphFacts:
-    """One captured graph under one activation policy. Ticks [0, num_forward_ticks) are forward, the rest backward."""
+class GraphFacts(Generic[SizeT_co]):
+    """One captured graph under one activation policy. Ticks [0, num_forward_ticks) are forward, the rest backward.
+
+    Capture gives sizes as expressions in ``symbols``; ``at_sizes`` puts numbers in, and planning takes nothing else.
+    """
 
     name: str
     policy: ActivationPolicy
     num_forward_ticks: int
     num_ticks: int
-    ops: tuple[OpFact, ...]
-    values: tuple[ValueFact, ...]
+    ops: tuple[OpFact[SizeT_co], ...]
+    values: tuple[ValueFact[SizeT_co], ...]
     uses: tuple[UseFact, ...]
     gradients: tuple[GradientFact, ...]
+    symbols: tuple[ShapeSymbol, ...] = ()  # with the value that the sizes are at, or were captured at
 
     def phase_of(self, tick: int) -> Phase:
         """Return the phase a tick belongs to."""
         return Phase.FORWARD if tick < self.num_forward_ticks else Phase.BACKWARD
+
+
+def at_sizes(facts: GraphFacts[Size], sizes: Mapping[str, int] | None = None) -> GraphFacts:
+    """Return facts of numbers only, with ``sizes`` put in for the symbols; those left out are as at capture.
+
+    Raises ConfigError for a name that is no symbol of the graph.
+    """
+    complete = complete_sizes(facts.symbols, sizes or {})
+    counts = ((op.num_flops, op.nbytes_accessed) for op in facts.ops)
+    numbers = evaluate_sizes(chain(chain.from_iterable(counts), (value.nbytes for value in facts.values)), complete)
+
+    def op_at(op: OpFact[Size]) -> OpFact:
+        numbered = replace(op, num_flops=number(op.num_flops), nbytes_accessed=number(op.nbytes_accessed))
+        return cast(OpFact, numbered)  # for mypy, ``replace`` keeps the type
+
+    def number(size: Size) -> int:
+        return size if isinstance(size, int) else numbers[size]
+
+    facts_of_numbers = replace(
+        facts,
+        ops=tuple(map(op_at, facts.ops)),
+        values=tuple(replace(value, nbytes=number(value.nbytes)) for value in facts.values),
+        symbols=tuple(ShapeSymbol(name=symbol.name, value=complete[symbol.name]) for symbol in facts.symbols),
+    )
+    return cast(GraphFacts, facts_of_numbers)
 
 
 def working_set(values: Iterable[ValueFact], num_ticks: int) -> list[int]:

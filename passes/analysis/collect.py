@@ -41,7 +41,7 @@ def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[in
         policy=captured.policy,
         num_forward_ticks=len(forward_nodes),
         num_ticks=len(nodes),
-        ops=_collect_ops(nodes),
+        ops=_collect_ops(nodes, roots),
         values=_collect_values(captured, nodes, roots),
         uses=_collect_uses(nodes, roots),
         gradients=tuple(
@@ -92,7 +92,7 @@ def _saved_nodes(captured: CapturedGraph) -> list[fx.Node]:
     return [node for node in outputs[captured.num_outputs :] if isinstance(node, fx.Node)]
 
 
-def _collect_ops(nodes: list[fx.Node]) -> tuple[OpFact, ...]:
+def _collect_ops(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) -> tuple[OpFact, ...]:
     ops, module = [], ""
     for node in nodes:
         path = module_path(node)
@@ -108,6 +108,7 @@ def _collect_ops(nodes: list[fx.Node]) -> tuple[OpFact, ...]:
                 dtype=str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "",
                 num_flops=count_flops(node),
                 nbytes_accessed=count_bytes_accessed(node),
+                inputs=tuple(sorted({_tick(roots[used].node) for used in node.all_input_nodes})),
             )
         )
     return tuple(ops)

@@ -141,3 +141,14 @@ def test_an_op_without_a_module_belongs_to_the_run_around_it(trace: Function, an
         node.meta["nn_module_stack"] = {"key": (f"L['self'].{path}", torch.nn.Linear)}
     facts = analyze(graph_module)
     assert [op.module for op in facts.ops] == ["model", "model", "layers.0", "layers.0", "layers.1", "layers.1"]
+
+
+def test_an_op_reads_results_and_looks_through_views(
+    trace: Function, gather: Function, store_grad: Function, analyze: Function
+) -> None:
+    facts = analyze(*_make_training_graphs(trace, gather, store_grad))
+    inputs = {op.tick: op.inputs for op in facts.ops}
+    assert inputs[3] == (1, 2)  # mm reads x and the gathered weight
+    assert inputs[10] == (3,)  # cos in backward reads forward's mm, which was saved
+    assert inputs[13] == (7, 11)  # mm reads x through a view
+    assert inputs[17] == (11, 15)
