@@ -67,6 +67,7 @@ class ValueFact(Generic[SizeT_co]):
     live: LiveRange
     saved: bool  # crosses from forward to backward
     bindable: bool = False  # its op can write it into given memory, and it does not outlive its graph
+    idle: LiveRange | None = None  # from its last use in forward to its next; None if it cannot leave the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from zinf_compile.errors import VerifyError
-from zinf_compile.plans import GatherTransfer, Plan
+from zinf_compile.plans import SWAPPED_PART, ActivationSwap, GatherTransfer, Plan
 from zinf_compile.terms import LiveRange, StepTiming, Tier, format_bytes
 
 
@@ -14,6 +14,7 @@ def verify_plan(plan: Plan) -> None:
     _verify_spans(plan)
     for transfer in plan.transfers:
         _verify_transfer(plan, transfer)
+    _verify_swaps(plan)
     _verify_no_overlap(plan)
     _verify_reads(plan)
     _verify_sinks(plan)
@@ -40,6 +41,13 @@ def _verify_capacity(plan: Plan) -> None:
     ):
         if parts.get(part) != nbytes:
             raise VerifyError(f"device: part '{part}' says {parts.get(part)} bytes, the plan needs {nbytes}")
+    for destination in (Tier.HOST, Tier.NVME):
+        swapped = plan.swapped_nbytes(destination)
+        counted = dict(plan.tier(destination).parts).get(SWAPPED_PART, 0)
+        if counted != swapped:
+            raise VerifyError(
+                f"{destination}: part '{SWAPPED_PART}' says {counted} bytes, the plan's swaps rest {swapped} there"
+            )
 
 
 def _verify_spans(plan: Plan) -> None:
@@ -74,6 +82,31 @@ def _verify_transfer(plan: Plan, transfer: GatherTransfer) -> None:
         cursor = offset + placement.compute_nbytes
 
 
+def _verify_swaps(plan: Plan) -> None:
+    seen: set[str] = set()
+    for swap in plan.swaps:
+        _verify_swap(plan, swap)
+        if swap.value in seen:
+            raise VerifyError(f"swap of '{swap.value}': it leaves more than once")
+        seen.add(swap.value)
+
+
+def _verify_swap(plan: Plan, swap: ActivationSwap) -> None:
+    where = f"swap of '{swap.value}'"
+    if swap.destination is Tier.DEVICE:
+        raise VerifyError(f"{where}: it goes to the device, which it is to leave")
+    if not 0 <= swap.out < swap.gone < plan.num_forward_ticks:
+        raise VerifyError(
+            f"{where}: it leaves after tick {swap.out} and is gone by {swap.gone}, in a forward of "
+            f"{plan.num_forward_ticks} ticks"
+        )
+    if not plan.num_forward_ticks <= swap.issue <= swap.need_by < swap.release <= plan.num_ticks:
+        raise VerifyError(
+            f"{where}: issue {swap.issue}, need-by {swap.need_by} and release {swap.release} are out of order, or not in "
+            f"backward, which is [{plan.num_forward_ticks}, {plan.num_ticks})"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ArenaUse:
     """Arena bytes that hold something from tick ``start`` to ``end``."""
@@ -93,7 +126,11 @@ def _arena_uses(plan: Plan) -> list[_ArenaUse]:
         _ArenaUse(name=f"value '{item.name}'", offset=item.offset, nbytes=item.nbytes, live=item.live)
         for item in plan.bound
     ]
-    return sorted([*moved, *computed], key=lambda use: use.live.start)
+    swapped = [
+        _ArenaUse(name=f"swapped value '{item.value}'", offset=item.offset, nbytes=item.nbytes, live=item.live)
+        for item in plan.swaps
+    ]
+    return sorted([*moved, *computed, *swapped], key=lambda use: use.live.start)
 
 
 def _verify_no_overlap(plan: Plan) -> None:

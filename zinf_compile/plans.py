@@ -12,6 +12,7 @@ from zinf_compile.hardware import Hardware
 from zinf_compile.terms import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
 
 PLAN_VERSION = 1
+SWAPPED_PART = "swapped activations"  # the part of host and of nvme that activations rest in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,26 @@ class BoundValue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationSwap:
+    """A value saved for backward leaves the device in forward, and comes back to arena bytes in backward."""
+
+    value: str
+    destination: Tier  # where it rests in between: host or nvme
+    nbytes: int  # in whole sectors, there and in the arena
+    out: int  # forward tick after which it starts to leave: that of its birth, so that it moves beside compute
+    gone: int  # forward tick before which it has left, and after its last use there: its bytes on the device are free
+    issue: int  # backward tick before which its way back starts
+    need_by: int  # tick that first reads it in backward
+    release: int  # tick before which its arena bytes are free again
+    offset: int  # absolute in the arena, where it comes back to
+
+    @property
+    def live(self) -> LiveRange:
+        """Return the ticks in which its arena bytes are taken."""
+        return LiveRange(start=self.issue, end=self.release)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSpan:
     """A run of consecutive ops of one module: its ticks, estimated seconds, and the most bytes that unbound values take."""
 
@@ -161,6 +182,7 @@ class Plan:
     uses: tuple[UseFact, ...]  # of every parameter this graph reads, sorted by name
     transfers: tuple[GatherTransfer, ...]  # by issue tick, then need-by tick
     bound: tuple[BoundValue, ...]  # by tick
+    swaps: tuple[ActivationSwap, ...]  # by the tick after which they leave
     sinks: tuple[GradientSink, ...]  # by tick
     spans: tuple[ComputeSpan, ...]  # by start tick, covering every tick
     activations: ActivationPlan
@@ -180,6 +202,10 @@ class Plan:
             if placement.parameter == parameter:
                 return placement
         raise KeyError(parameter)
+
+    def swapped_nbytes(self, tier: Tier) -> int:
+        """Return the bytes of activations that rest on a tier between forward and backward."""
+        return sum(swap.nbytes for swap in self.swaps if swap.destination is tier)
 
     def phase_of(self, tick: int) -> Phase:
         """Return the phase a tick belongs to."""

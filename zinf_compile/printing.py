@@ -24,6 +24,7 @@ def dump_plan(plan: Plan, *, width: int = 100) -> str:
         _dump_tiers(plan, width),
         _dump_placements(plan, width),
         _dump_transfers(plan, width),
+        _dump_swaps(plan, width),
         dump_arena(plan, width),
         _dump_values(plan),
         _dump_predicted(timeline, width),
@@ -105,6 +106,34 @@ def _dump_transfers(plan: Plan, width: int) -> list[str]:
     ]
 
 
+def _dump_swaps(plan: Plan, width: int) -> list[str]:
+    """Return the activations that leave the device in forward, and when they are back; nothing where none does."""
+    if not plan.swaps:
+        return []
+    rows: list[tuple[str, ...] | str] = []
+    for row in fold_rows(plan.swaps, lambda item: (item.destination, item.nbytes)):
+        if isinstance(row, Folded):
+            nbytes = format_bytes(sum(item.nbytes for item in row.items))
+            rows.append(f"      ... {len(row.items)} more, {nbytes}")
+            continue
+        rows.append(
+            (
+                f"{row.out:>5} -> {row.gone:>4}",
+                f"{row.issue:>5} -> {row.need_by:>7} -> {row.release:>7}",
+                str(row.destination),
+                row.value,
+                format_bytes(row.nbytes),
+            )
+        )
+    header = ("  out -> gone", "issue -> need by -> release", "rests on", "name", "bytes")
+    resting = ((tier, plan.swapped_nbytes(tier)) for tier in (Tier.HOST, Tier.NVME))
+    kinds = [f"{format_bytes(swapped)} on {tier}" for tier, swapped in resting if swapped]
+    return [
+        f"swaps  {len(plan.swaps)}, away from the device between forward and backward: {', '.join(kinds)}",
+        *make_table(header, rows, align="<<<<>", width=width, flexible=3),
+    ]
+
+
 _STEP_TIMES = {
     StepTiming.SYNCHRONOUS: "",
     StepTiming.OVERLAPPED: "beside the next forward: ",
@@ -117,10 +146,11 @@ def _dump_values(plan: Plan) -> list[str]:
     activations, step = plan.activations, plan.step
     lines = []
     region = bound_region(plan)
-    if region is not None:
+    if region is not None and plan.bound:
         largest = max(plan.bound, key=lambda value: value.nbytes)
+        swapped = f", and {len(plan.swaps):,} swapped," if plan.swaps else ""
         lines += [
-            f"bound        {len(plan.bound):,} of compute's values in {format_bytes(region.nbytes)} of the arena",
+            f"bound        {len(plan.bound):,} of compute's values{swapped} in {format_bytes(region.nbytes)} of the arena",
             f"             the largest is {largest.name}: {format_bytes(largest.nbytes)} "
             f"in ticks [{largest.live.start}, {largest.live.end})",
         ]

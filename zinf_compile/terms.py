@@ -11,6 +11,7 @@ lent           held in memory by ``full_parameters`` for a while, as a plain par
 gather         make the full value of a parameter ready on the device
 release        give a gathered value's bytes back
 transfer       one asynchronous movement; it has an issue point, a need-by point and a release point
+swap           an activation leaves the device between forward and backward: it goes out, is gone, and comes back
 prefetch       to issue a transfer before its first use
 route          the pair of tiers a transfer moves between
 staging buffer page-aligned host memory, leased for a movement and returned

@@ -157,6 +157,7 @@ def _build(request: Request, graph: GraphFacts, placements: tuple[Placement, ...
         uses=tuple(sorted(graph.uses, key=lambda use: use.parameter)),
         transfers=moved.transfers,
         bound=bound.values,
+        swaps=(),
         sinks=tuple(
             GradientSink(
                 parameter=gradient.parameter,

@@ -1,6 +1,7 @@
 """Plans made by hand: a small one whose timeline can be computed in the head, and one of as many layers as wanted."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,9 @@ from zinf_compile.facts import UseFact
 from zinf_compile.hardware import Hardware, Rate, make_route
 from zinf_compile.plans import (
     PLAN_VERSION,
+    SWAPPED_PART,
     ActivationPlan,
+    ActivationSwap,
     BoundValue,
     ComputeSpan,
     GatherTransfer,
@@ -121,6 +124,7 @@ def make_small_plan() -> Plan:
             _make_bound("mm", 456, 56, 7, 9),
             _make_bound("mm_1", 456, 32, 9, 10),
         ),
+        swaps=(),
         sinks=(
             _make_sink("layers.1.weight", 8, Tier.NVME, 200),
             _make_sink("layers.0.weight", 10, Tier.NVME, 200),
@@ -159,6 +163,25 @@ def make_small_plan() -> Plan:
             TierPlan(tier=Tier.NVME, capacity=None, predicted_peak=1600, parts=(("homes", 1600),)),
         ),
     )
+
+
+def make_swapping_plan() -> Plan:
+    """Return the small plan with 24 bytes that rest on the host in between, behind those that compute writes."""
+    plan = make_small_plan()
+    swap = ActivationSwap(
+        value="gelu_1",
+        destination=Tier.HOST,
+        nbytes=24,
+        out=2,
+        gone=5,
+        issue=9,
+        need_by=10,
+        release=11,
+        offset=488,
+    )
+    device, host, nvme = plan.tiers
+    host = replace(host, predicted_peak=1064, parts=(*host.parts, (SWAPPED_PART, 24)))
+    return replace(plan, swaps=(swap,), tiers=(device, host, nvme))
 
 
 def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: int = 3) -> Plan:
@@ -243,6 +266,7 @@ def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: 
         uses=tuple(UseFact(parameter=name, ticks=tuple(ticks)) for name, ticks in sorted(uses.items())),
         transfers=tuple(sorted(transfers, key=lambda transfer: (transfer.issue, transfer.need_by))),
         bound=tuple(sorted(bound, key=lambda value: value.live.start)),
+        swaps=(),
         sinks=tuple(sorted(sinks, key=lambda sink: sink.tick)),
         spans=tuple(spans),
         activations=ActivationPlan(
@@ -284,6 +308,12 @@ def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: 
 def small_plan() -> Plan:
     """Return the plan of two layers."""
     return make_small_plan()
+
+
+@pytest.fixture(scope="session")
+def swapping_plan() -> Plan:
+    """Return the plan of two layers with an activation that leaves the device."""
+    return make_swapping_plan()
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,10 @@ def _with_tier(plan: Plan, tier: Tier, change: Callable[[TierPlan], TierPlan]) -
     return replace(plan, tiers=tuple(change(item) if item.tier is tier else item for item in plan.tiers))
 
 
+def _with_swap(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, swaps=(replace(plan.swaps[0], **changes),))
+
+
 def _refused(plan: Plan, message: str) -> None:
     with pytest.raises(VerifyError, match=message):
         verify_plan(plan)
@@ -178,6 +182,44 @@ def test_a_read_of_two_transfers_at_once(small_plan: Plan) -> None:
 def test_a_resident_needs_no_transfer(small_plan: Plan) -> None:
     uses = (*small_plan.uses, UseFact(parameter="layers.0.bias", ticks=(1, 5, 11)))
     verify_plan(replace(small_plan, uses=uses))
+
+
+@pytest.mark.parametrize(("out", "gone"), [(-1, 5), (2, 2), (2, 6)])
+def test_a_swap_that_does_not_leave_within_forward(swapping_plan: Plan, out: int, gone: int) -> None:
+    verify_plan(swapping_plan)
+    plan = _with_swap(swapping_plan, out=out, gone=gone)
+    _refused(plan, f"swap of 'gelu_1': it leaves after tick {out} and is gone by {gone}, in a forward of 6 ticks")
+
+
+@pytest.mark.parametrize("changes", [{"issue": 5}, {"issue": 11}, {"need_by": 8}, {"release": 10}, {"release": 13}])
+def test_a_swap_whose_ticks_are_out_of_order(swapping_plan: Plan, changes: dict[str, int]) -> None:
+    _refused(
+        _with_swap(swapping_plan, **changes), r"swap of 'gelu_1': issue .* out of order, or not in backward.*\[6, 12"
+    )
+
+
+def test_a_swap_to_the_device(small_plan: Plan, swapping_plan: Plan) -> None:
+    plan = replace(_with_swap(swapping_plan, destination=Tier.DEVICE), tiers=small_plan.tiers)
+    _refused(plan, "swap of 'gelu_1': it goes to the device")
+
+
+def test_a_swap_that_is_not_counted_where_it_rests(swapping_plan: Plan) -> None:
+    message = "part 'swapped activations' says 24 bytes, the plan's swaps rest 48 there"
+    _refused(_with_swap(swapping_plan, nbytes=48), f"host: {message}")
+    _refused(_with_swap(swapping_plan, destination=Tier.NVME), "host: .* says 24 bytes, the plan's swaps rest 0 there")
+
+
+def test_a_value_that_is_swapped_twice(swapping_plan: Plan) -> None:
+    half = replace(swapping_plan.swaps[0], nbytes=12)
+    _refused(replace(swapping_plan, swaps=(half, half)), "swap of 'gelu_1': it leaves more than once")
+
+
+def test_a_swap_back_to_bytes_of_a_live_value(swapping_plan: Plan) -> None:
+    plan = _with_swap(swapping_plan, offset=487)
+    _refused(
+        plan, r"value 'mm_1' and swapped value 'gelu_1' are both live at tick 9 and share arena bytes \[487, 488\)"
+    )
+    _refused(_with_swap(swapping_plan, offset=489), "swapped value 'gelu_1'.* leave the arena of 512")
 
 
 @pytest.mark.parametrize("tick", [5, 12])

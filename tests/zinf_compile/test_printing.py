@@ -190,6 +190,23 @@ def test_a_plan_without_transfers(small_plan: Plan) -> None:
     assert text == text.rstrip()
 
 
+def test_activations_that_leave_the_device(small_plan: Plan, swapping_plan: Plan) -> None:
+    text = dump_plan(swapping_plan)
+    assert (
+        """
+swaps  1, away from the device between forward and backward: 24 B on host
+  out -> gone    issue -> need by -> release  rests on  name      bytes
+      2 ->    5      9 ->      10 ->      11  host      gelu_1     24 B
+"""
+        in text
+    )
+    assert "  device [456, 512)  .#####.####.  5 bound values, 1 swapped\n" in text
+    assert "bound        5 of compute's values, and 1 swapped, in 56 B of the arena\n" in text
+    difference = dump_plan_difference(small_plan, swapping_plan)
+    assert "activations that leave the device: 0 of 0 B -> 1 of 24 B" in difference.splitlines()
+    assert "host parts" in difference
+
+
 def test_str_of_a_plan_is_its_dump(small_plan: Plan) -> None:
     assert str(small_plan) == dump_plan(small_plan)
 

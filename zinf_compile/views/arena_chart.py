@@ -32,10 +32,9 @@ class ByteRange(NamedTuple):
 
 
 def bound_region(plan: Plan) -> ByteRange | None:
-    """Return the arena bytes behind those of transfers, to which compute writes; None for a plan that binds no value."""
-    if not plan.bound:
-        return None
-    return ByteRange(min(value.offset for value in plan.bound), plan.arena_nbytes)
+    """Return the arena bytes behind those of transfers: bound values, and swapped ones that are back; None without any."""
+    offsets = [*(value.offset for value in plan.bound), *(swap.offset for swap in plan.swaps)]
+    return ByteRange(min(offsets), plan.arena_nbytes) if offsets else None
 
 
 def transfer_range(transfer: GatherTransfer) -> ByteRange:
@@ -105,8 +104,11 @@ def _make_rows(plan: Plan) -> list[_Row]:
     rows = [_Row(slot, _name_slot(held), _draw_transfers(held, plan.num_ticks)) for slot, held in sorted(slots.items())]
     region = bound_region(plan)
     if region is not None:
-        name = f"{len(plan.bound)} bound value{'s' if len(plan.bound) > 1 else ''}"
-        rows.append(_Row(region, name, _draw_live((value.live for value in plan.bound), plan.num_ticks)))
+        name = f"{len(plan.bound)} bound value{'' if len(plan.bound) == 1 else 's'}"
+        if plan.swaps:
+            name += f", {len(plan.swaps)} swapped"
+        live = [*(value.live for value in plan.bound), *(swap.live for swap in plan.swaps)]
+        rows.append(_Row(region, name, _draw_live(live, plan.num_ticks)))
     return rows
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from zinf_compile.hardware import Rate, Route
-from zinf_compile.plans import GatherTransfer, GradientSink, Placement, Plan
+from zinf_compile.plans import ActivationSwap, GatherTransfer, GradientSink, Placement, Plan
 from zinf_compile.simulate import Timeline, simulate
 from zinf_compile.terms import format_bytes
 from zinf_compile.views.arena_chart import bound_region
@@ -29,6 +29,7 @@ def dump_plan_difference(a: Plan, b: Plan) -> str:
         *_changes("step ", a.step, b.step),
         *_changed_movements("transfers", a.transfers, b.transfers),
         *_changed_bound(a, b),
+        *_changed_movements("activations that leave the device", a.swaps, b.swaps),
         *_changed_movements("gradients that leave the device", a.sinks, b.sinks),
     ]
     for name, before, after in (
@@ -102,7 +103,9 @@ def _describe_move(before: Placement | None, after: Placement | None) -> str:
 
 
 def _changed_movements(
-    label: str, a: Sequence[GatherTransfer | GradientSink], b: Sequence[GatherTransfer | GradientSink]
+    label: str,
+    a: Sequence[GatherTransfer | ActivationSwap | GradientSink],
+    b: Sequence[GatherTransfer | ActivationSwap | GradientSink],
 ) -> list[str]:
     if a == b:
         return []
