@@ -120,16 +120,18 @@ class BackwardStep:
 
     def _hand_over(self, store: Store, job: Job, nbytes: int, in_chunks: int) -> None:
         with self._condition:
-            # Copies give back their room only when they are updated, for which there must be room for their chunks.
-            self._condition.wait_for(
-                lambda: (
-                    self._queued_nbytes == 0
-                    or self._queued_nbytes + nbytes + max(self._in_chunks, in_chunks) <= store.staging.capacity
-                )
-            )
+
+            def has_room() -> bool:
+                # Copies give back their room only when they are updated, for which there must be room for their chunks.
+                in_all = self._queued_nbytes + nbytes + max(self._in_chunks, in_chunks)
+                return self._queued_nbytes == 0 or in_all <= store.staging.capacity
+
+            if not has_room():
+                with store.meter.stall(f"room for the gradient of {job.record.name}"):
+                    self._condition.wait_for(has_room)
             self._in_chunks = max(self._in_chunks, in_chunks) if self._queued_nbytes else in_chunks
             self._queued_nbytes += nbytes
-        lease = store.staging.lease(nbytes)
+        lease = store.transfers.lease(nbytes, f"room for the gradient of {job.record.name}")
         copy = torch.frombuffer(lease.view, dtype=job.grad.dtype, count=job.num_elements)
         copy.copy_(job.grad.detach().reshape(-1))
         job.grad = copy

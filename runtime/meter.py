@@ -27,6 +27,7 @@ class Meter:
         self._lock = threading.Lock()
         self._moved: dict[str, int] = defaultdict(int)
         self._stalls: dict[str, tuple[float, int]] = {}
+        self._thread = threading.local()
         self.num_eager_gathers = 0  # outside of captured graphs
         self._phase_seconds: dict[Phase, list[float]] = defaultdict(list)
 
@@ -35,13 +36,20 @@ class Meter:
         with self._lock:
             self._moved[route_name(source, destination)] += nbytes
 
+    def set_aside_this_thread(self) -> None:
+        """Count no stall of the calling thread from now on: compute goes on while it waits."""
+        self._thread.is_aside = True
+
     @contextmanager
     def stall(self, name: str) -> Iterator[None]:
-        """Count the time spent inside as waiting for ``name``."""
+        """Count the time spent inside as compute waiting for ``name``."""
         start = time.perf_counter()
         yield
-        seconds, count = self._stalls.get(name, (0.0, 0))
-        self._stalls[name] = (seconds + time.perf_counter() - start, count + 1)
+        if getattr(self._thread, "is_aside", False):
+            return
+        with self._lock:
+            seconds, count = self._stalls.get(name, (0.0, 0))
+            self._stalls[name] = (seconds + time.perf_counter() - start, count + 1)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

@@ -22,7 +22,7 @@ from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.staging import StagingBuffer
 from zinf_compile.runtime.step_jobs import COMPUTE, GRADIENT, MASTER, Job
 from zinf_compile.runtime.store import Store
-from zinf_compile.runtime.transfers import call_when_done, return_when_done, wait_all
+from zinf_compile.runtime.transfers import call_when_done, return_when_done
 from zinf_compile.terms import Phase, format_bytes
 
 _READ_AHEAD = 3  # chunks in or on their way: an update that has to share its cores must not let the disk run dry
@@ -126,7 +126,8 @@ class StreamedStep:
                 if job.num_elements == 0:
                     self._complete_when_home(job)
             self._update_all(pending)
-            wait_all([write for job in self._jobs for write in job.writes])
+            writes = [write for job in self._jobs for write in job.writes]
+            self._store.transfers.wait(writes, "optimizer state on its way home")
         except BaseException as error:  # an error of the user's optimizer too: nothing may stay in flight
             if not isinstance(self._source, Sequence):
                 self._jobs += self._source.end()
@@ -226,8 +227,7 @@ class StreamedStep:
             if not pending:
                 break
             self._update(pending.popleft())
-        with self._store.meter.stall("optimizer state on its way home"):
-            return self._store.staging.lease(nbytes)
+        return self._store.transfers.lease(nbytes, "optimizer state on its way home")
 
     def _update_all(self, pending: deque[_Chunk]) -> None:
         while pending:
@@ -251,10 +251,7 @@ class StreamedStep:
     def _update(self, chunk: _Chunk) -> None:
         job, record, transfers = chunk.job, chunk.job.record, self._store.transfers
         try:
-            if not all(read.done() for read in chunk.reads):
-                with self._store.meter.stall("optimizer state on its way in"):
-                    wait_all(chunk.reads)
-            wait_all(chunk.reads)
+            transfers.wait(chunk.reads, "optimizer state on its way in")
             job.is_begun = record.torn = True
             self._compute(chunk)
             if self._kernels[job] is None:  # which would have allocated nothing

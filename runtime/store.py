@@ -86,7 +86,7 @@ class Store:
             self.engine = PosixEngine(config.nvme)
         self.layout = FileLayout()
         self.transfers = Transfers(engine=self.engine, staging=self.staging, arena=self.arena, meter=self.meter)
-        self.updates = UpdateQueue()
+        self.updates = UpdateQueue(begin_thread=self.meter.set_aside_this_thread)
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
         self.wanted_norms: set[float] = set()  # orders that somebody asked a gradient for, as clip_grad_norm_ does
         self.update_order: Mapping[str, int] = {}  # of parameters, the first that the next forward gathers first
@@ -194,7 +194,9 @@ class Store:
         """Block until nothing is in flight for any parameter. Raises the StoreError of an update that failed."""
         if self.early_step is not None:
             self.early_step.flush()
-        self.updates.wait()
+        if not self.updates.is_idle:
+            with self.meter.stall("optimizer step"):
+                self.updates.wait()
         for record in self.records.values():
             self.finish(record)
         if self._failure is not None:

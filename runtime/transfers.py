@@ -138,6 +138,21 @@ class Transfers:
 
     # Plain reads and writes
 
+    def wait(self, futures: Sequence[Future[None]], name: str) -> None:
+        """Wait for all futures, then raise their first error; a stall by this name, unless all are done."""
+        if not all(future.done() for future in futures):
+            with self._meter.stall(name):
+                wait_all(futures)
+        wait_all(futures)
+
+    def lease(self, nbytes: int, name: str) -> StagingBuffer:
+        """Lease staging memory; a stall by this name if there is no room at once. Raises what ``StagingPool.lease`` does."""
+        lease = self.staging.try_lease(nbytes)
+        if lease is None:
+            with self._meter.stall(name):
+                lease = self.staging.lease(nbytes)
+        return lease
+
     def read(self, slot: Slot, offset: int, buffer: memoryview, destination: Tier = Tier.HOST) -> list[Future[None]]:
         """Start reading file bytes of a slot; the buffer is filled when every future is done."""
         self._meter.add_moved(Tier.NVME, destination, len(buffer))
@@ -182,7 +197,7 @@ class Transfers:
         step = self.piece_elements(slot.tensor.dtype)
         for start in range(0, flat.numel(), step):
             stop = min(flat.numel(), start + step)
-            lease = self.staging.lease(slot.byte_range(first + start, first + stop)[1])
+            lease = self.lease(slot.byte_range(first + start, first + stop)[1], f"room for {slot.name}")
             torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=stop - start).copy_(flat[start:stop])
             self.send_home(slot, first + start, first + stop, lease, source)
 
@@ -213,15 +228,15 @@ class Transfers:
 
         ``change`` gets flat elements, to be changed in place, and the number of the first one.
         """
-        wait_all([future for written, future in self._writes if written is slot])  # by an earlier call
+        self.wait([future for written, future in self._writes if written is slot], slot.name)  # by an earlier call
         num_elements = slot.tensor.numel()
         step = max(1, num_elements) if whole else self.piece_elements(slot.tensor.dtype)
         for start in range(0, num_elements, step):
             stop = min(num_elements, start + step)
             offset, nbytes = slot.byte_range(start, stop)
-            lease = self.staging.lease(nbytes)
+            lease = self.lease(nbytes, f"room for {slot.name}")
             try:
-                wait_all(self.read(slot, offset, lease.view))
+                self.wait(self.read(slot, offset, lease.view), slot.name)
                 change(torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=stop - start), start)
             except BaseException:
                 self.staging.return_(lease)
@@ -240,11 +255,7 @@ class Transfers:
         self._writes.clear()
         writes = [future for _, future in pending]
         try:
-            if writes and not all(future.done() for future in writes):
-                with self._meter.stall("gradients on their way home"):
-                    wait_all(writes)
-            else:
-                wait_all(writes)
+            self.wait(writes, "gradients on their way home")
         except StoreError:
             self.failed_slots += [slot for slot, future in pending if future.exception() is not None]
             raise
@@ -270,8 +281,8 @@ class Transfers:
                 yield slot.tensor.view(-1)[start:stop]
                 continue
             offset, nbytes = slot.byte_range(start, stop)
-            with self.staging.lease(nbytes) as lease:
-                wait_all(self.read(slot, offset, lease.view, destination))
+            with self.lease(nbytes, f"room for {slot.name}") as lease:
+                self.wait(self.read(slot, offset, lease.view, destination), slot.name)
                 yield torch.frombuffer(lease.view, dtype=dtype, count=stop - start)
 
     def close(self) -> None:

@@ -9,13 +9,19 @@ import torch
 class UpdateQueue:
     """Runs what it is given on a thread of its own, in the order given. The thread starts with the first submission."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zinf-update")
+    def __init__(self, *, begin_thread: Callable[[], None]) -> None:
+        """``begin_thread`` is called on that thread, before all else."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zinf-update", initializer=begin_thread)
         self._last: Future[None] | None = None
 
     def submit(self, run: Callable[[], None]) -> None:
         """Start ``run``, which reports its errors itself, behind all that was submitted before; returns at once."""
         self._last = self._thread.submit(_without_autograd, run)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether waiting would not block."""
+        return self._last is None or self._last.done()
 
     def wait(self) -> None:
         """Block until everything submitted has run, however it ended."""

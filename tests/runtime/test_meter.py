@@ -49,6 +49,20 @@ def test_stalls_are_summed_by_name_and_sorted_by_length(clock: Clock) -> None:
     ]
 
 
+def test_waits_of_a_thread_set_aside_are_no_stalls(clock: Clock) -> None:
+    meter = Meter()
+
+    def wait() -> None:
+        with meter.stall("w"):
+            clock.seconds += 1.0
+
+    with ThreadPoolExecutor(1, initializer=meter.set_aside_this_thread) as aside:
+        aside.submit(wait).result()
+    assert meter.stalls == ()
+    wait()
+    assert [(stall.name, stall.seconds, stall.count) for stall in meter.stalls] == [("w", 1.0, 1)]
+
+
 def test_phases_are_kept_in_order(clock: Clock) -> None:
     meter = Meter()
     assert meter.phase_seconds(Phase.STEP) == ()

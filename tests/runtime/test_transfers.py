@@ -266,3 +266,20 @@ def test_without_a_disk_a_slot_on_nvme_is_a_bug_of_ours() -> None:
     transfers.close()
     bench.transfers.close()
     bench.check()
+
+
+def test_waiting_for_room_in_staging_is_a_stall(benches: list[Bench]) -> None:
+    bench = Bench(latency_seconds=0.05, staging=4 * ALIGN)
+    benches.append(bench)
+    slot = bench.slot("w", 8 * ALIGN, dtype=torch.uint8)
+    bench.transfers.write_value(slot, values(8 * ALIGN).to(torch.uint8))  # in pieces of a quarter of staging
+    assert [stall.name for stall in bench.meter.stalls] == ["room for w"]
+    bench.transfers.wait_writes()
+
+
+def test_a_value_that_is_read_whole_is_waited_for(benches: list[Bench]) -> None:
+    bench = Bench(latency_seconds=0.05)
+    benches.append(bench)
+    slot = bench.slot("w", 1024)
+    bench.transfers.read_value(slot, torch.empty(1024))
+    assert [stall.name for stall in bench.meter.stalls] == ["w"]
