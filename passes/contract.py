@@ -75,6 +75,7 @@ class NodeFacts:
     tick: int | None = None  # of a node of the captured graph; None for one that lowering inserted
     parameter: str | None = None  # of a gather or a store_grad
     transfer: GatherTransfer | None = None  # of an issue_gather
+    value: str | None = None  # of an input of backward: the saved value that it is, or is a view of
 
 
 NODE_FACTS = "zinf"

@@ -4,7 +4,7 @@ Numbers every node with its tick (``NodeFacts``), by which lowering finds it aga
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -12,6 +12,7 @@ from torch import fx
 from zinf_compile.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
 from zinf_compile.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops
+from zinf_compile.passes.analysis.idle import find_idle
 from zinf_compile.passes.analysis.modules import block_of, module_path
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
 from zinf_compile.passes.contract import NODE_FACTS, NodeFacts, node_facts
@@ -36,6 +37,8 @@ def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[in
     forward_nodes = list(captured.forward.graph.nodes)
     nodes = [node for graph in graphs for node in graph.nodes]
     roots = _join_roots(captured)
+    if captured.backward is not None:
+        _name_saved(captured.backward.graph, roots)
     return GraphFacts(
         name=name,
         policy=captured.policy,
@@ -82,6 +85,13 @@ def _join_roots(captured: CapturedGraph) -> dict[fx.Node, StorageRoot]:
     return roots
 
 
+def _name_saved(backward: fx.Graph, roots: Mapping[fx.Node, StorageRoot]) -> None:
+    """Note at every input of backward that is a saved value, or a view of one, which value that is."""
+    for node in backward.find_nodes(op="placeholder"):
+        if roots[node].node is not node:
+            node.meta[NODE_FACTS] = replace(node_facts(node), value=roots[node].name)
+
+
 def _output_args(graph: fx.Graph) -> list[object]:
     (outputs,) = graph.output_node().args
     return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
@@ -124,6 +134,7 @@ def _collect_values(
     if captured.backward is not None:
         results += _output_args(captured.backward.graph)
     returned = {roots[node] for node in results if isinstance(node, fx.Node)}
+    idle = find_idle(nodes, roots, saved, len(captured.forward.graph.nodes))
     births: dict[StorageRoot, int] = {}
     ends: dict[StorageRoot, int] = {}
     for node in nodes:
@@ -137,16 +148,16 @@ def _collect_values(
     for root, birth in births.items():
         if (root.is_gathered and root not in returned) or root.node in forward_inputs or root.nbytes == 0:
             continue
-        suffix = "".join(f".{index}" for index in root.path)
         is_saved, is_returned = root in saved, root in returned
         end = len(nodes) if is_returned else ends[root]  # the caller may hold a result as long as it likes
         values.append(
             ValueFact(
-                name=f"{root.node.name}{suffix}",
+                name=root.name,
                 nbytes=root.nbytes,
                 live=LiveRange(start=birth, end=end),
                 saved=is_saved,
                 bindable=not (is_saved or is_returned or root.path) and has_out_form(root.node),
+                idle=None if is_returned else idle.get(root),
             )
         )
     return tuple(sorted(values, key=lambda value: (value.live.start, value.name)))

@@ -23,13 +23,23 @@ class StorageRoot:
         return self.node.target is GATHER
 
     @property
-    def nbytes(self) -> int:
-        """Return the bytes of the storage, with symbolic sizes at their hints; 0 if it is not a tensor."""
+    def name(self) -> str:
+        """Return how facts and plans name the value: ``mm_1``, or ``max_1.0`` for the first of several results."""
+        return ".".join([self.node.name, *map(str, self.path)])
+
+    @property
+    def value(self) -> object:
+        """Return the fake value, a tensor unless the node returns something else."""
         value = self.node.meta.get("val")
         for index in self.path:
             assert isinstance(value, list | tuple)
             value = value[index]
-        return tensor_nbytes(value) if isinstance(value, torch.Tensor) else 0
+        return value
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the storage, with symbolic sizes at their hints; 0 if it is not a tensor."""
+        return tensor_nbytes(self.value) if isinstance(self.value, torch.Tensor) else 0
 
 
 def size_hint(size: int | torch.SymInt) -> int:

@@ -1,11 +1,11 @@
 """Where compute's own values live: most in the arena, at offsets bound ahead of time; the rest where torch puts them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zinf_compile.facts import GraphFacts, ValueFact, working_set
 from zinf_compile.passes.planning.arena import Piece, plan_sequential
-from zinf_compile.plans import ActivationPlan, BoundValue
+from zinf_compile.plans import ActivationPlan, ActivationSwap, BoundValue
 
 # Smaller values are left to torch: together they are little, and binding costs a few microseconds each.
 _MIN_BOUND_NBYTES = 64 * 2**10
@@ -16,6 +16,7 @@ class BoundValues:
     """Values with their arena offsets, and the arena bytes they need together."""
 
     values: tuple[BoundValue, ...]
+    swaps: tuple[ActivationSwap, ...]
     nbytes: int
 
 
@@ -24,17 +25,22 @@ def unbound_values(graph: GraphFacts) -> list[ValueFact]:
     return [value for value in graph.values if not _is_bound(value)]
 
 
-def bind_values(graph: GraphFacts, *, base: int) -> BoundValues:
-    """Return arena offsets, from ``base`` on, for every value that can be bound."""
-    values: Sequence[ValueFact] = sorted(
-        (value for value in graph.values if _is_bound(value)), key=lambda value: (value.live.start, value.name)
-    )
-    layout = plan_sequential([Piece(nbytes=value.nbytes, live=value.live) for value in values])
+def bind_values(graph: GraphFacts, *, base: int, swaps: Sequence[ActivationSwap] = ()) -> BoundValues:
+    """Return arena offsets, from ``base`` on, for every value that can be bound and every swapped one that comes back."""
+    values = sorted(filter(_is_bound, graph.values), key=lambda value: (value.live.start, value.name))
+    pieces = [
+        *(Piece(nbytes=value.nbytes, live=value.live) for value in values),
+        *(Piece(nbytes=swap.nbytes, live=swap.live) for swap in swaps),
+    ]
+    order = sorted(range(len(pieces)), key=lambda index: pieces[index].live.start)
+    layout = plan_sequential([pieces[index] for index in order])
+    offsets = {index: base + offset for index, offset in zip(order, layout.offsets, strict=True)}
     return BoundValues(
         values=tuple(
-            BoundValue(name=value.name, offset=base + offset, nbytes=value.nbytes, live=value.live)
-            for value, offset in zip(values, layout.offsets, strict=True)
+            BoundValue(name=value.name, offset=offsets[index], nbytes=value.nbytes, live=value.live)
+            for index, value in enumerate(values)
         ),
+        swaps=tuple(replace(swap, offset=offsets[index]) for index, swap in enumerate(swaps, start=len(values))),
         nbytes=layout.nbytes,
     )
 
