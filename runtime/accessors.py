@@ -159,7 +159,7 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
 
 def _accessor(name: str, record: StoredParameter, forward: Forward) -> Callable[[Module], Tensor]:
     param, shape, device = record.param, tuple(record.compute.tensor.shape), record.compute.tensor.device
-    dtype = record.compute.tensor.dtype
+    dtype = record.dtype
     seat, alive, of_record = record.seat, weakref.ref(forward), weakref.ref(record)
 
     def get(self: Module) -> Tensor:
@@ -181,9 +181,9 @@ def gather_eagerly(record: StoredParameter) -> Tensor:
     """Return a parameter's gathered value outside of captured graphs, differentiable if it is trained."""
     record.store.meter.num_eager_gathers += 1
     if record.gradient is None or not torch.is_grad_enabled() or not record.parameter.requires_grad:
-        return record.store.gather_value(record)
+        return record.store.gather_value(record, record.dtype)
     apply: Callable[..., Tensor] = EagerGather.apply
-    value = apply(record.parameter, lambda: record.store.gather_value(record))
+    value = apply(record.parameter, lambda: record.store.gather_value(record, record.dtype))
     GATHERED.note(value, record)
     return value
 

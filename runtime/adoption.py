@@ -73,6 +73,7 @@ def _adopt(
         master=master,
         gradient=None,
         seat=Seat(store.frozen_anchor),
+        dtype=compute.tensor.dtype,
     )
     if parameter.is_meta:
         give_memory(parameter, master.tensor)

@@ -101,7 +101,7 @@ class BackwardStep:
                 "already updated it: gradients cannot be accumulated so, nor come from several graphs; say "
                 "step_in_backward=False"
             )
-        store, dtype = record.store, record.gradient_dtype
+        store, dtype = record.store, record.dtype
         if id(optimizer) not in self._collectors:
             self._collectors[id(optimizer)] = JobCollector(store, optimizer)
         with torch.no_grad():

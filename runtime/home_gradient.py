@@ -147,7 +147,7 @@ def _defer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         assert record.gradient is not None
         if record.gradient.is_aliased:  # an alias would show it late
             return False
-        _ELEMENT_WISE[func](torch.empty(0, dtype=record.gradient_dtype), *args[1:], **kwargs)
+        _ELEMENT_WISE[func](torch.empty(0, dtype=record.dtype), *args[1:], **kwargs)
     rest = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args[1:]]
     named = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
     for record in records:

@@ -14,7 +14,7 @@ from zinf_compile.runtime.store import find_record, find_store
 def gather(anchor: Tensor, param: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the full value of a parameter; blocks until it is there."""
     record = find_record(param)
-    return record.store.gather_value(record)
+    return record.store.gather_value(record, dtype)
 
 
 def store_grad(grad: Tensor, param: int) -> Tensor:
@@ -26,9 +26,10 @@ def store_grad(grad: Tensor, param: int) -> Tensor:
     return torch.empty(0)
 
 
-def issue_gather(store: int, params: Sequence[int], offsets: Sequence[int]) -> Tensor:
+def issue_gather(store: int, params: Sequence[int], dtypes: Sequence[torch.dtype], offsets: Sequence[int]) -> Tensor:
     """Start a transfer; the ticket is a tensor of one integer."""
-    ticket = find_store(store).transfers.issue_gather([find_record(param) for param in params], offsets)
+    records = [find_record(param) for param in params]
+    ticket = find_store(store).transfers.issue_gather(records, dtypes, offsets)
     return torch.tensor([ticket], dtype=torch.int64)
 
 

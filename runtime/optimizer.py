@@ -205,7 +205,7 @@ class StreamedStep:
         widths = [
             min(job.num_elements, self._chunk_elements(job)) * job.record.master.tensor.dtype.itemsize
             for job in self._jobs
-            if job.record.has_compute_copy and job.staged_slots() and self._kernels[job] is None
+            if job.grad.dtype != job.record.master.tensor.dtype and job.staged_slots() and self._kernels[job] is None
         ]
         needed = max(widths, default=0)
         if needed and needed + self.largest_lease_nbytes <= self._store.staging.capacity:

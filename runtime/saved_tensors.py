@@ -49,7 +49,7 @@ class PackedWeight:
                 f"parameter '{self.record.name}' was modified by an optimizer step between its forward and its backward; "
                 "call backward() before step()"
             )
-        value = store.gather_value(self.record)
+        value = store.gather_value(self.record, self.record.dtype)
         return value.as_strided(self.size, self.stride, self.storage_offset)
 
 
@@ -58,7 +58,7 @@ def _pack(tensor: Tensor) -> Tensor | PackedWeight:
     if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
         return tensor
     record = GATHERED.find(tensor)
-    if record is None or tensor.dtype != record.compute.tensor.dtype:
+    if record is None or tensor.dtype != record.dtype:
         return tensor
     return PackedWeight(
         record=record,

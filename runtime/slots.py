@@ -105,7 +105,10 @@ class DeferredOp:
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class StoredParameter:
-    """A parameter and all that belongs to it. ``master`` is ``compute`` itself where there is only one copy."""
+    """A parameter and all that belongs to it. ``master`` is ``compute`` itself where there is only one copy.
+
+    The compute copy has ``dtype``, or is narrower, for captured graphs that cast every read of the parameter.
+    """
 
     param: int  # the id in the graph
     name: str
@@ -115,6 +118,7 @@ class StoredParameter:
     master: Slot
     gradient: Slot | None
     seat: Seat
+    dtype: torch.dtype  # that the model's own code computes with, and of the gradient
     states: dict[str, Slot] = field(default_factory=dict)  # of the optimizer that stepped it last
     states_owner: "weakref.ref[torch.optim.Optimizer] | None" = None  # that optimizer
     other_states: "list[tuple[weakref.ref[torch.optim.Optimizer], dict[str, Slot]]]" = field(default_factory=list)
@@ -138,10 +142,9 @@ class StoredParameter:
         """Return whether compute and master are two slots."""
         return self.compute is not self.master
 
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """Return the dtype of its gradient, which is what compute gives."""
-        return self.compute.tensor.dtype
+    def copy_in(self, dtype: torch.dtype) -> Slot:
+        """Return the copy that a gather of ``dtype`` moves."""
+        return self.compute if dtype == self.compute.tensor.dtype else self.master
 
     @property
     def is_aliased(self) -> bool:

@@ -135,11 +135,14 @@ class Store:
 
     # Values
 
-    def gather_value(self, record: StoredParameter) -> Tensor:
-        """Return the full compute copy: the resident tensor itself, or fresh memory filled from its home. Blocks."""
+    def gather_value(self, record: StoredParameter, dtype: torch.dtype) -> Tensor:
+        """Return the full value in one of its dtypes: the resident tensor itself, or fresh memory filled from its home.
+
+        Blocks.
+        """
         self.check_usable(record)  # once its update is done
         self.refresh_one(record)
-        slot = record.compute
+        slot = record.copy_in(dtype)
         if slot.tier is Tier.DEVICE:
             return slot.tensor.detach()
         self.begin_memory()

@@ -65,10 +65,13 @@ class Transfers:
 
     # Gathers
 
-    def issue_gather(self, records: Sequence[StoredParameter], offsets: Sequence[int]) -> int:
-        """Start moving compute copies into consecutive arena bytes; return the ticket to wait with."""
+    def issue_gather(
+        self, records: Sequence[StoredParameter], dtypes: Sequence[torch.dtype], offsets: Sequence[int]
+    ) -> int:
+        """Start moving the copies of these dtypes into consecutive arena bytes; return the ticket to wait with."""
+        slots = [record.copy_in(dtype) for record, dtype in zip(records, dtypes, strict=True)]
         first, last = offsets[0], offsets[-1]
-        end = last + whole_sectors(records[-1].compute.nbytes)
+        end = last + whole_sectors(slots[-1].nbytes)
         self._arena.take(first, end - first)
         self._next_ticket += 1
         gather = self._gathers[self._next_ticket] = GatherInFlight(
@@ -84,7 +87,7 @@ class Transfers:
                 gather.started.set_exception(error)
                 return
             try:
-                self._start_gather(gather, offsets)
+                self._start_gather(gather, slots, offsets)
             except (ZinfError, RuntimeError) as refused:  # a pool that was shut down, say: who waits must hear of it
                 gather.started.set_exception(refused)
             else:
@@ -94,11 +97,11 @@ class Transfers:
         call_when_done([record.update for record in records if record.update is not None], start)
         return self._next_ticket
 
-    def _start_gather(self, gather: GatherInFlight, offsets: Sequence[int]) -> None:
-        for run in _file_runs([record.compute for record in gather.records], offsets):
+    def _start_gather(self, gather: GatherInFlight, slots: Sequence[Slot], offsets: Sequence[int]) -> None:
+        for run in _file_runs(slots, offsets):
             buffer = self._arena.buffer(run.arena_offset, run.nbytes)
             gather.futures += self.read(run.slot, run.file_offset, buffer, Tier.DEVICE)
-        for slot, offset in zip((record.compute for record in gather.records), offsets, strict=True):
+        for slot, offset in zip(slots, offsets, strict=True):
             if slot.in_memory:
                 destination = self._arena.view(offset, slot.tensor.shape, slot.tensor.dtype)
                 gather.futures.append(self._pool.submit(_copy, destination, slot.tensor))

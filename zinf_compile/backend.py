@@ -77,7 +77,7 @@ def _handle(parameter: Parameter) -> ParameterHandle:
         name=record.name,
         param=record.param,
         shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
+        dtype=record.dtype,
         device=tensor.device,
         trainable=record.gradient is not None,
     )

@@ -17,26 +17,42 @@ class ParameterFact:
     block: str  # module path of the repeated block it belongs to, or of its own module
     num_elements: int
     dtype: str  # of the master copy, e.g. "float32"
-    compute_dtype: str  # of what a gather moves
+    compute_dtype: str  # of the compute copy
     master_nbytes: int
     compute_nbytes: int
     state_nbytes: int  # of what the optimizer keeps of it, if it is trained
     trainable: bool
+    narrowed: bool = (
+        False  # its compute copy is there for graphs that cast it: the model itself computes with ``dtype``
+    )
 
     @property
     def has_compute_copy(self) -> bool:
-        """Return whether compute and master copies are two slots."""
+        """Return whether the compute copy has another dtype than the master copy."""
         return self.compute_dtype != self.dtype
 
     @property
+    def has_two_copies(self) -> bool:
+        """Return whether compute and master copies are two slots. A frozen one is kept as the model reads it only."""
+        return self.has_compute_copy and (self.trainable or self.narrowed)
+
+    def nbytes_read(self, dtype: str) -> int:
+        """Return the bytes that a gather of ``dtype`` moves."""
+        return self.compute_nbytes if dtype == self.compute_dtype else self.master_nbytes
+
+    @property
     def gradient_dtype(self) -> str | None:
-        """Return the dtype of its gradient, which is the compute dtype; None for a frozen parameter."""
-        return self.compute_dtype if self.trainable else None
+        """Return the dtype of its gradient, which is that the model computes with; None for a frozen parameter."""
+        if not self.trainable:
+            return None
+        return self.dtype if self.narrowed else self.compute_dtype
 
     @property
     def gradient_nbytes(self) -> int:
-        """Return the bytes of its gradient, which has the compute dtype; 0 for a frozen parameter."""
-        return self.compute_nbytes if self.trainable else 0
+        """Return the bytes of its gradient; 0 for a frozen parameter."""
+        if not self.trainable:
+            return 0
+        return self.master_nbytes if self.narrowed else self.compute_nbytes
 
     @property
     def optimizer_state_nbytes(self) -> int:
@@ -75,6 +91,7 @@ class UseFact:
     """The ticks at which a parameter's value is read, sorted."""
 
     parameter: str
+    dtype: str  # that the graph reads it in: of the compute copy, or else of the master copy
     ticks: tuple[int, ...]
 
 

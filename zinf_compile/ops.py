@@ -8,7 +8,7 @@ Semantics live in two ops, which are slow and correct anywhere, with no compiler
 Lowering replaces them by ops that overlap movement with compute. A *ticket* ties them together by data, so that no
 reordering can separate a transfer from its wait::
 
-    ticket = zinf::issue_gather(store, params, offsets)            start one transfer into the arena, return at once
+    ticket = zinf::issue_gather(store, params, dtypes, offsets)    start one transfer into the arena, return at once
     w      = zinf::wait_gather(ticket, store, offset, shape, ...)  block until it is there; a view of arena bytes
     zinf::release(ticket, store)                                   the bytes may be reused from here on
     zinf::sink_grad(grad, store, param)                            copy the gradient out; it is home after wait_sinks
@@ -28,7 +28,7 @@ _LIBRARY = torch.library.Library("zinf", "DEF")
 
 _LIBRARY.define("gather(Tensor anchor, int param, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
 _LIBRARY.define("store_grad(Tensor grad, int param) -> Tensor")
-_LIBRARY.define("issue_gather(int store, int[] params, int[] offsets) -> Tensor")
+_LIBRARY.define("issue_gather(int store, int[] params, ScalarType[] dtypes, int[] offsets) -> Tensor")
 _LIBRARY.define(
     "wait_gather(Tensor ticket, int store, int offset, SymInt[] shape, ScalarType dtype, Device device) -> Tensor"
 )
@@ -71,7 +71,9 @@ def _store_grad_fake(grad: Tensor, param: int) -> Tensor:
 
 
 @torch.library.register_fake("zinf::issue_gather", lib=_LIBRARY)
-def _issue_gather_fake(store: int, params: Sequence[int], offsets: Sequence[int]) -> Tensor:
+def _issue_gather_fake(
+    store: int, params: Sequence[int], dtypes: Sequence[torch.dtype], offsets: Sequence[int]
+) -> Tensor:
     return torch.empty(1, dtype=torch.int64)
 
 

@@ -1,6 +1,7 @@
 """Prove a plan before anything runs: capacity, no two live values on one byte, every read after its transfer."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zinf_compile.errors import VerifyError
@@ -12,8 +13,9 @@ def verify_plan(plan: Plan) -> None:
     """Raise VerifyError if the plan breaks a promise; the message names the transfer, parameter or tier."""
     _verify_capacity(plan)
     _verify_spans(plan)
+    read = {use.parameter: use.dtype for use in plan.uses}
     for transfer in plan.transfers:
-        _verify_transfer(plan, transfer)
+        _verify_transfer(plan, transfer, read)
     _verify_swaps(plan)
     _verify_no_overlap(plan)
     _verify_reads(plan)
@@ -62,7 +64,7 @@ def _verify_spans(plan: Plan) -> None:
         raise VerifyError(f"spans end at tick {tick}, the graph has {plan.num_ticks} ticks")
 
 
-def _verify_transfer(plan: Plan, transfer: GatherTransfer) -> None:
+def _verify_transfer(plan: Plan, transfer: GatherTransfer, read: Mapping[str, str]) -> None:
     where = f"transfer '{transfer.name}' ({transfer.phase}, needed at tick {transfer.need_by})"
     if not 0 <= transfer.issue <= transfer.need_by < transfer.release <= plan.num_ticks:
         raise VerifyError(f"{where}: issue {transfer.issue}, need-by and release {transfer.release} are out of order")
@@ -74,12 +76,15 @@ def _verify_transfer(plan: Plan, transfer: GatherTransfer) -> None:
         )
     cursor = transfer.offset
     for name, offset in zip(transfer.parameters, transfer.offsets, strict=True):
+        if name not in read:
+            raise VerifyError(f"{where}: '{name}' moves, and nothing reads it")
         placement = plan.placement(name)
-        if placement.compute is not transfer.source:
-            raise VerifyError(f"{where}: '{name}' lives on {placement.compute}, not on {transfer.source}")
-        if offset < cursor or offset + placement.compute_nbytes > transfer.offset + transfer.nbytes:
+        home, nbytes = placement.home_read(read[name]), placement.nbytes_read(read[name])
+        if home is not transfer.source:
+            raise VerifyError(f"{where}: '{name}' lives on {home}, not on {transfer.source}")
+        if offset < cursor or offset + nbytes > transfer.offset + transfer.nbytes:
             raise VerifyError(f"{where}: '{name}' at offset {offset} does not fit its transfer")
-        cursor = offset + placement.compute_nbytes
+        cursor = offset + nbytes
 
 
 def _verify_swaps(plan: Plan) -> None:
@@ -155,7 +160,7 @@ def _verify_reads(plan: Plan) -> None:
         for name in transfer.parameters:
             held[name].append(transfer)
     for use in plan.uses:
-        if plan.placement(use.parameter).compute is Tier.DEVICE:
+        if plan.placement(use.parameter).home_read(use.dtype) is Tier.DEVICE:
             continue
         for tick in use.ticks:
             covering = [item for item in held[use.parameter] if item.need_by <= tick < item.release]

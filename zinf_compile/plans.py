@@ -20,15 +20,24 @@ class Placement:
     """The homes of one parameter's copies, its gradient and its optimizer state, with their bytes."""
 
     parameter: str
-    compute: Tier  # what a gather moves; the device tier means resident
+    compute: Tier  # what gathers move; the device tier means resident
     master: Tier  # what the optimizer updates; equals ``compute`` where there is only one copy
     gradient: Tier
     optimizer_state: Tier
+    compute_dtype: str  # of the compute copy; a graph that reads another dtype gathers the master copy
     compute_nbytes: int
-    master_nbytes: int  # 0 where the compute copy is the master copy, and for frozen parameters
+    master_nbytes: int  # 0 where there is only one copy
     gradient_nbytes: int
     gradient_dtype: str | None  # in which backwards add up at home; None for frozen parameters
     optimizer_state_nbytes: int
+
+    def home_read(self, dtype: str) -> Tier:
+        """Return where the copy lives that a gather of ``dtype`` moves."""
+        return self.compute if dtype == self.compute_dtype else self.master
+
+    def nbytes_read(self, dtype: str) -> int:
+        """Return the bytes that a gather of ``dtype`` moves."""
+        return self.compute_nbytes if dtype == self.compute_dtype else self.master_nbytes
 
     def nbytes_on(self, tier: Tier) -> int:
         """Return the bytes this parameter keeps on a tier between uses."""
@@ -64,7 +73,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherTransfer:
-    """One transfer of some parameters' compute copies from their home into consecutive arena bytes."""
+    """One transfer of some parameters, in the dtypes the graph reads, from their home into consecutive arena bytes."""
 
     name: str  # "layers.3" or "layers.3.mlp.up.weight"; with the phase it is unique up to repeats
     phase: Phase

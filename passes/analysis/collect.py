@@ -165,11 +165,15 @@ def _collect_values(
 
 def _collect_uses(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) -> tuple[UseFact, ...]:
     """Return the ticks at which each parameter's bytes are read, directly or through a view. Making a view reads none."""
-    ticks: dict[str, set[int]] = {}
+    ticks: dict[tuple[str, str], set[int]] = {}
     for node in nodes:
         for used in node.all_input_nodes if node.op != "output" else ():
             root = roots[used]
             facts = root.node.meta[NODE_FACTS]
             if root.is_gathered and facts.parameter is not None and roots.get(node) != root:
-                ticks.setdefault(facts.parameter, set()).add(_tick(node))
-    return tuple(UseFact(parameter=name, ticks=tuple(sorted(found))) for name, found in sorted(ticks.items()))
+                dtype = str(root.node.meta["val"].dtype).removeprefix("torch.")
+                ticks.setdefault((facts.parameter, dtype), set()).add(_tick(node))
+    return tuple(
+        UseFact(parameter=name, dtype=dtype, ticks=tuple(sorted(found)))
+        for (name, dtype), found in sorted(ticks.items())
+    )

@@ -2,7 +2,7 @@
 
 Emitted::
 
-    layers_1 = zinf.issue_gather(store, [params], [offsets])                at the transfer's issue tick
+    layers_1 = zinf.issue_gather(store, [params], [dtypes], [offsets])      at the transfer's issue tick
     ...
     layers_1_up_weight = zinf.wait_gather(layers_1, store, offset, ...)     before its first reader in this residency
     t = aten.t(layers_1_up_weight)                                          views are made again in each residency
@@ -39,6 +39,7 @@ class _Starter:
         numbered = [(tick, node) for node in graph.nodes if (tick := node_facts(node).tick) is not None]
         self._ticks = [tick for tick, _ in numbered]
         self._nodes = [node for _, node in numbered]
+        self._dtypes = {node_facts(node).parameter: node.args[3] for node in self._nodes if node.target is GATHER}
         self._tickets: dict[GatherTransfer, fx.Node] = {}
         self._held: dict[str, list[GatherTransfer]] = defaultdict(list)
         self._bound: dict[tuple[fx.Node, GatherTransfer], fx.Node] = {}
@@ -64,7 +65,8 @@ class _Starter:
     def _issue(self, transfer: GatherTransfer) -> None:
         params = [self._inputs.param_ids[name] for name in transfer.parameters]
         before = self._nodes[bisect.bisect_left(self._ticks, transfer.issue)]
-        args = (self._inputs.store_id, params, list(transfer.offsets))
+        dtypes = [self._dtypes[name] for name in transfer.parameters]
+        args = (self._inputs.store_id, params, dtypes, list(transfer.offsets))
         ticket = insert_call(self._graph, before, ISSUE_GATHER, args, name=f"{transfer.name}_transfer")
         ticket.meta[NODE_FACTS] = NodeFacts(transfer=transfer)
         self._tickets[transfer] = ticket
@@ -73,12 +75,14 @@ class _Starter:
 
     def _streamed_values(self) -> dict[fx.Node, str]:
         """Return the gathers that are to be replaced, and all views of them, with their parameter."""
-        homes = {placement.parameter: placement.compute for placement in self._inputs.plan.placements}
+        read = {use.parameter: use.dtype for use in self._inputs.plan.uses}
+        placements = [item for item in self._inputs.plan.placements if item.parameter in read]
+        homes = {item.parameter: item.home_read(read[item.parameter]) for item in placements}
         streamed: dict[fx.Node, str] = {}
         for node in self._nodes:
             parameter = node_facts(node).parameter
             if node.target is GATHER and parameter is not None:
-                if homes[parameter] is not Tier.DEVICE:
+                if homes.get(parameter, Tier.DEVICE) is not Tier.DEVICE:
                     streamed[node] = parameter
                 continue
             source = node.args[0] if node.target is operator.getitem else view_source(node)

@@ -20,7 +20,9 @@ def chunk_nbytes_per_element(parameter: ParameterFact) -> int:
     master = parameter.master_nbytes // max(1, parameter.num_elements)
     compute = parameter.compute_nbytes // max(1, parameter.num_elements)
     state = -(-parameter.state_nbytes // max(1, parameter.num_elements))
-    gradient = compute + (master if parameter.has_compute_copy else 0)  # read in its own dtype, widened to the master's
+    gradient = parameter.gradient_nbytes // max(1, parameter.num_elements)
+    if parameter.gradient_dtype != parameter.dtype:
+        gradient += master  # widened for the optimizer
     return gradient + master + state + (compute if parameter.has_compute_copy else 0)
 
 

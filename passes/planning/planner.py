@@ -75,8 +75,8 @@ def _compute_nbytes(request: Request, graph: GraphFacts) -> int:
 
 def _workspace(request: Request, graph: GraphFacts) -> int:
     """Return what kernels take beside their outputs: a matrix product may repack its largest weight."""
-    used = {use.parameter for use in graph.uses}
-    return max((item.compute_nbytes for item in request.parameters if item.name in used), default=0)
+    read = {use.parameter: use.dtype for use in graph.uses}
+    return max((item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0)
 
 
 def _look_aheads(config: Config) -> Sequence[LookAhead]:
@@ -118,8 +118,7 @@ def _transfers(
     request: Request, graph: GraphFacts, placements: Sequence[Placement], look_ahead: LookAhead
 ) -> TransferPlan:
     residencies = plan_residencies(graph, request.parameters, placements, group_nbytes=look_ahead.group_nbytes)
-    by_name = {parameter.name: parameter for parameter in request.parameters}
-    return plan_transfers(residencies, by_name, prefetch_nbytes=look_ahead.prefetch_nbytes)
+    return plan_transfers(residencies, prefetch_nbytes=look_ahead.prefetch_nbytes)
 
 
 def _resident_nbytes(placements: Sequence[Placement]) -> int:

@@ -22,9 +22,14 @@ class Residency:
     phase: Phase
     source: Tier
     parameters: tuple[str, ...]
-    nbytes: int  # each parameter rounded up to the arena's alignment
+    sizes: tuple[int, ...]  # of each parameter, rounded up to the arena's alignment
     need_by: int
     release: int
+
+    @property
+    def nbytes(self) -> int:
+        """Return the arena bytes it takes."""
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +53,13 @@ def plan_residencies(
     holding on that long costs less than reading again.
     """
     uses = {use.parameter: use.ticks for use in graph.uses}
-    homes = {placement.parameter: placement.compute for placement in placements}
+    dtypes = {use.parameter: use.dtype for use in graph.uses}
+    homes = {item.parameter: item.home_read(dtypes[item.parameter]) for item in placements if item.parameter in uses}
+    sizes = {item.name: align(item.nbytes_read(dtypes[item.name])) for item in parameters if item.name in uses}
     groups = _group(
-        [parameter for parameter in parameters if homes[parameter.name] is not Tier.DEVICE and parameter.name in uses],
+        [parameter for parameter in parameters if homes.get(parameter.name, Tier.DEVICE) is not Tier.DEVICE],
         homes,
+        sizes,
         group_nbytes=group_nbytes,
     )
     stretches: list[tuple[list[ParameterFact], Phase, list[int]]] = []
@@ -72,7 +80,7 @@ def plan_residencies(
                     phase=phase,
                     source=homes[used[0].name],
                     parameters=tuple(item.name for item in used),
-                    nbytes=sum(align(item.compute_nbytes) for item in used),
+                    sizes=tuple(sizes[item.name] for item in used),
                     need_by=run[0],
                     release=run[-1] + 1,
                 )
@@ -81,7 +89,7 @@ def plan_residencies(
 
 
 def _group(
-    parameters: Sequence[ParameterFact], homes: Mapping[str, Tier], *, group_nbytes: int
+    parameters: Sequence[ParameterFact], homes: Mapping[str, Tier], sizes: Mapping[str, int], *, group_nbytes: int
 ) -> list[list[ParameterFact]]:
     groups: list[list[ParameterFact]] = []
     for parameter in parameters:
@@ -90,7 +98,7 @@ def _group(
             group
             and group[-1].block == parameter.block
             and homes[group[-1].name] is homes[parameter.name]
-            and sum(align(item.compute_nbytes) for item in group) + align(parameter.compute_nbytes) <= group_nbytes
+            and sum(sizes[item.name] for item in group) + sizes[parameter.name] <= group_nbytes
         ):
             group.append(parameter)
         else:
@@ -109,9 +117,7 @@ def _split(ticks: Sequence[int], first_needs: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def plan_transfers(
-    residencies: Sequence[Residency], parameters: Mapping[str, ParameterFact], *, prefetch_nbytes: int
-) -> TransferPlan:
+def plan_transfers(residencies: Sequence[Residency], *, prefetch_nbytes: int) -> TransferPlan:
     """Return one transfer per residency with its issue tick and its arena offsets.
 
     A transfer is issued at the need-by tick of the earliest transfer from which at most ``prefetch_nbytes`` lie ahead,
@@ -134,17 +140,13 @@ def plan_transfers(
     )
     transfers = []
     for residency, issue, offset in zip(residencies, issues, layout.offsets, strict=True):
-        offsets, cursor = [], offset
-        for name in residency.parameters:
-            offsets.append(cursor)
-            cursor += align(parameters[name].compute_nbytes)
         transfers.append(
             GatherTransfer(
                 name=residency.name,
                 phase=residency.phase,
                 source=residency.source,
                 parameters=residency.parameters,
-                offsets=tuple(offsets),
+                offsets=tuple(itertools.accumulate(residency.sizes[:-1], initial=offset)),
                 offset=offset,
                 nbytes=residency.nbytes,
                 issue=issue,

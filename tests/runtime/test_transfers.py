@@ -51,6 +51,7 @@ class Bench:
             master=slot,
             gradient=None,
             seat=Seat(torch.empty(0)),
+            dtype=slot.tensor.dtype,
         )
 
     def check(self) -> None:
@@ -166,7 +167,7 @@ def test_gathers_arrive_in_the_arena(bench: Bench, tier: Tier) -> None:
         bench.transfers.write_value(slot, value)
     bench.transfers.wait_writes()
     offsets = [3 * ALIGN, 8 * ALIGN, 9 * ALIGN]
-    ticket = bench.transfers.issue_gather([bench.record(slot) for slot in slots], offsets)
+    ticket = bench.transfers.issue_gather([bench.record(slot) for slot in slots], [torch.float32] * 3, offsets)
     assert bench.arena.taken_nbytes == 7 * ALIGN
     assert bench.transfers.wait_gather(ticket)
     assert not bench.transfers.wait_gather(ticket), "only the first wait is told so"
@@ -179,7 +180,9 @@ def test_gathers_arrive_in_the_arena(bench: Bench, tier: Tier) -> None:
 def test_neighbours_in_the_file_are_one_read(bench: Bench) -> None:
     slots = [bench.slot(f"w{index}", 1024) for index in range(5)]
     before = bench.engine._num_started["read"]
-    ticket = bench.transfers.issue_gather([bench.record(slot) for slot in slots], [ALIGN * i for i in range(5)])
+    ticket = bench.transfers.issue_gather(
+        [bench.record(slot) for slot in slots], [torch.float32] * 5, [ALIGN * i for i in range(5)]
+    )
     bench.transfers.wait_gather(ticket)
     bench.transfers.release(ticket)
     assert bench.engine._num_started["read"] - before == 1
@@ -189,7 +192,7 @@ def test_neighbours_in_the_file_that_are_apart_in_the_arena_are_not(bench: Bench
     slots = [bench.slot(f"w{index}", 1024) for index in range(2)]
     for index, slot in enumerate(slots):
         slot.tensor.fill_(index + 1)
-    ticket = bench.transfers.issue_gather([bench.record(slot) for slot in slots], [0, 3 * ALIGN])
+    ticket = bench.transfers.issue_gather([bench.record(slot) for slot in slots], [torch.float32] * 2, [0, 3 * ALIGN])
     bench.transfers.wait_gather(ticket)
     for index, offset in enumerate((0, 3 * ALIGN)):
         assert bench.arena.view(offset, (1024,), torch.float32).unique().tolist() == [index + 1]
@@ -198,9 +201,9 @@ def test_neighbours_in_the_file_that_are_apart_in_the_arena_are_not(bench: Bench
 
 def test_bytes_of_a_transfer_in_flight_are_not_given_to_another(bench: Bench) -> None:
     slots = [bench.record(bench.slot(f"w{index}", 2048)) for index in range(2)]
-    ticket = bench.transfers.issue_gather(slots[:1], [0])
+    ticket = bench.transfers.issue_gather(slots[:1], [torch.float32], [0])
     with pytest.raises(VerifyError, match="are taken by"):
-        bench.transfers.issue_gather(slots[1:], [ALIGN])
+        bench.transfers.issue_gather(slots[1:], [torch.float32], [ALIGN])
     with pytest.raises(VerifyError, match="transfer of w0 is released before it was waited for"):
         bench.transfers.release(ticket)
     bench.transfers.abandon_gathers()
@@ -209,7 +212,7 @@ def test_bytes_of_a_transfer_in_flight_are_not_given_to_another(bench: Bench) ->
 def test_a_gather_that_compute_never_waits_for_is_abandoned(benches: list[Bench]) -> None:
     benches.append(Bench(latency_seconds=0.05))
     bench = benches[0]
-    bench.transfers.issue_gather([bench.record(bench.slot("w", 5000))], [0])
+    bench.transfers.issue_gather([bench.record(bench.slot("w", 5000))], [torch.float32], [0])
     bench.transfers.abandon_gathers()
     bench.check()
 

@@ -52,6 +52,7 @@ def _make_placement(
         master=rest if master else compute,
         gradient=rest,
         optimizer_state=rest,
+        compute_dtype="bfloat16" if master else "float32",
         compute_nbytes=nbytes,
         master_nbytes=master,
         gradient_nbytes=nbytes if trainable else 0,
@@ -105,11 +106,11 @@ def make_small_plan() -> Plan:
             _make_placement("layers.1.weight", Tier.NVME, Tier.NVME, 200),
         ),
         uses=(
-            UseFact(parameter="embed.weight", ticks=(0, 11)),
-            UseFact(parameter="layers.0.bias", ticks=(1,)),
-            UseFact(parameter="layers.0.weight", ticks=(1, 2, 9, 10)),
-            UseFact(parameter="layers.1.bias", ticks=(3,)),
-            UseFact(parameter="layers.1.weight", ticks=(3, 4, 7, 8)),
+            UseFact(parameter="embed.weight", dtype="float32", ticks=(0, 11)),
+            UseFact(parameter="layers.0.bias", dtype="float32", ticks=(1,)),
+            UseFact(parameter="layers.0.weight", dtype="float32", ticks=(1, 2, 9, 10)),
+            UseFact(parameter="layers.1.bias", dtype="float32", ticks=(3,)),
+            UseFact(parameter="layers.1.weight", dtype="float32", ticks=(3, 4, 7, 8)),
         ),
         transfers=(
             _make_transfer("layers.0", forward, 0, 0, 1, 3),
@@ -204,6 +205,7 @@ def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: 
 
     region = num_slots * layer_nbytes  # where the bound values begin
     transfers, bound, sinks, spans = [], [], [], []
+    dtypes = {item.parameter: item.compute_dtype for item in placements}
     uses = {item.parameter: [0] if item.compute is Tier.DEVICE else [] for item in placements}
     spans.append(_make_span("embed", Phase.FORWARD, 0, 5, 0.01, 400 * MIB))
     for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -263,7 +265,9 @@ def make_layered_plan(num_layers: int, *, ticks_per_layer: int = 20, num_slots: 
         num_forward_ticks=num_forward,
         num_ticks=num_ticks,
         placements=tuple(placements),
-        uses=tuple(UseFact(parameter=name, ticks=tuple(ticks)) for name, ticks in sorted(uses.items())),
+        uses=tuple(
+            UseFact(parameter=name, dtype=dtypes[name], ticks=tuple(ticks)) for name, ticks in sorted(uses.items())
+        ),
         transfers=tuple(sorted(transfers, key=lambda transfer: (transfer.issue, transfer.need_by))),
         bound=tuple(sorted(bound, key=lambda value: value.live.start)),
         swaps=(),

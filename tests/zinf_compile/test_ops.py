@@ -74,7 +74,7 @@ def test_an_op_with_an_effect_survives_dead_code_elimination(op: torch._ops.OpOv
 
 def test_tracing_keeps_what_nobody_reads() -> None:
     def step(grad: Tensor) -> Tensor:
-        ticket = ops.ISSUE_GATHER(1, [2], [0])
+        ticket = ops.ISSUE_GATHER(1, [2], [torch.float32], [0])
         ops.RELEASE(ticket, 1)
         ops.SINK_GRAD(grad, 1, 2)
         ops.STORE_GRAD(grad, 2)
@@ -131,7 +131,7 @@ def test_a_frozen_anchor_gives_no_gradient(record: StoredParameter) -> None:
 def test_issue_wait_and_release_keep_their_promises(record: StoredParameter) -> None:
     store_id = record.store.store_id
     for offset in (0, 4096):
-        ticket = ops.ISSUE_GATHER(store_id, [record.param], [offset])
+        ticket = ops.ISSUE_GATHER(store_id, [record.param], [torch.float32], [offset])
         args = (ticket, store_id, offset, [128, 256], torch.float32, CPU)
         torch.library.opcheck(ops.WAIT_GATHER, args, test_utils=SCHEMA_FAKE_AUTOGRAD)
         assert torch.equal(ops.WAIT_GATHER(*args), _expected())
@@ -140,7 +140,7 @@ def test_issue_wait_and_release_keep_their_promises(record: StoredParameter) -> 
 
 def test_issue_gather_keeps_its_promises(record: StoredParameter) -> None:
     """It has an effect, so that it cannot be run twice for one arena: what runs it once is checked."""
-    args = (record.store.store_id, [record.param], [0])
+    args = (record.store.store_id, [record.param], [torch.float32], [0])
     torch.library.opcheck(ops.ISSUE_GATHER, args, test_utils="test_autograd_registration")
     record.store.transfers.abandon_gathers()
     torch.library.opcheck(ops.ISSUE_GATHER, args, test_utils="test_faketensor")
@@ -150,7 +150,7 @@ def test_issue_gather_keeps_its_promises(record: StoredParameter) -> None:
 def test_release_keeps_its_promises(record: StoredParameter) -> None:
     store_id = record.store.store_id
     for check in ("test_schema", "test_autograd_registration"):
-        ticket = ops.ISSUE_GATHER(store_id, [record.param], [0])
+        ticket = ops.ISSUE_GATHER(store_id, [record.param], [torch.float32], [0])
         ops.WAIT_GATHER(ticket, store_id, 0, [128, 256], torch.float32, CPU)
         torch.library.opcheck(ops.RELEASE, (ticket, store_id), test_utils=check)
 

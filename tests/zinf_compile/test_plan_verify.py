@@ -105,6 +105,26 @@ def test_a_parameter_outside_of_its_transfer(small_plan: Plan) -> None:
     _refused(_with_transfer(small_plan, 1, offsets=(257,)), "'layers.1.weight' at offset 257 does not fit its transfer")
 
 
+def test_a_transfer_that_nothing_reads(small_plan: Plan) -> None:
+    plan = replace(small_plan, uses=small_plan.uses[:-1])
+    _refused(plan, "'layers.1' .*: 'layers.1.weight' moves, and nothing reads it")
+
+
+def test_a_transfer_moves_the_copy_in_the_dtype_that_is_read(small_plan: Plan) -> None:
+    narrowed = tuple(
+        replace(item, compute_dtype="bfloat16", compute_nbytes=100, compute=Tier.HOST, master_nbytes=200)
+        if item.parameter == "layers.0.weight"
+        else item
+        for item in small_plan.placements
+    )
+    plan = replace(small_plan, placements=narrowed)
+    verify_plan(plan)  # it reads float32: the master copy, at home on nvme
+    uses = tuple(
+        replace(use, dtype="bfloat16") if use.parameter == "layers.0.weight" else use for use in small_plan.uses
+    )
+    _refused(replace(plan, uses=uses), "'layers.0.weight' lives on host, not on nvme")
+
+
 def test_parameters_of_one_transfer_that_share_bytes(small_plan: Plan) -> None:
     placements = tuple(
         replace(item, compute_nbytes=100) if item.parameter.endswith("weight") else item
@@ -119,7 +139,8 @@ def test_parameters_of_one_transfer_that_share_bytes(small_plan: Plan) -> None:
     both = replace(
         small_plan.transfers[0], parameters=("layers.0.weight", "layers.1.weight"), offsets=(0, 99), offset=0
     )
-    plan = replace(small_plan, placements=placements, tiers=tiers, transfers=(both,), uses=(), sinks=())
+    uses = tuple(UseFact(parameter=name, dtype="float32", ticks=(1,)) for name in both.parameters)
+    plan = replace(small_plan, placements=placements, tiers=tiers, transfers=(both,), uses=uses, sinks=())
     _refused(plan, "'layers.1.weight' at offset 99 does not fit its transfer")
     verify_plan(replace(plan, transfers=(replace(both, offsets=(0, 100)),)))
 
@@ -180,7 +201,7 @@ def test_a_read_of_two_transfers_at_once(small_plan: Plan) -> None:
 
 
 def test_a_resident_needs_no_transfer(small_plan: Plan) -> None:
-    uses = (*small_plan.uses, UseFact(parameter="layers.0.bias", ticks=(1, 5, 11)))
+    uses = (*small_plan.uses, UseFact(parameter="layers.0.bias", dtype="float32", ticks=(1, 5, 11)))
     verify_plan(replace(small_plan, uses=uses))
 
 

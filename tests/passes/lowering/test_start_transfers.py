@@ -31,7 +31,7 @@ def test_a_transfer_is_issued_at_its_tick_and_waited_for_before_its_first_reader
 anchor_1 = placeholder[anchor_1]
 x_1 = placeholder[x_1]
 sin = aten.sin(x_1)
-a_transfer = zinf.issue_gather(7, [1], [8192])
+a_transfer = zinf.issue_gather(7, [1], [float32], [8192])
 cos = aten.cos(sin)
 a = zinf.wait_gather(a_transfer, 7, 8192, [4, 4], float32, cpu)
 mm = aten.mm(cos, a)
@@ -55,14 +55,14 @@ def test_views_are_made_again_in_each_residency(
     assert_expected_inline(
         lower(graph_module, [START_TRANSFERS], [first, second]),
         """\
-a_transfer = zinf.issue_gather(7, [1], [0])
+a_transfer = zinf.issue_gather(7, [1], [float32], [0])
 anchor_1 = placeholder[anchor_1]
 x_1 = placeholder[x_1]
 a = zinf.wait_gather(a_transfer, 7, 0, [4, 4], float32, cpu)
 t_1 = aten.t(a)
 mm = aten.mm(x_1, t_1)
 sin = aten.sin(mm)
-a_transfer_1 = zinf.issue_gather(7, [1], [4096])
+a_transfer_1 = zinf.issue_gather(7, [1], [float32], [4096])
 cos = aten.cos(sin)
 a_1 = zinf.wait_gather(a_transfer_1, 7, 4096, [4, 4], float32, cpu)
 t_2 = aten.t(a_1)
@@ -85,7 +85,7 @@ def test_a_gather_read_twice_in_one_residency_is_waited_for_once(
         """\
 anchor_1 = placeholder[anchor_1]
 x_1 = placeholder[x_1]
-a_transfer = zinf.issue_gather(7, [1], [0])
+a_transfer = zinf.issue_gather(7, [1], [float32], [0])
 a = zinf.wait_gather(a_transfer, 7, 0, [4, 4], float32, cpu)
 mm = aten.mm(x_1, a)
 mm_1 = aten.mm(mm, a)
@@ -105,7 +105,7 @@ def test_one_transfer_brings_several_parameters(
         lower(graph_module, [START_TRANSFERS], [make_transfer({"a": 0, "b": 4096}, issue=1, need_by=4, release=5)]),
         """\
 anchor_1 = placeholder[anchor_1]
-a_b_transfer = zinf.issue_gather(7, [1, 2], [0, 4096])
+a_b_transfer = zinf.issue_gather(7, [1, 2], [float32, float32], [0, 4096])
 x_1 = placeholder[x_1]
 b = zinf.wait_gather(a_b_transfer, 7, 4096, [4], float32, cpu)
 a = zinf.wait_gather(a_b_transfer, 7, 0, [4, 4], float32, cpu)
@@ -128,14 +128,14 @@ def test_an_unpacked_split_is_made_again_with_its_list(
     assert_expected_inline(
         lower(graph_module, [START_TRANSFERS], [first, second]),
         """\
-a_transfer = zinf.issue_gather(7, [1], [0])
+a_transfer = zinf.issue_gather(7, [1], [float32], [0])
 anchor_1 = placeholder[anchor_1]
 x_1 = placeholder[x_1]
 a = zinf.wait_gather(a_transfer, 7, 0, [4, 4], float32, cpu)
 split_1 = aten.split.Tensor(a, 2)
 getitem_2 = getitem(split_1, 0)
 sin = aten.sin(getitem_2)
-a_transfer_1 = zinf.issue_gather(7, [1], [0])
+a_transfer_1 = zinf.issue_gather(7, [1], [float32], [0])
 a_1 = zinf.wait_gather(a_transfer_1, 7, 0, [4, 4], float32, cpu)
 split_2 = aten.split.Tensor(a_1, 2)
 getitem_3 = getitem(split_2, 1)
@@ -155,7 +155,7 @@ def test_resident_gathers_stay(trace: Function, lower: Function, gather: Functio
     assert_expected_inline(
         lower(graph_module, [START_TRANSFERS], [make_transfer({"b": 0}, issue=0, need_by=5, release=6)]),
         """\
-b_transfer = zinf.issue_gather(7, [2], [0])
+b_transfer = zinf.issue_gather(7, [2], [float32], [0])
 anchor_1 = placeholder[anchor_1]
 x_1 = placeholder[x_1]
 gather = zinf.gather(anchor_1, 1, [4, 4], float32, cpu)
@@ -249,7 +249,7 @@ def test_what_the_caller_gets_outlives_the_arena(
     assert_expected_inline(
         lower(graph_module, [START_TRANSFERS], [make_transfer({"a": 0}, issue=0, need_by=3, release=4)]),
         """\
-a_transfer = zinf.issue_gather(7, [1], [0])
+a_transfer = zinf.issue_gather(7, [1], [float32], [0])
 anchor_1 = placeholder[anchor_1]
 x_1 = placeholder[x_1]
 gather = zinf.gather(anchor_1, 1, [4, 4], float32, cpu)

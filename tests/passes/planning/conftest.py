@@ -44,9 +44,10 @@ def make_graph(
     num_ticks: int,
     values: Sequence[ValueFact] = (),
     gradients: Sequence[GradientFact] = (),
+    dtype: str = "float32",
     policy: ActivationPolicy = ActivationPolicy.SAVE,
 ) -> GraphFacts:
-    """Return a graph of one op a tick, four ticks a module."""
+    """Return a graph of one op a tick, four ticks a module, that reads its parameters in ``dtype``."""
     return GraphFacts(
         name="graph",
         policy=policy,
@@ -65,7 +66,9 @@ def make_graph(
             for tick in range(num_ticks)
         ),
         values=tuple(sorted(values, key=lambda value: (value.live.start, value.name))),
-        uses=tuple(UseFact(parameter=name, ticks=tuple(sorted(ticks))) for name, ticks in sorted(uses.items())),
+        uses=tuple(
+            UseFact(parameter=name, dtype=dtype, ticks=tuple(sorted(ticks))) for name, ticks in sorted(uses.items())
+        ),
         gradients=tuple(gradients),
     )
 
@@ -114,7 +117,13 @@ def _make_random_graph(rng: random.Random, parameters: Sequence[ParameterFact], 
         bindable = not saved and (tick < half) == (live.end <= half) and rng.random() < 0.5
         values.append(ValueFact(name=f"value_{tick}", nbytes=nbytes, live=live, saved=saved, bindable=bindable))
     return make_graph(
-        uses, num_forward_ticks=half, num_ticks=num_ticks, values=values, gradients=gradients, policy=policy
+        uses,
+        num_forward_ticks=half,
+        num_ticks=num_ticks,
+        values=values,
+        gradients=gradients,
+        dtype=parameters[0].compute_dtype,
+        policy=policy,
     )
 
 

@@ -77,20 +77,19 @@ def test_residents_and_what_is_not_read_do_not_move(parameter: Function, graph: 
     assert [item.parameters for item in residencies] == [("read.weight",)]
 
 
-def _chain(parameter: Function, graph: Function, length: int) -> tuple[list[ParameterFact], tuple[Residency, ...]]:
-    """Return parameters read one after the other, forward then backward, two ticks each."""
+def _chain(parameter: Function, graph: Function, length: int) -> tuple[Residency, ...]:
+    """Return the residencies of parameters read one after the other, forward then backward, two ticks each."""
     parameters = [parameter(f"w{index}.weight", ELEMENTS) for index in range(length)]
     last = 4 * length - 1
     uses = {item.name: [2 * index + 1, last - 2 * index] for index, item in enumerate(parameters)}
     facts = graph(uses, num_forward_ticks=2 * length, num_ticks=4 * length)
-    return parameters, plan_residencies(facts, parameters, place(parameters), group_nbytes=0)
+    return plan_residencies(facts, parameters, place(parameters), group_nbytes=0)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2, 4])
 def test_transfers_run_no_further_ahead_than_allowed(parameter: Function, graph: Function, num_ahead: int) -> None:
-    parameters, residencies = _chain(parameter, graph, 6)
-    by_name = {item.name: item for item in parameters}
-    plan = plan_transfers(residencies, by_name, prefetch_nbytes=num_ahead * NBYTES)
+    residencies = _chain(parameter, graph, 6)
+    plan = plan_transfers(residencies, prefetch_nbytes=num_ahead * NBYTES)
     for transfer in plan.transfers:
         before = [item for item in plan.transfers if item.phase is transfer.phase and item.need_by < transfer.need_by]
         ahead = [item for item in before if item.need_by > transfer.issue]  # issued with it, and not yet needed
@@ -101,8 +100,8 @@ def test_transfers_run_no_further_ahead_than_allowed(parameter: Function, graph:
 
 
 def test_no_transfer_is_issued_in_another_phase(parameter: Function, graph: Function) -> None:
-    parameters, residencies = _chain(parameter, graph, 4)
-    plan = plan_transfers(residencies, {item.name: item for item in parameters}, prefetch_nbytes=2**30)
+    residencies = _chain(parameter, graph, 4)
+    plan = plan_transfers(residencies, prefetch_nbytes=2**30)
     assert {item.phase for item in plan.transfers if item.issue >= 8} == {Phase.BACKWARD}
     assert {item.phase for item in plan.transfers if item.issue < 8} == {Phase.FORWARD}
 
@@ -111,7 +110,7 @@ def test_parameters_of_a_transfer_lie_in_pages_of_their_own(parameter: Function,
     parameters = [parameter("layers.0.up", ELEMENTS + 1), parameter("layers.0.down", ELEMENTS)]
     facts = graph({item.name: [1] for item in parameters}, num_forward_ticks=2, num_ticks=2)
     residencies = plan_residencies(facts, parameters, place(parameters), group_nbytes=2**30)
-    plan = plan_transfers(residencies, {item.name: item for item in parameters}, prefetch_nbytes=0)
+    plan = plan_transfers(residencies, prefetch_nbytes=0)
     (transfer,) = plan.transfers
     assert transfer.offsets == (0, NBYTES + 4096)
     assert transfer.nbytes == plan.arena_nbytes == 2 * NBYTES + 4096
