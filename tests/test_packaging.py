@@ -51,6 +51,14 @@ def test_every_package_has_an_init() -> None:
         assert (path / "__init__.py").is_file(), package
 
 
+def test_every_hardware_profile_is_in_the_wheel() -> None:
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["zinf_compile"]
+    installed = {path for pattern in patterns for path in (ROOT / "zinf_compile").glob(pattern)}
+    profiles = {path for path in (ROOT / "zinf_compile" / "profiles").iterdir() if path.is_file()}
+    assert profiles
+    assert profiles <= installed
+
+
 def test_every_source_that_is_compiled_at_run_time_is_in_the_wheel() -> None:
     patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["zinf_compile.runtime"]
     installed = {path for pattern in patterns for path in (ROOT / "runtime").glob(pattern)}

@@ -13,6 +13,7 @@ import pytest
 
 from zinf_compile.cli import diff, show
 from zinf_compile.errors import ConfigError, PlanFileError
+from zinf_compile.hardware_io import load_hardware
 from zinf_compile.plans import Plan
 from zinf_compile.printing import dump_plan
 
@@ -79,3 +80,15 @@ def test_a_reader_that_goes_away_is_status_141(saved: Path) -> None:
         process.stdout.close()  # before anything is written
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_diff_tells_other_hardware(
+    small_plan: Plan, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.json"
+    replace(small_plan, hardware=load_hardware("h200")).save(other)
+    assert run(diff, saved, other) == 1
+    out = capsys.readouterr().out
+    assert "hardware name: paper -> h200\n" in out
+    assert "hardware tier device: none -> 131.32 GiB\n" in out
+    assert "hardware devices per node: 1 -> 8\n" in out
