@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zinf_compile.errors import UnsupportedError as UnsupportedError
     from zinf_compile.errors import VerifyError as VerifyError
     from zinf_compile.errors import ZinfError as ZinfError
+    from zinf_compile.offline import plan as plan
     from zinf_compile.plans import Plan as Plan
     from zinf_compile.reports import Report as Report
     from zinf_compile.weights.export import export as export
@@ -32,6 +33,7 @@ _HOMES = {
     "close": "zinf_compile.api",
     "full_parameters": "zinf_compile.api",
     "export": "zinf_compile.weights.export",
+    "plan": "zinf_compile.offline",
     "synchronize": "zinf_compile.api",
     "save": "zinf_compile.checkpoint.save",
     "load": "zinf_compile.checkpoint.load",

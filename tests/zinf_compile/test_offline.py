@@ -1,0 +1,195 @@
+"""``plan``: the plan that the model itself would get, without its values; and what is refused or told."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+import zinf_compile
+from examples.gpt import GPT, GPTConfig
+from zinf_compile.errors import CapacityError, ConfigError, UnsupportedError
+from zinf_compile.hardware import Hardware, Rate, TierSize, make_route
+from zinf_compile.plans import Plan
+from zinf_compile.terms import Tier
+
+MIB = 2**20
+ROUTES = (
+    ("host", "device"),
+    ("device", "host"),
+    ("nvme", "device"),
+    ("device", "nvme"),
+    ("nvme", "host"),
+    ("host", "nvme"),
+)
+HARDWARE = Hardware(
+    name="paper",
+    flops=(Rate(name="float32", per_second=1e12),),
+    memory_bytes_per_second=1e11,
+    routes=tuple(make_route(Tier(source), Tier(target), 1e10) for source, target in ROUTES),
+    optimizer_elements_per_second=1e9,
+    tiers=tuple(TierSize(tier=tier, nbytes=2 ** (30 + 4 * power)) for power, tier in enumerate(Tier)),
+)
+
+
+def make_gpt(hidden: int = 64) -> GPT:
+    return GPT(GPTConfig(vocab_size=64, layers=2, hidden=hidden, heads=4, seq=32))
+
+
+def tokens(batch: int = 2, seq: int = 32) -> Tensor:
+    return torch.zeros(batch, seq, dtype=torch.int64)
+
+
+class Layers(nn.Module):
+    """Three linear layers and a function between the first and the others."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = F.relu) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.third(self.second(self.between(self.first(x))))
+        return y
+
+
+def test_the_plan_is_the_one_that_the_model_itself_gets(tmp_path: Path) -> None:
+    budgets: dict[str, Any] = {"device_memory": "1500KiB", "host_memory": "1MiB", "compute_dtype": torch.bfloat16}
+    model = make_gpt(hidden=128)
+    offline = zinf_compile.plan(model, (tokens(), tokens()), hardware=HARDWARE, recompute=True, **budgets)
+    zinf_compile.optimize(model, nvme=tmp_path, recompute=True, **budgets)
+    model(tokens(), tokens())
+    (online,) = zinf_compile.report(model).plans
+    zinf_compile.close(model)
+    assert offline.transfers
+    for part in ("name", "num_forward_ticks", "num_ticks", "placements", "uses", "transfers", "bound", "sinks"):
+        assert getattr(offline, part) == getattr(online, part), part
+    assert [tier.parts for tier in offline.tiers] == [tier.parts for tier in online.tiers]
+    assert (offline.activations, offline.step) == (online.activations, online.step)
+
+
+def test_values_do_not_matter() -> None:
+    model = make_gpt()
+    inputs = {"tokens": tokens(), "targets": tokens()}
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    plan = zinf_compile.plan(model, inputs, hardware=HARDWARE)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert all(type(module).__dict__.get("weight") is None for module in model.modules())
+    with FakeTensorMode():
+        fake, fake_tokens = make_gpt(), tokens()
+    assert zinf_compile.plan(fake, (fake_tokens, fake_tokens), hardware=HARDWARE) == plan
+    with torch.device("meta"):
+        meta, meta_tokens = make_gpt(), tokens()
+    assert zinf_compile.plan(meta, [meta_tokens, meta_tokens], hardware=HARDWARE) == plan
+
+
+def test_budgets_not_stated_are_those_of_the_hardware() -> None:
+    plan = zinf_compile.plan(Layers(), torch.randn(8, 64), hardware=HARDWARE, host_memory="3GiB")
+    assert [tier.capacity for tier in plan.tiers] == [2**30, 3 * 2**30, 2**38]
+
+
+def test_state_is_counted_as_the_optimizer_keeps_it() -> None:
+    def state_nbytes(plan: Plan) -> int:
+        return sum(placement.optimizer_state_nbytes for placement in plan.placements)
+
+    nbytes = sum(parameter.nbytes for parameter in Layers().parameters())
+    x = torch.randn(8, 64)
+    assert state_nbytes(zinf_compile.plan(Layers(), x, hardware=HARDWARE)) == 2 * nbytes
+    assert state_nbytes(zinf_compile.plan(Layers(), x, hardware=HARDWARE, optimizer=torch.optim.SGD)) == 0
+
+
+def test_a_loss_is_planned_with_the_forward() -> None:
+    x = torch.randn(8, 64)
+    without = zinf_compile.plan(Layers(), x, hardware=HARDWARE)
+    with_loss = zinf_compile.plan(Layers(), x, hardware=HARDWARE, loss=lambda y: y.square().mean())
+    assert with_loss.num_forward_ticks > without.num_forward_ticks
+    assert {use.parameter for use in with_loss.uses} == {use.parameter for use in without.uses}
+
+
+def test_a_forward_alone() -> None:
+    plan = zinf_compile.plan(Layers().requires_grad_(False), torch.randn(8, 64), hardware=HARDWARE, train=False)
+    assert plan.num_ticks == plan.num_forward_ticks
+    assert plan.sinks == ()
+
+
+def test_of_several_graphs_the_others_are_told() -> None:
+    def between(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    plan = zinf_compile.plan(Layers(between), torch.randn(8, 64), hardware=HARDWARE)
+    assert {sink.parameter for sink in plan.sinks} == {
+        f"{name}.{kind}" for name in ("second", "third") for kind in ("weight", "bias")
+    }
+    (note,) = plan.notes
+    assert note.startswith("Layers graph 0 is planned by itself")
+    assert f"{__file__}:" in note
+
+
+def test_what_depends_on_values_is_told_with_its_line() -> None:
+    def between(x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+    plan = zinf_compile.plan(Layers(between), torch.randn(8, 64), hardware=HARDWARE)
+    assert {use.parameter for use in plan.uses} == {"first.weight", "first.bias"}
+    line = between.__code__.co_firstlineno + 1
+    assert f"What follows could not be planned, since it depends on values: {__file__}:{line}" in plan.notes[-1]
+
+
+class DependsOnValues(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) if x.sum() > 0 else self.second(x)
+
+
+class WrongShapes(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x.view(7, -1))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (
+            Layers(),
+            {"device_memory": "2GiB"},
+            ConfigError,
+            r"is 2\.00 GiB, and one device of paper has 1\.00 GiB; lower",
+        ),
+        (Layers(), {"reserve_memory": "1GiB"}, ConfigError, r"reserve_memory is 1\.00 GiB, .* is 1\.00 GiB; lower"),
+        (Layers(), {"device_memroy": 1}, ConfigError, "did you mean 'device_memory'"),
+        (Layers(), {"nvme": "/disk"}, ConfigError, "unknown option 'nvme'"),
+        (Layers(), {"loss": lambda y: y}, ConfigError, r"loss returned a tensor float32\[8, 64\]; it has to return"),
+        (Layers(), {"loss": lambda y: 3.0}, ConfigError, "loss returned a float"),
+        (Layers(), {"device_memory": "4KiB"}, CapacityError, "raise device_memory to 1MiB"),
+        (Layers().requires_grad_(False), {}, UnsupportedError, "no training step to plan; say train=False"),
+        (DependsOnValues(), {}, UnsupportedError, rf"before any parameter is read .*{__file__}:\d+"),
+        (WrongShapes(), {}, UnsupportedError, r"test_offline.py:\d+ it raises .*shape '\[7, -1\]' is invalid"),
+        (F.relu, {}, ConfigError, "plan takes a torch.nn.Module, not function"),
+    ],
+)
+def test_refusals(model: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        zinf_compile.plan(model, torch.randn(8, 64), hardware=HARDWARE, **options)
+
+
+def test_contradictions_with_the_hardware() -> None:
+    x = torch.randn(8, 64)
+    small = replace(HARDWARE, tiers=HARDWARE.tiers[:2])
+    with pytest.raises(ConfigError, match=r"nvme_memory is 1\.00 GiB, and one device of paper has no nvme tier"):
+        zinf_compile.plan(Layers(), x, hardware=small, nvme_memory="1GiB")
+    with pytest.raises(ConfigError, match="does not say how much memory a device has; give device_memory"):
+        zinf_compile.plan(Layers(), x, hardware=replace(HARDWARE, tiers=()))
+    with pytest.raises(ConfigError, match="inputs is an int; give what the model is called with"):
+        zinf_compile.plan(Layers(), 3, hardware=HARDWARE)
+
+
+def test_an_optimized_model_is_refused(tmp_path: Path) -> None:
+    model = zinf_compile.optimize(Layers(), device_memory=MIB, host_memory=MIB, nvme=tmp_path)
+    with pytest.raises(ConfigError, match="was optimized already"):
+        zinf_compile.plan(model, torch.randn(8, 64), hardware=HARDWARE)
+    zinf_compile.close(model)

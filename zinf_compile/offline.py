@@ -1,0 +1,214 @@
+"""``plan``: what a model's training step would be on some hardware, without its weights, a store, or the hardware."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from zinf_compile.config import Config, make_config
+from zinf_compile.errors import ConfigError, UnsupportedError
+from zinf_compile.facts import ParameterFact, at_sizes
+from zinf_compile.hardware import Hardware
+from zinf_compile.passes.analysis.parameters import analyze_parameter
+from zinf_compile.passes.offline.optimizer_state import StateSizes
+from zinf_compile.passes.offline.skeleton import make_skeleton
+from zinf_compile.passes.offline.trace import Inputs, Trace, TracedGraph, trace_model
+from zinf_compile.passes.planning.planner import Request, make_plan
+from zinf_compile.plan_verify import verify_plan
+from zinf_compile.plans import Placement, Plan
+from zinf_compile.runtime.accessors import refuse_optimized
+from zinf_compile.runtime.shadow import check_supported
+from zinf_compile.simulate import simulate
+from zinf_compile.terms import ActivationPolicy, Tier, format_bytes
+
+MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
+
+_BUDGETS = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.NVME: "nvme_memory"}
+# Options of ``optimize`` that say nothing about a plan: the folder on this machine, and how it runs.
+_NOT_PLANNED = frozenset({"nvme", "compute", "capture"})
+
+
+def plan(
+    model: Module,
+    inputs: object,
+    *,
+    hardware: Hardware,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    loss: Callable[[Any], Tensor] | None = None,
+    train: bool = True,
+    **options: object,
+) -> Plan:
+    """Return the plan of one call of ``model`` on ``hardware``, and of the backward and the optimizer step after it.
+
+    Nothing is allocated, read or written: the model is captured with fake tensors, so it may be of any size, on meta, or
+    have values, which are not looked at; it stays as it is. What is captured is what ``optimize`` would capture.
+
+    ``inputs`` is what the model is called with: a tensor, a tuple, or a dict of keyword arguments; of its tensors only
+    shapes and dtypes matter.
+
+    Options:
+        device_memory, host_memory, nvme_memory: budgets in bytes or as "8GiB"; by default what one device of the hardware
+            has of each.
+        optimizer: a class of torch.optim, or a function that takes parameters and returns an optimizer: its state is
+            counted as it would keep it.
+        loss: a function of what the model returns, planned as part of the forward. Without one backward begins at what
+            the model returns.
+        train: False to plan a forward alone, of the model in eval mode, without gradients.
+        compute_dtype, reserve_memory, prefetch_memory, recompute, overlap_step, step_in_backward: as in ``optimize``.
+
+    A model that is captured as several graphs has the plan of the one whose backward gives the most gradients; the plan's
+    notes say what the others need.
+
+    Raises ConfigError for arguments that cannot be used or contradict each other, UnsupportedError for a model that
+    cannot be captured, and CapacityError, with the smallest budget that works, for one that does not fit.
+    """
+    if not isinstance(model, Module):
+        raise ConfigError(f"plan takes a torch.nn.Module, not {type(model).__name__}")
+    refuse_optimized(model)
+    config = _make_config(options, hardware)
+    name = type(model).__name__
+    called = replace(_make_inputs(inputs), loss=loss)
+    policies = _policies(config) if train else (ActivationPolicy.SAVE,)
+    fake_mode = FakeTensorMode()
+    skeleton = make_skeleton(model, fake_mode, compute_dtype=config.compute_dtype)
+    trace = trace_model(skeleton, fake_mode, called, name=name, policies=policies, train=train, dynamic=False)
+    _check_result(trace, name, train=train, has_loss=loss is not None)
+    parameters = _parameter_facts(model, config, optimizer if train else None)
+    return _plan_all(trace, name, parameters, config, hardware)
+
+
+def _policies(config: Config) -> tuple[ActivationPolicy, ...]:
+    if config.recompute is None:
+        return (ActivationPolicy.SAVE, ActivationPolicy.RECOMPUTE_BLOCKS)
+    return (ActivationPolicy.RECOMPUTE_BLOCKS if config.recompute else ActivationPolicy.SAVE,)
+
+
+def _make_inputs(inputs: object) -> Inputs:
+    if isinstance(inputs, Tensor):
+        return Inputs(args=(inputs,))
+    if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):
+        return Inputs(kwargs=dict(inputs))
+    if isinstance(inputs, tuple | list):
+        return Inputs(args=tuple(inputs))
+    raise ConfigError(
+        f"inputs is {_describe(inputs)}; give what the model is called with: a tensor, a tuple of arguments, or a dict of "
+        "keyword arguments"
+    )
+
+
+def _make_config(options: Mapping[str, object], hardware: Hardware) -> Config:
+    """Return the config of ``options`` with the hardware's own sizes for budgets that are not stated.
+
+    Raises ConfigError for options that contradict the hardware or each other, with both numbers.
+    """
+    known = {field.name for field in fields(Config)} - _NOT_PLANNED
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown option {name!r} of plan; {hint}")
+    sizes = {tier.tier: tier.nbytes for tier in hardware.tiers}
+    budgets = {name: sizes[tier] for tier, name in _BUDGETS.items() if tier in sizes}
+    given = {name: option for name, option in options.items() if option is not None}
+    config = make_config({"device_memory": 0, "host_memory": 0, **budgets, **given})
+    stated = {tier: getattr(config, name) for tier, name in _BUDGETS.items() if name in given}
+    if Tier.DEVICE not in sizes and Tier.DEVICE not in stated:
+        raise ConfigError(f"{hardware.name} does not say how much memory a device has; give device_memory")
+    for tier, nbytes in stated.items():
+        if hardware.tiers and nbytes > sizes.get(tier, 0):
+            has = f"has {format_bytes(sizes[tier])}" if tier in sizes else f"has no {tier} tier"
+            raise ConfigError(
+                f"{_BUDGETS[tier]} is {format_bytes(nbytes)}, and one device of {hardware.name} {has}; lower "
+                f"{_BUDGETS[tier]}, or name other hardware"
+            )
+    for name in ("reserve_memory", "prefetch_memory"):
+        nbytes = getattr(config, name) or 0
+        if nbytes >= max(1, config.device_memory):
+            raise ConfigError(
+                f"{name} is {format_bytes(nbytes)}, and device_memory, which it is a share of, is "
+                f"{format_bytes(config.device_memory)}; lower {name}"
+            )
+    has_nvme = config.nvme_memory is not None and config.nvme_memory > 0
+    return replace(config, nvme=f"the disk of {hardware.name}" if has_nvme else None)
+
+
+def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimizer | None) -> tuple[ParameterFact, ...]:
+    sizes = StateSizes(make_optimizer, check=check_supported) if make_optimizer is not None else None
+    return tuple(
+        analyze_parameter(
+            name,
+            parameter,
+            compute_dtype=config.compute_dtype,
+            state_nbytes=sizes.nbytes(parameter) if sizes is not None and parameter.requires_grad else 0,
+        )
+        for name, parameter in model.named_parameters()
+    )
+
+
+def _check_result(trace: Trace, name: str, *, train: bool, has_loss: bool) -> None:
+    """Raise unless there is something to plan."""
+    if trace.stopped_by is not None:
+        if train and not any(graph.candidates[0].gradients for graph in trace.graphs):
+            raise UnsupportedError(
+                f"{name} cannot be planned: before any parameter is read that is trained, its shapes or branches depend on "
+                f"values, which planning does not have ({trace.stopped_by}); make them depend on shapes alone"
+            )
+        return
+    if has_loss and not (isinstance(trace.result, Tensor) and trace.result.numel() == 1):
+        raise ConfigError(f"loss returned {_describe(trace.result)}; it has to return a tensor of one element")
+    leaves = [leaf for leaf in pytree.tree_leaves(trace.result) if isinstance(leaf, Tensor)]
+    if train and not any(leaf.requires_grad for leaf in leaves):
+        raise UnsupportedError(
+            f"{name} returns {_describe(trace.result)}, of which nothing depends on a parameter that requires grad, so "
+            "there is no training step to plan; say train=False to plan its forward"
+        )
+
+
+def _describe(result: object) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor {str(result.dtype).removeprefix('torch.')}{list(result.shape)}"
+    return f"{'an' if type(result).__name__[0] in 'aeiouAEIOU' else 'a'} {type(result).__name__}"
+
+
+def _plan_all(
+    trace: Trace, name: str, parameters: tuple[ParameterFact, ...], config: Config, hardware: Hardware
+) -> Plan:
+    """Return the plan of the main graph, with notes about the others, which keep the homes that it chooses."""
+    main = max(trace.graphs, key=lambda graph: (len(graph.candidates[0].gradients), len(graph.candidates[0].uses)))
+
+    def plan_one(graph: TracedGraph, placements: tuple[Placement, ...] | None) -> Plan:
+        made = make_plan(
+            Request(
+                name=graph.candidates[0].name,
+                candidates=tuple(at_sizes(candidate) for candidate in graph.candidates),
+                parameters=parameters,
+                config=config,
+                hardware=hardware,
+                placements=placements,
+            )
+        )
+        verify_plan(made)
+        return made
+
+    first = plan_one(main, None)
+    notes = []
+    if main.ended_by is not None:
+        notes.append(f"{first.name} ends early, at {main.ended_by}.")
+    for graph in trace.graphs:
+        if graph is not main:
+            other = plan_one(graph, first.placements)
+            ended = f"; it ends at {graph.ended_by}" if graph.ended_by is not None else ""
+            notes.append(
+                f"{other.name} is planned by itself: {other.tier(Tier.DEVICE).predicted_peak:,} bytes on device, "
+                f"{simulate(other).step_seconds:.3g} s{ended}."
+            )
+    if trace.stopped_by is not None:
+        notes.append(f"What follows could not be planned, since it depends on values: {trace.stopped_by}.")
+    return replace(first, notes=(*first.notes, *notes))
