@@ -36,8 +36,10 @@ def _take_over(optimizer: Optimizer, stand_in: Optimizer) -> None:
     """Give an optimizer what its own step has written into its attributes and groups."""
     kept = {"param_groups", *STEP_HOOKS}
     optimizer.__dict__.update({name: value for name, value in stand_in.__dict__.items() if name not in kept})
+    # Dynamo, where it traces the step, says capturable in a group without parameters: they might all be on a GPU.
+    kept_options = {"params", "capturable"}
     for group, seen in zip(optimizer.param_groups, stand_in.param_groups, strict=False):
-        group.update({key: value for key, value in seen.items() if key != "params"})
+        group.update({key: value for key, value in seen.items() if key not in kept_options})
 
 
 def _stores_of(optimizer: Optimizer) -> list[Store]:
@@ -49,6 +51,12 @@ def _stores_of(optimizer: Optimizer) -> list[Store]:
     return list(stores.values())
 
 
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that runs as it is where ``step`` is called in a compiled function: it has files and threads."""
+    untraced: Callable[..., Any] = torch.compiler.disable(hook)
+    return untraced
+
+
 class _StepInterception:
     """What happens around one ``step()`` of an optimizer: our updates instead of its own, for parameters in a store."""
 
@@ -58,8 +66,8 @@ class _StepInterception:
         self._stand_in: Optimizer | None = None
         # Innermost of all hooks: what the user's own do before a step happens before ours, and what they do after, after.
         self._handles = [
-            optimizer.register_step_pre_hook(self.before),
-            optimizer.register_step_post_hook(self.after),
+            optimizer.register_step_pre_hook(_untraced(self.before)),
+            optimizer.register_step_post_hook(_untraced(self.after)),
         ]
         optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
 
@@ -105,7 +113,7 @@ def install_step_hooks() -> None:
             check_supported(optimizer)
             interceptions[optimizer] = _StepInterception(optimizer, stores)
 
-    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_pre_hook(_untraced(before))
 
 
 def _call_closure_first(args: Any, kwargs: Any) -> Any:
