@@ -62,13 +62,14 @@ class Hardware:
     flops: tuple[Rate, ...]  # achievable, by dtype name
     memory_bytes_per_second: float  # of the device
     routes: tuple[Route, ...]
-    optimizer_elements_per_second: float
+    optimizer_elements_per_second: float  # when nothing else computes
     peak_flops: tuple[Rate, ...] = ()  # what the maker says, by dtype name; empty where nobody says
     tiers: tuple[TierSize, ...] = ()  # empty where only the budgets count
     devices_per_node: int = 1
     num_nodes: int = 1
     device_link_bytes_per_second: float = 0.0  # of one device, to others of its node; 0: it has none
     node_link_bytes_per_second: float = 0.0  # of one node, to others
+    updates_take_of_compute: float = 1.0  # seconds lost per second of update beside compute; 0: on other processors
     sources: tuple[str, ...] = ()  # where the numbers are from
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zinf_compile.hardware import route_name
 from zinf_compile.plans import Placement, Plan
-from zinf_compile.simulate import COMPUTE_LANE, Event, Timeline, simulate
+from zinf_compile.simulate import Event, Timeline, simulate
 from zinf_compile.terms import StepTiming, Tier, format_bytes
 from zinf_compile.views.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
 from zinf_compile.views.plan_names import NamePattern, cut_name, join_name, name_pattern, summarize_names
@@ -28,7 +28,7 @@ def dump_plan(plan: Plan, *, width: int = 100) -> str:
         dump_arena(plan, width),
         _dump_values(plan),
         _dump_predicted(timeline, width),
-        _dump_lanes(plan, timeline, width),
+        _dump_routes(timeline, width),
     )
     return "\n\n".join("\n".join(clip(line, width) for line in section) for section in sections if section)
 
@@ -204,18 +204,17 @@ def _dump_predicted(timeline: Timeline, width: int) -> list[str]:
     return make_table(header, rows, align="<>>><", width=width, flexible=4)
 
 
-def _dump_lanes(plan: Plan, timeline: Timeline, width: int) -> list[str]:
-    lanes: dict[str, list[Event]] = defaultdict(list)
+def _dump_routes(timeline: Timeline, width: int) -> list[str]:
+    routes: dict[str, list[Event]] = defaultdict(list)
     for event in timeline.events:
-        if event.lane != COMPUTE_LANE:
-            lanes[event.lane].append(event)
-    rates = {route.name: route.bytes_per_second for route in plan.hardware.routes}
+        if event.nbytes:
+            routes[event.lane].append(event)
     rows = []
-    for lane, events in sorted(lanes.items()):
-        nbytes = sum(event.nbytes for event in events)
-        busy = nbytes / rates[lane]
+    for route, events in sorted(routes.items()):
+        busy = sum(event.seconds for event in events)
         share = f"{busy / timeline.step_seconds:.0%}"
-        rows.append((lane, str(len(events)), format_bytes(nbytes), format_seconds(busy), share))
+        nbytes = sum(event.nbytes for event in events)
+        rows.append((route, str(len(events)), format_bytes(nbytes), format_seconds(busy), share))
     header = ("routes", "moves", "bytes", "busy", "of the step")
     return make_table(header, rows, align="<>>>>", width=width, flexible=0) if rows else []
 

@@ -112,7 +112,7 @@ def _describe_point(point: MemoryPoint, seconds: float) -> TraceEvent:
 
 
 def _category(event: Event) -> str:
-    return "compute" if event.lane == COMPUTE_LANE else "transfer"
+    return "transfer" if event.nbytes else "compute"
 
 
 def _nanoseconds(seconds: float) -> int:

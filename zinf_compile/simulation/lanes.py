@@ -1,0 +1,57 @@
+"""Lanes: each does one thing at a time, in the order in which it is asked. What was done becomes the nodes of the step."""
+
+from collections.abc import Iterable
+
+from zinf_compile.hardware import Hardware, route_name
+from zinf_compile.simulation.timeline import COMPUTE_LANE, UPDATE_LANE, Event
+from zinf_compile.terms import Tier
+
+
+class Lanes:
+    """What has occupied each lane so far. Whatever is appended is named by its index among the nodes from then on."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.nodes: list[Event] = []
+        routes = {route.name: route for route in hardware.routes}
+        pairs = [(source, destination) for source in Tier for destination in Tier]
+        self._routes = {pair: routes[name] for pair in pairs if (name := route_name(*pair)) in routes}
+        self._last: dict[str, int] = {}  # what occupied a route's lane last
+
+    def end_of(self, nodes: Iterable[int]) -> float:
+        """Return when the last of some nodes ends; 0 for none."""
+        return max((self.nodes[node].end_seconds for node in nodes), default=0.0)
+
+    def compute(self, name: str, start: float, end: float, after: tuple[int, ...]) -> tuple[int, ...]:
+        """Append what compute does next, unless it takes no time, and return what compute is after now."""
+        if end <= start:
+            return after
+        self.nodes.append(Event(COMPUTE_LANE, name, start, end, 0, after))
+        return (len(self.nodes) - 1,)
+
+    def update(self, name: str, seconds: float, after: tuple[int, ...]) -> int:
+        """Append what the thread of updates does next."""
+        return self._append(UPDATE_LANE, (UPDATE_LANE,), name, seconds, 0, after)
+
+    def move(self, source: Tier, destination: Tier, name: str, nbytes: int, after: tuple[int, ...]) -> int:
+        """Append a transfer that begins after some nodes, when its route is free; KeyError for an unknown route."""
+        route = self._routes[source, destination]
+        seconds = route.latency_seconds + nbytes / route.bytes_per_second
+        return self._append(route.name, route.lanes, name, seconds, nbytes, after)
+
+    def start_of(self, source: Tier, destination: Tier, after: tuple[int, ...]) -> float:
+        """Return when a transfer between two tiers would begin."""
+        return self.end_of(self._with_last(self._routes[source, destination].lanes, after))
+
+    def _append(
+        self, name: str, lanes: tuple[str, ...], what: str, seconds: float, nbytes: int, after: tuple[int, ...]
+    ) -> int:
+        index = len(self.nodes)
+        after = self._with_last(lanes, after)
+        start = self.end_of(after)
+        self.nodes.append(Event(name, what, start, start + seconds, nbytes, after))
+        self._last.update(dict.fromkeys(lanes, index))
+        return index
+
+    def _with_last(self, lanes: tuple[str, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+        """Return nodes, and what occupied some lanes last."""
+        return (*after, *(self._last[lane] for lane in lanes if lane in self._last))

@@ -1,0 +1,117 @@
+"""The updates of an optimizer step beside compute: they move when nothing else does, in the order in which they are queued.
+
+At most two are under way: while one is written, the next is read. Where either could move, it is the older one that does.
+Where the processors that compute also do the updates, compute loses the seconds of every update that begins beside it.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from zinf_compile.plans import Placement, Plan
+from zinf_compile.simulation.lanes import Lanes
+from zinf_compile.terms import Tier
+
+_MAX_UNDER_WAY = 2
+
+
+class _Update(NamedTuple):
+    """An update that has not begun, or one that has computed and is still to be written."""
+
+    placement: Placement
+    after: tuple[int, ...]
+    nbytes_read: int
+
+
+class Updates:
+    """The thread that runs the updates of one step: what it has still to do, and what ends each update."""
+
+    def __init__(self, plan: Plan, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._taken = plan.hardware.updates_take_of_compute
+        # A placement does not count elements. Gradients have one dtype, so they are shared out by the bytes of those.
+        nbytes = sum(placement.gradient_nbytes for placement in plan.placements)
+        seconds = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
+        self._seconds_per_nbyte = seconds / nbytes if nbytes else 0.0
+        self._queued: deque[_Update] = deque()
+        self._unwritten: deque[_Update] = deque()
+        self._unfinished: set[str] = set()
+        self._ends: dict[str, tuple[int, ...]] = {}  # by parameter: the node after which all of it is home
+        self._last_ends: deque[tuple[int, ...]] = deque([()] * _MAX_UNDER_WAY, maxlen=_MAX_UNDER_WAY)
+        self._beside: deque[tuple[float, float]] = deque()  # start and seconds of updates that compute has not felt yet
+
+    def queue(self, placement: Placement, after: tuple[int, ...], *, with_gradient: bool) -> None:
+        """Append the update of a parameter, which may begin after some nodes; a frozen one has none."""
+        if placement.gradient_nbytes:
+            read = placement.update_nbytes_read
+            if not with_gradient and placement.gradient is Tier.NVME:
+                read -= placement.gradient_nbytes
+            self._queued.append(_Update(placement, after, read))
+            self._unfinished.add(placement.parameter)
+
+    def advance(self, now: float) -> float:
+        """Begin what would begin before ``now``; return the seconds that compute has lost to updates since the last call."""
+        while self._place_next(before=now):
+            pass
+        lost = 0.0
+        while self._beside and self._beside[0][0] < now:
+            lost += self._beside.popleft()[1]
+        return lost * self._taken
+
+    def finish(self, parameters: Iterable[str]) -> tuple[int, ...]:
+        """Begin updates, in order, until those of ``parameters`` are done; return the nodes that end these."""
+        names = tuple(parameters)
+        while not self._unfinished.isdisjoint(names):
+            self._place_next(before=math.inf)
+        return tuple(node for name in names for node in self._ends.get(name, ()))
+
+    def finish_all(self) -> None:
+        """Begin all updates that are left."""
+        while self._place_next(before=math.inf):
+            pass
+
+    def _place_next(self, *, before: float) -> bool:
+        """Begin the move or the update that is first to begin, if that is before a moment; return whether one was."""
+        write = self._lanes.start_of(Tier.HOST, Tier.NVME, self._unwritten[0].after) if self._unwritten else math.inf
+        begin = math.inf
+        if self._queued and len(self._unwritten) < _MAX_UNDER_WAY:
+            update = self._queued[0]
+            after = (*update.after, *self._last_ends[0])
+            begin = (
+                self._lanes.start_of(Tier.NVME, Tier.HOST, after) if update.nbytes_read else self._lanes.end_of(after)
+            )
+        if min(write, begin) >= before:
+            return False
+        if write <= begin:
+            self._write(self._unwritten.popleft())
+        else:
+            self._begin(self._queued.popleft(), after)
+        return True
+
+    def _begin(self, update: _Update, after: tuple[int, ...]) -> None:
+        """Append what reads an update and, chunk by chunk beside it, what computes it."""
+        placement = update.placement
+        seconds = placement.gradient_nbytes * self._seconds_per_nbyte
+        if update.nbytes_read:
+            read = self._lanes.move(Tier.NVME, Tier.HOST, f"update of {placement.parameter}", update.nbytes_read, after)
+            computed = self._lanes.update(f"optimizer ({placement.parameter})", seconds, self._lanes.nodes[read].after)
+            after = (read, computed)
+        else:
+            after = (self._lanes.update(f"optimizer ({placement.parameter})", seconds, after),)
+        self._beside.append((self._lanes.nodes[after[-1]].start_seconds, seconds))
+        if placement.update_nbytes_written:
+            self._unwritten.append(_Update(placement, after, 0))
+        else:
+            self._end(placement, after)
+
+    def _write(self, update: _Update) -> None:
+        """Append what writes an update that has computed."""
+        name, nbytes = f"update of {update.placement.parameter}", update.placement.update_nbytes_written
+        self._end(update.placement, (self._lanes.move(Tier.HOST, Tier.NVME, name, nbytes, update.after),))
+
+    def _end(self, placement: Placement, nodes: tuple[int, ...]) -> None:
+        self._unfinished.discard(placement.parameter)
+        self._ends[placement.parameter] = nodes
+        if placement.update_nbytes_read:  # the others hold no staging
+            self._last_ends.append(nodes)
