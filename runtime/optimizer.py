@@ -104,7 +104,7 @@ class StreamedStep:
 
     def _may_overlap(self) -> bool:
         """Return whether it may go on while compute does, and has bytes to move meanwhile."""
-        moves_bytes = any(job.staged_slots() for job in self._jobs)
+        moves_bytes = any(job.staged_slots for job in self._jobs)
         return self._store.config.overlap_step and self._element_wise and moves_bytes
 
     def run(self) -> None:
@@ -177,7 +177,7 @@ class StreamedStep:
         if not self._element_wise:
             return max(1, job.num_elements)
         wanted = self._store.chunk_elements
-        slots = job.staged_slots()
+        slots = job.staged_slots
         if not slots:  # a kernel allocates nothing per element, and shares what it gets among its threads
             return wanted if self._kernels[job] is None else max(1, job.num_elements)
         per_element = sum(slot.tensor.dtype.itemsize for slot in slots.values())
@@ -195,7 +195,7 @@ class StreamedStep:
 
     @staticmethod
     def _lease_nbytes(job: Job, num_elements: int) -> int:
-        return sum(whole_sectors(num_elements * slot.tensor.dtype.itemsize) for slot in job.staged_slots().values())
+        return sum(whole_sectors(num_elements * slot.tensor.dtype.itemsize) for slot in job.staged_slots.values())
 
     def _lease_wide(self) -> None:
         """Lease room for the widest chunk's gradient, so that no chunk allocates: heaps fragment under such sizes.
@@ -205,7 +205,7 @@ class StreamedStep:
         widths = [
             min(job.num_elements, self._chunk_elements(job)) * job.record.master.tensor.dtype.itemsize
             for job in self._jobs
-            if job.grad.dtype != job.record.master.tensor.dtype and job.staged_slots() and self._kernels[job] is None
+            if job.grad.dtype != job.record.master.tensor.dtype and job.staged_slots and self._kernels[job] is None
         ]
         needed = max(widths, default=0)
         if needed and needed + self.largest_lease_nbytes <= self._store.staging.capacity:
@@ -240,7 +240,7 @@ class StreamedStep:
             return chunk
         chunk.lease = self._lease(nbytes, pending)
         cursor = 0
-        for role, slot in job.staged_slots().items():
+        for role, slot in job.staged_slots.items():
             offset, padded = slot.byte_range(start, stop)
             chunk.views[role] = chunk.lease.view[cursor : cursor + padded]
             cursor += padded
@@ -260,7 +260,7 @@ class StreamedStep:
             self._return(chunk)
             raise
         writes: list[Future[None]] = []
-        for role, slot in job.staged_slots().items():
+        for role, slot in job.staged_slots.items():
             if role != GRADIENT:
                 offset, _ = slot.byte_range(chunk.start, chunk.stop)
                 writes += transfers.write(slot, offset, chunk.views[role])
@@ -296,10 +296,8 @@ class StreamedStep:
             self._show_state(job, new_state)
 
     def _gradient(self, chunk: _Chunk) -> Tensor:
-        record = chunk.job.record
-        assert record.gradient is not None
-        if chunk.job.has_home_gradient:
-            gradient = chunk.tensor(GRADIENT, record.gradient)
+        if chunk.job.home_gradient is not None:
+            gradient = chunk.tensor(GRADIENT, chunk.job.home_gradient)
             for operation in chunk.job.deferred:  # on the staged copy; the one at home keeps it put off
                 operation(gradient)
             return gradient

@@ -198,8 +198,10 @@ def probe_state(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
 
 def copy_scalars(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
     """Return copies of the entries of a parameter's state that are not tensors of its shape: step counts and the like."""
-    return {
-        key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        for key, value in state.items()
-        if not (isinstance(value, Tensor) and value.shape == shape and value.dim() > 0)
-    }
+    with torch._C.DisableTorchFunctionSubclass():  # a look at the shape of a home tensor is not a look at its value
+        scalars = {
+            key: value
+            for key, value in state.items()
+            if not (isinstance(value, Tensor) and value.shape == shape and value.dim() > 0)
+        }
+    return {key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in scalars.items()}

@@ -46,6 +46,18 @@ class Job:
     writes: list[Future[None]] = field(default_factory=list)
     is_begun: bool = False  # some of its elements may have changed
     is_updated: bool = False  # all of them have
+    home_gradient: Slot | None = field(init=False)  # of the gradient; none of a tensor that the user put there
+    staged_slots: Mapping[str, Slot] = field(init=False)  # those on nvme that its chunks pass through, by role
+
+    def __post_init__(self) -> None:
+        record = self.record
+        self.home_gradient = record.gradient if record.is_home_gradient(self.grad) else None
+        slots = {MASTER: record.master, **record.states}
+        if record.has_compute_copy:
+            slots[COMPUTE] = record.compute
+        if self.home_gradient is not None:
+            slots[GRADIENT] = self.home_gradient
+        self.staged_slots = {role: slot for role, slot in slots.items() if not slot.in_memory}
 
     @property
     def num_elements(self) -> int:
@@ -53,15 +65,10 @@ class Job:
         return self.record.master.tensor.numel()
 
     @property
-    def has_home_gradient(self) -> bool:
-        """Return whether the gradient is the one at home, and not a tensor that the user put there."""
-        return self.record.is_home_gradient(self.grad)
-
-    @property
     def may_outlive_step(self) -> bool:
         """Return whether it may still be in flight when ``step()`` returns: whether nobody could see it half done."""
         is_watched = isinstance(self.record.parameter, HomeParameter) and not self.record.is_aliased
-        return is_watched and self.has_home_gradient
+        return is_watched and self.home_gradient is not None
 
     def show_next_state(self) -> None:
         """Let ``optimizer.state`` show what it will be after the update."""
@@ -70,16 +77,6 @@ class Job:
             state = self.optimizer.state[record.parameter]
             for key, value in self.next_state.items():
                 state[key] = HomeTensor.show(record.states[key], record) if key in record.states else _copy(value)
-
-    def staged_slots(self) -> dict[str, Slot]:
-        """Return the slots on nvme that a chunk of this parameter passes through, by role."""
-        record = self.record
-        slots = {MASTER: record.master, **record.states}
-        if record.has_compute_copy:
-            slots[COMPUTE] = record.compute
-        if record.gradient is not None and self.has_home_gradient:
-            slots[GRADIENT] = record.gradient
-        return {role: slot for role, slot in slots.items() if not slot.in_memory}
 
 
 class JobCollector:
@@ -105,8 +102,8 @@ class JobCollector:
                 record = record_of(parameter)
                 if record is not None and record.store is self._store:
                     self._store.check_usable(record)
-                    if parameter.grad is not None:
-                        wanted.append((record, _as_plain_unless_own(record, parameter.grad), group))
+                    if (grad := parameter.grad) is not None:
+                        wanted.append((record, _as_plain_unless_own(record, grad), group))
                         self._copy_states_of_others(record)
         jobs = [self.collect_one(record, grad, group) for record, grad, group in wanted]
         order = self._store.update_order
@@ -168,17 +165,17 @@ class JobCollector:
         own_states(record, self._optimizer)
         state = self._optimizer.state.get(record.parameter, {})
         for key, value in state.items():
+            if not isinstance(value, HomeTensor) or _is_shown(record, key, value):
+                continue
             others = (slot for other, slot in record.states.items() if other != key)
-            if isinstance(value, HomeTensor) and (
-                value.record() is not record or any(slot.is_home_of(value) for slot in others)
-            ):
+            if value.record() is not record or any(slot.is_home_of(value) for slot in others):
                 state[key] = value.plain().clone()
 
     def _take_state_home(self, record: StoredParameter, state: dict[str, Any]) -> None:
         """Write state that somebody else put there, as ``load_state_dict`` does, to its slot, and show the slot."""
         shape = record.master.tensor.shape
         for key, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != shape:
+            if not isinstance(value, Tensor) or _is_shown(record, key, value) or value.shape != shape:
                 continue
             if value.dim() == 0 and key not in record.states:  # a step count, and no moment of a 0-dim parameter
                 continue
@@ -199,6 +196,12 @@ def _as_plain_unless_own(record: StoredParameter, grad: Tensor) -> Tensor:
     The step would wait there for itself, and has to find what was put off done, before it writes its jobs down.
     """
     return grad.plain() if isinstance(grad, HomeTensor) and not record.is_home_gradient(grad) else grad
+
+
+def _is_shown(record: StoredParameter, key: str, value: Tensor) -> bool:
+    """Return whether a value of a state is what people see of its own slot: then it is home."""
+    slot = record.states.get(key)
+    return slot is not None and slot.shown is value
 
 
 def own_states(record: StoredParameter, optimizer: Optimizer) -> None:
