@@ -163,6 +163,9 @@ def _run_shadow(
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.requires_grad_().grad = gradient
     shadow.param_groups = [{**group, "params": list(part)} for part in (parameters[:2], parameters[2:]) if part]
+    states = [
+        state or _made_by_init(optimizer, group, parameter) for parameter, state in zip(parameters, states, strict=True)
+    ]
     shadow.state = defaultdict(
         dict, {parameter: state for parameter, state in zip(parameters, states, strict=True) if state}
     )
@@ -175,6 +178,14 @@ def _run_shadow(
     for parameter, home in moved:  # ``p.data = ...`` gave it other memory
         home.copy_(parameter.detach())
     return shadow
+
+
+def _made_by_init(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return the state that an optimizer's ``__init__`` makes: before torch 2.13, Adagrad's does, all others' none."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    options = {name: group[name] for name in optimizer.defaults}
+    return dict(torch.optim.Adagrad([parameter], **options).state.get(parameter, {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
