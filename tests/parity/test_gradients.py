@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zinf_compile.errors import UnsupportedError
-
 STEPS = 3
 WIDTH = 24
 
@@ -262,46 +260,6 @@ def test_post_accumulate_hooks(parity, captured):
     assert half == 2 * STEPS
     for plain, ours in zip(seen[:half], seen[half:], strict=True):
         parity.assert_equal(ours, plain, "what a hook saw")
-
-
-def penalised(model, batch):
-    """The gradient's own norm is part of the loss."""
-    loss = model(**batch)
-    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    return loss + 0.1 * sum(grad.square().sum() for grad in grads)
-
-
-class SmoothNet(nn.Module):
-    """Every parameter is used once: the sum of more uses has another order in a backward of a backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(F.one_hot(x, WIDTH).float()))).square().mean()
-
-
-def smooth_net():
-    _, batches = net()
-    return SmoothNet(), [{"x": batch["x"] % WIDTH, "y": batch["y"]} for batch in batches]
-
-
-def test_gradients_of_gradients(parity):
-    def backward(step, model, batch):
-        loss = penalised(model, batch)
-        loss.backward()
-        return [loss]
-
-    parity.check_loop(lambda *args: run(*args, backward), smooth_net, captured=False)
-
-
-def test_gradients_of_gradients_are_refused_in_captured_graphs(parity):
-    model, batches = parity.optimized(net, captured=True)
-    with pytest.raises(UnsupportedError, match="create_graph=True asks; say capture=False"):
-        penalised(model, batches[0])
-    model(**batches[0]).backward()
 
 
 def test_a_hook_on_several_gradients(parity, captured):

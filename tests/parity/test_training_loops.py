@@ -380,31 +380,3 @@ def test_prefetch(parity, prefetch_memory):
 
 def test_checkpoint_in_user_code(parity, captured):
     parity.check_loop(step_simply, checkpointed_net, captured=captured)
-
-
-class Recurrent(nn.Module):
-    """nn.LSTM keeps a list of its weights of its own, and is not captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inward = nn.Linear(16, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
-        self.outward = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        states, _ = self.lstm(torch.tanh(self.inward(x)))
-        return F.cross_entropy(self.outward(states[:, -1]), y)
-
-
-def recurrent():
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    batches = [
-        {"x": torch.randn(2, 5, 16, generator=generator), "y": torch.randint(3, (2,), generator=generator)}
-        for _ in range(STEPS)
-    ]
-    return Recurrent(), batches
-
-
-def test_lstm(parity, captured):
-    parity.check_loop(step_simply, recurrent, captured=captured)
