@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from zinf_compile.hardware import route_name
 from zinf_compile.plans import Placement, Plan
 from zinf_compile.simulate import Event, Timeline, simulate
-from zinf_compile.terms import StepTiming, Tier, format_bytes
+from zinf_compile.terms import StepTiming, Tier, format_bytes, format_seconds
 from zinf_compile.views.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
 from zinf_compile.views.plan_names import NamePattern, cut_name, join_name, name_pattern, summarize_names
-from zinf_compile.views.text_layout import Folded, clip, fold_rows, format_seconds, join_unbroken, make_table
+from zinf_compile.views.step_summary import dump_live_set, dump_summary
+from zinf_compile.views.text_layout import Folded, clip, fold_rows, join_unbroken, make_table
 
 _ROLES = ("compute", "master", "gradient", "optimizer_state")
 
@@ -29,6 +30,8 @@ def dump_plan(plan: Plan, *, width: int = 100) -> str:
         _dump_values(plan),
         _dump_predicted(timeline, width),
         _dump_routes(timeline, width),
+        dump_summary(timeline),
+        dump_live_set(timeline, width),
     )
     return "\n\n".join("\n".join(clip(line, width) for line in section) for section in sections if section)
 

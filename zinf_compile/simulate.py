@@ -95,7 +95,9 @@ class _Walk:
         while self._visits and self._visits[-1] < span.end:
             visited = self._visits.pop()
             end = start + (visited - tick) * per_tick
-            if self._compute(name, end) or self._visit(visited):
+            is_late = self._compute(name, end)
+            has_waited = self._visit(visited)
+            if is_late or has_waited:
                 tick, start = visited, self.clock
         self._compute(name, start + (span.end - tick) * per_tick)
         self.ticks.append(TickTime(span.end, self.clock))

@@ -78,8 +78,19 @@ class LiveRange:
 def format_bytes(nbytes: float) -> str:
     """Return a size as a person reads it: ``1536`` gives ``'1.5 KiB'``."""
     size = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
         if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+            return f"{size:.{digits}f} {unit}"
         size /= 1024
-    return f"{size:.2f} GiB"
+    return f"{size:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration as a person reads it: ``0.0123`` gives ``'12.3 ms'``."""
+    if seconds == 0:
+        return "0 s"
+    factor, unit = next(
+        ((factor, unit) for factor, unit in ((1.0, "s"), (1e-3, "ms")) if abs(seconds) >= factor), (1e-6, "us")
+    )
+    size = seconds / factor
+    return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"

@@ -8,10 +8,9 @@ from dataclasses import fields, replace
 from zinf_compile.hardware import Rate, Route, TierSize
 from zinf_compile.plans import ActivationSwap, GatherTransfer, GradientSink, Placement, Plan
 from zinf_compile.simulate import Timeline, simulate
-from zinf_compile.terms import format_bytes
+from zinf_compile.terms import format_bytes, format_seconds
 from zinf_compile.views.arena_chart import bound_region
 from zinf_compile.views.plan_names import NamePattern, name_pattern, summarize_names
-from zinf_compile.views.text_layout import format_seconds
 
 
 def dump_plan_difference(a: Plan, b: Plan) -> str:

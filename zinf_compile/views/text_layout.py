@@ -13,17 +13,6 @@ _NO_BREAK = "\N{NO-BREAK SPACE}"  # where a table must not wrap; printed as a sp
 Item = TypeVar("Item")
 
 
-def format_seconds(seconds: float) -> str:
-    """Return a duration as a person reads it: ``0.0123`` gives ``'12.3 ms'``."""
-    if seconds == 0:
-        return "0 s"
-    factor, unit = next(
-        ((factor, unit) for factor, unit in ((1.0, "s"), (1e-3, "ms")) if abs(seconds) >= factor), (1e-6, "us")
-    )
-    size = seconds / factor
-    return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
-
-
 @dataclass(frozen=True, slots=True)
 class Folded(Generic[Item]):
     """Items that are told as one line."""

@@ -1,0 +1,130 @@
+"""What every simulated step promises, on random plans."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinf_compile.plans import Plan
+from zinf_compile.simulate import COMPUTE_LANE, Event, simulate
+from zinf_compile.simulation.critical_path import critical_path, share_path
+from zinf_compile.simulation.memory import live_set, memory_by_role
+from zinf_compile.simulation.step_graph import build_step_graph
+from zinf_compile.simulation.summary import busy_lanes, floor_seconds
+from zinf_compile.terms import StepTiming, Tier
+
+Function = Callable[..., Any]
+many = settings(max_examples=150, deadline=None, derandomize=True)
+seeds = st.integers(0, 10**6)
+timings = st.sampled_from(list(StepTiming))
+
+
+@many
+@given(seed=seeds, timing=timings, is_duplex=st.booleans())
+def test_a_lane_does_one_thing_at_a_time(random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool) -> None:
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex))
+    lanes_of = {route.name: route.lanes for route in timeline.plan.hardware.routes}
+    lanes: dict[str, list[Event]] = defaultdict(list)
+    for event in (*timeline.nodes, *timeline.stalls):
+        for lane in lanes_of.get(event.lane, (event.lane,)):
+            lanes[lane].append(event)
+    for events in lanes.values():
+        events.sort(key=lambda event: (event.start_seconds, event.end_seconds))
+        for before, after in pairwise(events):
+            assert before.end_seconds <= after.start_seconds
+    # Compute never idles: it computes or it waits.
+    assert sum(event.seconds for event in lanes[COMPUTE_LANE]) == pytest.approx(timeline.step_seconds)
+
+
+@many
+@given(seed=seeds, timing=timings, is_duplex=st.booleans())
+def test_the_graph_says_the_same_as_the_walk(
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool
+) -> None:
+    """Every node starts when the last that it came after ends; networkx finds the step's length in the graph alone."""
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex))
+    graph = build_step_graph(timeline)
+    for index in nx.topological_sort(graph):
+        node = timeline.nodes[index]
+        ends = [timeline.nodes[before].end_seconds for before in graph.predecessors(index)]
+        assert node.start_seconds == max(ends, default=0.0)
+        assert graph.nodes[index]["seconds"] == node.seconds
+    end = graph.number_of_nodes()
+    for index, seconds in list(graph.nodes(data="seconds")):
+        graph.add_edge(index, end, seconds=seconds)
+    assert nx.dag_longest_path_length(graph, weight="seconds") == pytest.approx(timeline.step_seconds)
+
+
+@many
+@given(seed=seeds, timing=timings, is_duplex=st.booleans())
+def test_the_critical_path_is_the_step(random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool) -> None:
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex))
+    path = critical_path(timeline)
+    assert path[0].start_seconds == 0
+    assert all(before.end_seconds == after.start_seconds for before, after in pairwise(path))
+    assert path[-1].end_seconds == pytest.approx(timeline.step_seconds)
+    assert sum(share.seconds for share in share_path(path)) == pytest.approx(timeline.step_seconds)
+
+
+@many
+@given(seed=seeds, timing=timings, is_duplex=st.booleans())
+def test_a_step_takes_as_long_as_its_busiest_lane(
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool
+) -> None:
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex))
+    assert floor_seconds(timeline) == max(lane.seconds for lane in busy_lanes(timeline))
+    assert floor_seconds(timeline) <= timeline.step_seconds * (1 + 1e-9)
+
+
+@many
+@given(seed=seeds, timing=timings)
+def test_bytes_by_role_are_the_bytes_of_the_tier(random_plan: Function, seed: int, timing: StepTiming) -> None:
+    plan = random_plan(seed, timing)
+    timeline = simulate(plan)
+    device = plan.tier(Tier.DEVICE)
+    for tier in Tier:
+        points = memory_by_role(timeline, tier)
+        assert points[0].seconds == 0
+        assert [point.seconds for point in points] == sorted(point.seconds for point in points)
+        totals = [sum(nbytes for _, nbytes in point.nbytes) for point in points]
+        assert max(totals) == live_set(timeline, tier).nbytes == plan.tier(tier).predicted_peak
+        if tier is not Tier.DEVICE:
+            assert set(totals) == {plan.tier(tier).predicted_peak}
+        else:
+            held = {device.predicted_peak - plan.activations.peak_nbytes + span.peak_nbytes for span in plan.spans}
+            assert set(totals) == held | {device.predicted_peak - plan.activations.peak_nbytes}
+        if not any(nbytes < 0 for point in points for _, nbytes in point.nbytes):
+            continue
+        raise AssertionError(points)
+
+
+def make_faster(plan: Plan, factor: float) -> Plan:
+    """Return the plan with all routes so many times as fast."""
+    routes = tuple(
+        replace(
+            route,
+            bytes_per_second=factor * route.bytes_per_second,
+            latency_seconds=route.latency_seconds / factor,
+        )
+        for route in plan.hardware.routes
+    )
+    return replace(plan, hardware=replace(plan.hardware, routes=routes))
+
+
+@many
+@given(seed=seeds, factor=st.floats(1, 8), is_duplex=st.booleans(), route=st.integers(0, 5))
+def test_a_faster_route_makes_no_step_slower(
+    random_plan: Function, seed: int, factor: float, is_duplex: bool, route: int
+) -> None:
+    """Where compute issues everything, each lane serves in an order that no rate changes: then nothing can get later."""
+    plan = random_plan(seed, StepTiming.SYNCHRONOUS, is_duplex=is_duplex)
+    routes = plan.hardware.routes
+    one = (*routes[:route], make_faster(plan, factor).hardware.routes[route], *routes[route + 1 :])
+    for faster in (make_faster(plan, factor), replace(plan, hardware=replace(plan.hardware, routes=one))):
+        assert simulate(faster).step_seconds <= simulate(plan).step_seconds * (1 + 1e-9)
