@@ -142,6 +142,8 @@ class _Walk:
             self._awaited[swap.gone].append(node)
         for transfer in self._issued.get(tick, ()):
             updates = self._updates.finish(transfer.parameters)
+            # Too early for the host: at run time such a gather waits for its update too, the moves of its state to nvme
+            # included. Placement does not weigh that yet, and would make more memory cost time.
             after = self._after if transfer.source is Tier.HOST else (*self._after, *updates)
             node = self.lanes.move(transfer.source, Tier.DEVICE, transfer.name, transfer.nbytes, after)
             self._awaited[transfer.need_by].append(node)
