@@ -45,6 +45,16 @@ def set_missing_values(graph: fx.Graph) -> None:
             set_value(node, fake_mode)
 
 
+def set_values_before(node: fx.Node) -> None:
+    """Set ``meta["val"]`` of the calls just before a node that have none."""
+    made, before = [], node.prev
+    while "val" not in before.meta:
+        made.append(before)
+        before = before.prev
+    for call in reversed(made):
+        set_value(call, _fake_mode_of(node.graph))
+
+
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return a graph module with its own copy of the graph, whose nodes have their own ``meta``."""
     copied = fx.Graph()

@@ -57,7 +57,7 @@ def has_out_form(node: fx.Node) -> bool:
     if node.target not in _OUT_VARIANTS and node.target not in _COPIES:
         return False
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and _is_dense(value)
+    return isinstance(value, torch.Tensor) and is_dense(value)
 
 
 def out_form(node: fx.Node, memory: fx.Node) -> OutForm:
@@ -68,15 +68,24 @@ def out_form(node: fx.Node, memory: fx.Node) -> OutForm:
     return OutForm(target=target, args=node.args, kwargs={**node.kwargs, argument: memory})
 
 
-def _is_dense(value: torch.Tensor) -> bool:
-    """Return whether the strides cover a block of memory without gaps or overlap; symbolic shapes are not bound."""
-    if any(not isinstance(size, int) for size in (*value.shape, *value.stride())):
-        return False
+def is_dense(value: torch.Tensor) -> bool:
+    """Return whether the strides cover a block of memory without gaps or overlap, whatever value its symbols have."""
+    sizes, strides = [_expression(size) for size in value.shape], [_expression(stride) for stride in value.stride()]
+    hints = [_hint(stride) for stride in value.stride()]
     expected = 1
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1
-    ):
-        if stride != expected:
+    for _, stride, size in sorted(zip(hints, strides, sizes, strict=True), key=lambda dimension: dimension[0]):
+        if size == 0:
+            return False
+        if size != 1 and stride != expected:
             return False
         expected *= size
-    return value.numel() > 0
+    return True
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    return size if isinstance(size, int) else size.node.expr
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """Return a size as it was at capture, by which dimensions are put in order: that is proved of the expressions after."""
+    return size if isinstance(size, int) else int(size.node.hint)

@@ -19,10 +19,11 @@ class Executor:
         run: Callable[[list[Any]], Sequence[Any]],
         phase: Phase,
         *,
-        prepare: Callable[[], int],
+        prepare: Callable[[list[Any]], int],
         records: Callable[[], Iterable[StoredParameter]],
     ) -> None:
-        """``prepare`` is called before each run and returns the arena bytes the graph needs, ``records`` what it reads."""
+        """``prepare`` is called before each run with its inputs, and returns the arena bytes the graph needs; ``records``
+        returns what it reads."""
         self._store = store
         self._run = run
         self._phase = phase
@@ -39,11 +40,12 @@ class Executor:
         store.check_usable()
         if self._phase is Phase.FORWARD:
             store.refresh_stale()
-            for record in self._records():
-                record.forward_update_count = record.update_count
         else:
             self._check_not_updated()
-        arena_nbytes = self._prepare()
+        arena_nbytes = self._prepare(inputs)  # raises for inputs too large for the budgets: nothing has run by then
+        if self._phase is Phase.FORWARD:
+            for record in self._records():
+                record.forward_update_count = record.update_count
         store.begin_memory(after_capture=True)
         store.arena.reserve(arena_nbytes)
         with store.meter.phase(self._phase):

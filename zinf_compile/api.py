@@ -145,6 +145,7 @@ def report(model: Module) -> Report:
             StallReport(transfer=stall.name, seconds=stall.seconds, count=stall.count) for stall in meter.stalls
         ),
         graph_breaks=tuple(session.graph_breaks),
+        replanned=tuple(sentence for program in session.programs for sentence in program.replanned),
         num_eager_gathers=meter.num_eager_gathers,
     )
 

@@ -151,6 +151,37 @@ def at_sizes(facts: GraphFacts[Size], sizes: Mapping[str, int] | None = None) ->
     return cast(GraphFacts, facts_of_numbers)
 
 
+def is_within(facts: GraphFacts, planned: GraphFacts) -> bool:
+    """Return whether a plan made for ``planned`` holds for the same graph at other sizes: no value is larger."""
+    return all(value.nbytes <= room.nbytes for value, room in zip(facts.values, planned.values, strict=True))
+
+
+def join_sizes(first: GraphFacts, second: GraphFacts) -> GraphFacts:
+    """Return facts of which a plan holds for the same graph at the sizes of both: the larger of every number.
+
+    That is less than the sizes' own maximum: many short sequences and few long ones need no room for many long ones.
+    """
+    return replace(
+        first,
+        ops=tuple(
+            replace(
+                op,
+                num_flops=max(op.num_flops, other.num_flops),
+                nbytes_accessed=max(op.nbytes_accessed, other.nbytes_accessed),
+            )
+            for op, other in zip(first.ops, second.ops, strict=True)
+        ),
+        values=tuple(
+            replace(value, nbytes=max(value.nbytes, other.nbytes))
+            for value, other in zip(first.values, second.values, strict=True)
+        ),
+        symbols=tuple(
+            replace(symbol, value=max(symbol.value, other.value))
+            for symbol, other in zip(first.symbols, second.symbols, strict=True)
+        ),
+    )
+
+
 def working_set(values: Iterable[ValueFact], num_ticks: int) -> list[int]:
     """Return the bytes of ``values`` live at each tick."""
     change = [0] * (num_ticks + 1)

@@ -188,6 +188,7 @@ def _plan_all(
             Request(
                 name=graph.candidates[0].name,
                 candidates=tuple(at_sizes(candidate) for candidate in graph.candidates),
+                captured=graph.candidates,
                 parameters=parameters,
                 config=config,
                 hardware=hardware,

@@ -4,7 +4,7 @@ One plan describes one captured graph (forward and backward of a training graph,
 step after it. Positions in time are ticks of the flattened node order; seconds come from simulating the plan.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zinf_compile.facts import UseFact
@@ -200,6 +200,8 @@ class Plan:
     step: StepPlan
     tiers: tuple[TierPlan, ...]
     notes: tuple[str, ...] = ()  # sentences on how it was made that a reader should know
+    # The planner's Request that it was made from, to ask questions of; not part of its value, and not saved with it.
+    request: object = field(default=None, compare=False, repr=False)
 
     def tier(self, tier: Tier) -> TierPlan:
         """Return the plan of one tier."""

@@ -1,5 +1,6 @@
-"""One captured graph: chooses its split, plans it, and lowers it, again if parameters have moved since."""
+"""One captured graph: chooses its split, plans it, and lowers it, again if parameters have moved or inputs grown since."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from zinf_compile.errors import CapacityError
-from zinf_compile.facts import GraphFacts
+from zinf_compile.facts import GraphFacts, at_sizes
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
 from zinf_compile.passes.capture import BoxedCallable, Partition
@@ -15,40 +16,46 @@ from zinf_compile.passes.contract import LowerInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
+from zinf_compile.passes.planning.questions import describe_largest
 from zinf_compile.plan_verify import verify_plan
+from zinf_compile.planned_shapes import PlannedShapes, dump_sizes
 from zinf_compile.plans import Plan
 from zinf_compile.runtime.executor import Executor
 from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.simulate import simulate
+from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy, Phase
 
 if TYPE_CHECKING:
     from zinf_compile.session import Session
 
+_log = logging.getLogger(__name__)
+
 
 class Program:
-    """One captured graph: chooses its split, plans it, and lowers it, again if parameters have moved since."""
+    """One captured graph: chooses its split, plans it, and lowers it, again if parameters have moved or inputs grown."""
 
     def __init__(self, session: "Session", name: str, hardware: Hardware) -> None:
         self._session = session
         self._name = name
         self._hardware = hardware
         self._captured: CapturedGraph | None = None
-        self._facts: GraphFacts | None = None
+        self._shapes: PlannedShapes | None = None
         self._lowered: dict[Phase, Callable[[list[Any]], Sequence[Any]]] = {}
         self.plan: Plan | None = None
+        self.replanned: list[str] = []  # for which inputs it was planned again, in words
 
     @property
     def read_records(self) -> list[StoredParameter]:
         """Return the parameters that the graph reads."""
-        assert self._facts is not None
-        return [self._session.store.records[use.parameter] for use in self._facts.uses]
+        assert self._shapes is not None
+        return [self._session.store.records[use.parameter] for use in self._shapes.captured.uses]
 
     @property
     def trained_records(self) -> list[StoredParameter]:
         """Return the parameters that the graph's backward gives a gradient."""
-        assert self._facts is not None
-        return [self._session.store.records[gradient.parameter] for gradient in self._facts.gradients]
+        assert self._shapes is not None
+        return [self._session.store.records[gradient.parameter] for gradient in self._shapes.captured.gradients]
 
     def choose(self, partition: Partition) -> CapturedGraph:
         """Return the split to compile: the one whose plan has the shorter simulated step.
@@ -70,17 +77,19 @@ class Program:
         if plan is None or len(splits) > 1:
             plan = self._plan_for(facts)
         chosen = next(index for index, fact in enumerate(facts) if fact.policy is plan.activations.policy)
-        self._captured, self._facts = splits[chosen], facts[chosen]
+        self._captured = splits[chosen]
+        self._shapes = PlannedShapes(splits[chosen].forward.graph, facts[chosen])
         self._adopt(plan)
         return splits[chosen]
 
     def choose_inference(self, captured: CapturedGraph) -> None:
         """Plan a graph without backward."""
-        self._captured, self._facts = captured, self._analyze(captured)
-        self._adopt(self._plan_for([self._facts]))
+        self._captured = captured
+        self._shapes = PlannedShapes(captured.forward.graph, self._analyze(captured))
+        self._adopt(self._plan_for([self._shapes.captured]))
 
     def compile_forward(self, graph_module: fx.GraphModule) -> BoxedCallable:
-        """Return the forward as a callable that plans again when parameters have moved."""
+        """Return the forward as a callable that plans again when parameters have moved or inputs have grown."""
         return self._executor(Phase.FORWARD)
 
     def compile_backward(self, graph_module: fx.GraphModule) -> BoxedCallable:
@@ -91,35 +100,59 @@ class Program:
         def run(inputs: list[Any]) -> Sequence[Any]:
             return self._lowered[phase](inputs)
 
-        def prepare() -> int:
+        def prepare(inputs: list[Any]) -> int:
             assert self.plan is not None
-            assert self._facts is not None
+            assert self._shapes is not None
             if phase is Phase.FORWARD:
+                self._make_room(inputs)
                 if self.plan.placements != self._session.placements:
-                    self._adopt(self._plan_for([self._facts]))
+                    self._adopt(self._plan_for([self._shapes.facts]))
                 self._session.settle()
             return self.plan.arena_nbytes
 
         return Executor(self._session.store, run, phase, prepare=prepare, records=lambda: self.read_records)
 
-    def _analyze(self, captured: CapturedGraph) -> GraphFacts:
+    def _make_room(self, inputs: list[Any]) -> None:
+        """Plan again if inputs are larger than the plan holds for; CapacityError, before anything runs, without room."""
+        assert self._shapes is not None
+        sizes = self._shapes.read(inputs)
+        facts = self._shapes.grown(sizes)
+        if facts is None:
+            return
+        before = {symbol.name: symbol.value for symbol in self._shapes.facts.symbols}
+        try:
+            plan = self._plan_for([facts])
+        except CapacityError as error:
+            request = self._request([self._shapes.facts])
+            raise CapacityError(
+                f"this call has {dump_sizes(sizes)}, and {self._name} is planned for {dump_sizes(before)}; "
+                f"{describe_largest(request, sizes)}; {error}"
+            ) from error
+        self._shapes.facts = facts
+        self.replanned.append(f"{self._name}: planned for {dump_sizes(before)}, and again for {dump_sizes(sizes)}")
+        _log.info(self.replanned[-1])
+        self._adopt(plan)
+
+    def _analyze(self, captured: CapturedGraph) -> GraphFacts[Size]:
         names = {record.param: name for name, record in self._session.store.records.items()}
         return analyze_graph(captured, name=self._name, param_names=names)
 
-    def _plan_for(self, candidates: Sequence[GraphFacts]) -> Plan:
-        session = self._session
-        plan = make_plan(
-            Request(
-                name=self._name,
-                candidates=tuple(candidates),
-                parameters=session.facts,
-                config=session.config,
-                hardware=self._hardware,
-                placements=session.placements if session.programs else None,
-            )
-        )
+    def _plan_for(self, candidates: Sequence[GraphFacts[Size]]) -> Plan:
+        plan = make_plan(self._request(candidates))
         verify_plan(plan)
         return plan
+
+    def _request(self, candidates: Sequence[GraphFacts[Size]]) -> Request:
+        session = self._session
+        return Request(
+            name=self._name,
+            candidates=tuple(at_sizes(candidate) for candidate in candidates),
+            captured=tuple(candidates) if self._shapes is None else (self._shapes.captured,),
+            parameters=session.facts,
+            config=session.config,
+            hardware=self._hardware,
+            placements=session.placements if session.programs else None,
+        )
 
     def _adopt(self, plan: Plan) -> None:
         """Make a plan this program's, and its placements the session's; parameters move before the next run."""

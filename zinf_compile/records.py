@@ -61,9 +61,9 @@ def parse_json(text: str) -> object:
 
 @cache
 def _fields(record: type) -> Mapping[str, Hint]:
-    """Return the fields of a dataclass with their resolved types, in order."""
+    """Return the fields of a dataclass with their resolved types, in order; not those that are no part of its value."""
     hints = get_type_hints(record)
-    return {name: hints[name] for name in record.__dataclass_fields__}  # type: ignore[attr-defined]  # a dataclass
+    return {field.name: hints[field.name] for field in dataclass_fields(record) if field.compare}
 
 
 def _is_union(hint: Hint) -> bool:
@@ -172,7 +172,7 @@ class Reader:
                 )
         values = {}
         for field in dataclass_fields(record):
-            if field.name not in found and not (self._has_defaults and field.default is not MISSING):
+            if field.compare and field.name not in found and not (self._has_defaults and field.default is not MISSING):
                 self.problems.append(f"lacks the field {_join(path, field.name)}")
                 values[field.name] = GAP
         values |= {

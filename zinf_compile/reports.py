@@ -54,6 +54,7 @@ class Report:
     moved: tuple[RouteReport, ...]
     stalls: tuple[StallReport, ...]
     graph_breaks: tuple[str, ...]  # "file:line: reason"
+    replanned: tuple[str, ...]  # for which inputs a graph was planned again, in words
     num_eager_gathers: int  # parameters read outside of captured graphs, where code ran eagerly
 
     def __str__(self) -> str:
@@ -75,6 +76,9 @@ class Report:
         if self.stalls:
             lines += ["", f"stalls, {sum(stall.seconds for stall in self.stalls):.3f} s in all; the longest"]
         lines += [f"  {stall.seconds:8.3f} s in {stall.count:4} waits  {stall.transfer}" for stall in self.stalls[:5]]
+        if self.replanned:
+            lines += ["", "planned again for larger inputs"]
+        lines += [f"  {sentence}" for sentence in self.replanned]
         if self.graph_breaks:
             lines += ["", "graph breaks, where code runs eagerly"]
         lines += [f"  {where}" for where in self.graph_breaks]

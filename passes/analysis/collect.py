@@ -14,9 +14,11 @@ from zinf_compile.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops
 from zinf_compile.passes.analysis.idle import find_idle
 from zinf_compile.passes.analysis.modules import block_of, module_path
+from zinf_compile.passes.analysis.shapes import GraphShapes, find_sources, symbols_in
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
 from zinf_compile.passes.contract import NODE_FACTS, NodeFacts, node_facts
 from zinf_compile.passes.out_forms import has_out_form
+from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy, LiveRange
 
 
@@ -30,8 +32,11 @@ class CapturedGraph:
     policy: ActivationPolicy
 
 
-def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[int, str]) -> GraphFacts:
-    """Return the facts of a captured graph; ``param_names`` maps the ids in its gathers to names."""
+def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[int, str]) -> GraphFacts[Size]:
+    """Return the facts of a captured graph, with sizes in the symbols of its shapes.
+
+    ``param_names`` maps the ids in its gathers to names. UnsupportedError for a size that values decide.
+    """
     graphs = [captured.forward.graph] + ([captured.backward.graph] if captured.backward is not None else [])
     _number_nodes(graphs, param_names)
     forward_nodes = list(captured.forward.graph.nodes)
@@ -39,24 +44,25 @@ def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[in
     roots = _join_roots(captured)
     if captured.backward is not None:
         _name_saved(captured.backward.graph, roots)
+    shapes = GraphShapes(*graphs)
     return GraphFacts(
         name=name,
         policy=captured.policy,
         num_forward_ticks=len(forward_nodes),
         num_ticks=len(nodes),
-        ops=_collect_ops(nodes, roots),
-        values=_collect_values(captured, nodes, roots),
+        ops=_collect_ops(nodes, roots, shapes),
+        values=_collect_values(captured, nodes, roots, shapes),
         uses=_collect_uses(nodes, roots),
-        gradients=tuple(
-            GradientFact(
-                parameter=param_names[node.args[1]],
-                tick=_tick(node),
-                nbytes=tensor_nbytes(node.args[0].meta["val"]),
-            )
-            for node in nodes
-            if node.target is STORE_GRAD
-        ),
+        gradients=tuple(_gradient(node, param_names[node.args[1]]) for node in nodes if node.target is STORE_GRAD),
+        symbols=shapes.symbols,
     )
+
+
+def _gradient(node: fx.Node, parameter: str) -> GradientFact:
+    (grad, *_) = node.all_input_nodes
+    nbytes = tensor_nbytes(grad.meta["val"])
+    assert isinstance(nbytes, int)  # it has the shape of its parameter
+    return GradientFact(parameter=parameter, tick=_tick(node), nbytes=nbytes)
 
 
 def _tick(node: fx.Node) -> int:
@@ -102,8 +108,11 @@ def _saved_nodes(captured: CapturedGraph) -> list[fx.Node]:
     return [node for node in outputs[captured.num_outputs :] if isinstance(node, fx.Node)]
 
 
-def _collect_ops(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) -> tuple[OpFact, ...]:
-    ops, module = [], ""
+def _collect_ops(
+    nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot], shapes: GraphShapes
+) -> tuple[OpFact[Size], ...]:
+    ops: list[OpFact[Size]] = []
+    module = ""
     for node in nodes:
         path = module_path(node)
         # An op without a module of its own belongs to the run of ops around it.
@@ -116,8 +125,8 @@ def _collect_ops(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) -> 
                 op=str(node.target),
                 module=module or "model",
                 dtype=str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "",
-                num_flops=count_flops(node),
-                nbytes_accessed=count_bytes_accessed(node),
+                num_flops=shapes.size(count_flops(node)),
+                nbytes_accessed=shapes.size(count_bytes_accessed(node)),
                 inputs=tuple(sorted({_tick(roots[used].node) for used in node.all_input_nodes})),
             )
         )
@@ -125,8 +134,8 @@ def _collect_ops(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) -> 
 
 
 def _collect_values(
-    captured: CapturedGraph, nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]
-) -> tuple[ValueFact, ...]:
+    captured: CapturedGraph, nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot], shapes: GraphShapes
+) -> tuple[ValueFact[Size], ...]:
     """Return what compute allocates. Not counted: gathered parameters, and what the caller passes in and keeps."""
     forward_inputs = set(captured.forward.graph.find_nodes(op="placeholder"))
     saved = {roots[node] for node in _saved_nodes(captured)}
@@ -144,7 +153,8 @@ def _collect_values(
             ends[root] = max(ends.get(root, 0), _tick(node) + 1)
         for used in node.all_input_nodes:
             ends[roots[used]] = max(ends[roots[used]], _tick(node) + 1)
-    values = []
+    shown = {graph: {source.symbol for source in find_sources(graph)} for graph in {node.graph for node in nodes}}
+    values: list[ValueFact[Size]] = []
     for root, birth in births.items():
         if (root.is_gathered and root not in returned) or root.node in forward_inputs or root.nbytes == 0:
             continue
@@ -153,10 +163,13 @@ def _collect_values(
         values.append(
             ValueFact(
                 name=root.name,
-                nbytes=root.nbytes,
+                nbytes=shapes.size(root.nbytes),
                 live=LiveRange(start=birth, end=end),
                 saved=is_saved,
-                bindable=not (is_saved or is_returned or root.path) and has_out_form(root.node),
+                bindable=not (is_saved or is_returned or root.path)
+                and has_out_form(root.node)
+                # what lowering computes its size from at run time
+                and symbols_in(root.node.meta["val"]) <= shown[root.node.graph],
                 idle=None if is_returned else idle.get(root),
             )
         )

@@ -1,27 +1,32 @@
-"""What one op costs: floating-point operations by torch's own formulas, and bytes read and written."""
+"""What one op costs: floating-point operations by torch's own formulas, and bytes read and written.
 
+Both are in torch's symbols where shapes have some: the formulas are plain arithmetic on sizes, whatever those are.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from zinf_compile.passes.analysis.storages import size_hint, tensor_nbytes
+from zinf_compile.passes.analysis.storages import raw_size, tensor_nbytes
 from zinf_compile.passes.fx_edit import view_source
+from zinf_compile.sizes import Size
 
 
-def count_flops(node: fx.Node) -> int:
+def count_flops(node: fx.Node) -> Size:
     """Return the floating-point operations of a node by torch's flop registry; 0 for ops it has no formula for."""
-    formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+    packet = getattr(node.target, "_overloadpacket", None)
+    formula = _FORMULAS.get(packet) or flop_registry.get(packet)
     if formula is None:
         return 0
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: _at_hint(arg.meta["val"]))
-    output = node.meta["val"]
-    output = type(output)(map(_at_hint, output)) if isinstance(output, list | tuple) else _at_hint(output)
-    return int(formula(*args, **kwargs, out_val=output))
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: arg.meta["val"])
+    num_flops: int | torch.SymInt = formula(*args, **kwargs, out_val=node.meta["val"])
+    return raw_size(num_flops)
 
 
-def count_bytes_accessed(node: fx.Node) -> int:
+def count_bytes_accessed(node: fx.Node) -> Size:
     """Return the bytes of a node's tensor inputs and outputs; 0 for views and for what does no work."""
     if (
         node.op != "call_function"
@@ -30,7 +35,11 @@ def count_bytes_accessed(node: fx.Node) -> int:
     ):
         return 0
     tensors = [value for arg in node.all_input_nodes for value in _tensors(arg.meta.get("val"))]
-    return sum(map(tensor_nbytes, [*tensors, *_tensors(node.meta.get("val"))]))
+    nbytes: Any = 0
+    for tensor in [*tensors, *_tensors(node.meta.get("val"))]:
+        nbytes += tensor_nbytes(tensor)
+    counted: Size = nbytes
+    return counted
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
@@ -38,8 +47,20 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [item for item in values if isinstance(item, torch.Tensor)]
 
 
-def _at_hint(value: Any) -> Any:
-    """Return a meta tensor of the hinted shape for a fake tensor, anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return size_hint(value) if isinstance(value, torch.SymInt) else value
-    return torch.empty([size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    """Return the FLOPs of two products for every query head: with the keys, and of the weights with the values."""
+    batch, heads, num_queries, width = query.shape
+    return 2 * batch * heads * num_queries * key.shape[2] * (width + value.shape[3])
+
+
+def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    """Return the FLOPs of five products: the scores again, and the gradients of weights, values, queries and keys."""
+    batch, heads, num_queries, width = query.shape
+    return 2 * batch * heads * num_queries * key.shape[2] * (3 * width + 2 * value.shape[3])
+
+
+# Torch's registry has the attention kernels of CUDA, and not that of the CPU.
+_FORMULAS: dict[object, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}

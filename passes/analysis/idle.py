@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
-from zinf_compile.passes.analysis.storages import StorageRoot, size_hint
+from zinf_compile.passes.analysis.storages import StorageRoot
 from zinf_compile.passes.contract import node_facts
+from zinf_compile.passes.out_forms import is_dense
 from zinf_compile.terms import LiveRange
 
 
@@ -44,14 +45,4 @@ def find_idle(
 def _owns_its_bytes(root: StorageRoot) -> bool:
     """Return whether a value is a tensor that fills its storage from the first byte to the last."""
     value = root.value
-    return isinstance(value, torch.Tensor) and not root.is_gathered and value.storage_offset() == 0 and _is_dense(value)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements, in some order of the dimensions, follow each other without gaps or repeats."""
-    expected = 1
-    for stride, size in sorted(zip(map(size_hint, tensor.stride()), map(size_hint, tensor.shape), strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return isinstance(value, torch.Tensor) and not root.is_gathered and value.storage_offset() == 0 and is_dense(value)

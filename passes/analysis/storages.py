@@ -2,12 +2,15 @@
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
+from zinf_compile.errors import UnsupportedError
 from zinf_compile.ops import GATHER
 from zinf_compile.passes.fx_edit import view_source
+from zinf_compile.sizes import Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +40,34 @@ class StorageRoot:
         return value
 
     @property
-    def nbytes(self) -> int:
-        """Return the bytes of the storage, with symbolic sizes at their hints; 0 if it is not a tensor."""
+    def nbytes(self) -> Size:
+        """Return the bytes of the storage, in torch's symbols where its shape has some; 0 if it is not a tensor."""
         return tensor_nbytes(self.value) if isinstance(self.value, torch.Tensor) else 0
 
 
-def size_hint(size: int | torch.SymInt) -> int:
-    """Return a size as an int; a symbolic one at the value it was traced with."""
-    if isinstance(size, torch.SymInt):
-        hint = size.node.hint
-        if hint is None:
-            raise ValueError(f"size {size} has no hint: it depends on values, not on shapes")
-        return int(hint)
-    return size
+def raw_size(size: int | torch.SymInt) -> Size:
+    """Return a size as an int, or as torch's expression in its own symbols; UnsupportedError if values decide it."""
+    if isinstance(size, int):
+        return size
+    expression: Any = size.node.expr
+    if expression.is_Integer:
+        return int(expression)
+    if size.node.hint is None:
+        raise UnsupportedError(
+            f"size {size} depends on values, not on shapes, so nothing can be planned for it; take the op that makes it out "
+            "of the captured graph, for example with torch.compiler.disable"
+        )
+    known: Size = expression
+    return known
 
 
-def tensor_nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a dense tensor of this shape and dtype."""
-    num_elements = 1
+def tensor_nbytes(tensor: torch.Tensor) -> Size:
+    """Return the bytes of a dense tensor of this shape and dtype, in torch's symbols where the shape has some."""
+    num_elements: Any = 1
     for size in tensor.shape:
-        num_elements *= size_hint(size)
-    return num_elements * tensor.dtype.itemsize
+        num_elements *= raw_size(size)
+    nbytes: Size = num_elements * tensor.dtype.itemsize
+    return nbytes
 
 
 def find_roots(graph: fx.Graph) -> dict[fx.Node, StorageRoot]:

@@ -5,7 +5,7 @@ the plans that fit the one with the shortest simulated step is returned.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
@@ -18,6 +18,7 @@ from zinf_compile.passes.planning.placement import plan_placement, with_device_m
 from zinf_compile.passes.planning.prefetch import TransferPlan, plan_residencies, plan_transfers
 from zinf_compile.plans import PLAN_VERSION, GradientSink, Placement, Plan, TierPlan
 from zinf_compile.simulate import simulate
+from zinf_compile.sizes import Size
 from zinf_compile.terms import StepTiming, Tier, format_bytes
 
 _MIB = 2**20
@@ -48,6 +49,7 @@ class Request:
     parameters: tuple[ParameterFact, ...]
     config: Config
     hardware: Hardware
+    captured: tuple[GraphFacts[Size], ...] = ()  # the candidates in symbols, to ask about other sizes
     placements: tuple[Placement, ...] | None = None  # where other plans of the model have put its parameters already
 
 
@@ -59,7 +61,7 @@ def make_plan(request: Request) -> Plan:
     plans = [plan for graph in request.candidates if (plan := _plan_graph(request, graph)) is not None]
     if not plans:
         raise _capacity_error(request)
-    return min(plans, key=lambda plan: simulate(plan).step_seconds)
+    return replace(min(plans, key=lambda plan: simulate(plan).step_seconds), request=request)
 
 
 def minimum_device_memory(request: Request) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zinf_compile.config import Config
-from zinf_compile.facts import GraphFacts, ParameterFact
+from zinf_compile.facts import GraphFacts, ParameterFact, at_sizes
 from zinf_compile.hardware import Hardware, Rate, make_route
 from zinf_compile.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
@@ -18,6 +18,7 @@ from zinf_compile.passes.fx_edit import dump_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
 from zinf_compile.passes.properties import VALUES_KNOWN
 from zinf_compile.plans import GatherTransfer, Plan
+from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy, Phase, Tier
 
 STORE_ID = 7
@@ -58,10 +59,25 @@ def trace() -> Callable[..., fx.GraphModule]:
 
 
 @pytest.fixture(scope="session")
-def analyze() -> Callable[..., GraphFacts]:
+def trace_dynamic() -> Callable[..., fx.GraphModule]:
+    """Return ``trace_dynamic(function, *inputs)``: the ATen graph of a function of an anchor and inputs of changing shapes.
+
+    As Dynamo has it, dimensions of equal size are one and the same, and those of size 0 or 1 are fixed.
+    """
+
+    def run(function: Callable[..., object], *inputs: Tensor) -> fx.GraphModule:
+        return make_fx(function, tracing_mode="symbolic")(torch.empty(0), *inputs)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def analyze() -> Callable[..., GraphFacts[Size]]:
     """Return ``analyze(forward, backward)``: the facts of graphs that use the parameters a, b and c. Numbers the nodes."""
 
-    def run(forward: fx.GraphModule, backward: fx.GraphModule | None = None, *, num_outputs: int = 1) -> GraphFacts:
+    def run(
+        forward: fx.GraphModule, backward: fx.GraphModule | None = None, *, num_outputs: int = 1
+    ) -> GraphFacts[Size]:
         captured = CapturedGraph(
             forward=forward, backward=backward, num_outputs=num_outputs, policy=ActivationPolicy.SAVE
         )
@@ -137,7 +153,7 @@ def _make_plan(facts: GraphFacts, transfers: Sequence[GatherTransfer]) -> Plan:
     plan = make_plan(
         Request(
             name=facts.name,
-            candidates=(facts,),
+            candidates=(at_sizes(facts),),
             parameters=parameters,
             config=Config(device_memory=2**30, host_memory=2**30, nvme=None, nvme_memory=None),
             hardware=hardware,

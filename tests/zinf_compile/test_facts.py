@@ -3,7 +3,7 @@
 import pytest
 
 from zinf_compile.errors import ConfigError
-from zinf_compile.facts import GraphFacts, OpFact, ValueFact, at_sizes
+from zinf_compile.facts import GraphFacts, OpFact, ValueFact, at_sizes, is_within, join_sizes
 from zinf_compile.sizes import ShapeSymbol, Size, evaluate_sizes, size_symbol
 from zinf_compile.terms import ActivationPolicy, LiveRange
 
@@ -95,3 +95,19 @@ def test_a_graph_of_fixed_shapes_has_no_symbols() -> None:
     )
     with pytest.raises(ConfigError, match="all of its shapes are fixed"):
         at_sizes(facts, {"batch": 2})
+
+
+def test_a_plan_holds_for_sizes_at_which_no_value_is_larger() -> None:
+    planned = at_sizes(_make_facts(), {"batch": 4, "sequence": 100})
+    assert is_within(at_sizes(_make_facts(), {"batch": 2, "sequence": 200}), planned)
+    assert not is_within(at_sizes(_make_facts(), {"batch": 2, "sequence": 201}), planned)
+
+
+def test_joined_facts_have_room_for_both_and_not_for_their_product() -> None:
+    wide, long = (at_sizes(_make_facts(), sizes) for sizes in ({"batch": 64, "sequence": 8}, {"sequence": 512}))
+    joined = join_sizes(wide, long)
+    assert is_within(wide, joined)
+    assert is_within(long, joined)
+    assert joined.values[0].nbytes == max(wide.values[0].nbytes, long.values[0].nbytes)
+    assert joined.ops[0].num_flops == max(wide.ops[0].num_flops, long.ops[0].num_flops)
+    assert [(symbol.name, symbol.value) for symbol in joined.symbols] == [("batch", 64), ("sequence", 512)]

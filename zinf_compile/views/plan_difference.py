@@ -45,7 +45,7 @@ def dump_plan_difference(a: Plan, b: Plan) -> str:
 def _changes(label: str, a: object, b: object, names: Sequence[str] = ()) -> list[str]:
     """Return a line for each field of two records of one class that differs."""
     lines = []
-    for name in names or [field.name for field in fields(a)]:  # type: ignore[arg-type]  # records are dataclasses
+    for name in names or [field.name for field in fields(a) if field.compare]:  # type: ignore[arg-type]  # records are dataclasses
         before, after = getattr(a, name), getattr(b, name)
         if isinstance(before, tuple):
             first, second = dict(map(_name_amount, before)), dict(map(_name_amount, after))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from zinf_compile.facts import at_sizes
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops
 
 Function = Callable[..., object]
@@ -61,3 +62,40 @@ def test_a_view_costs_nothing(trace: Function, view: Callable[[Tensor], object])
     for node in graph_module.graph.nodes:
         assert count_bytes_accessed(node) == 0
         assert count_flops(node) == 0
+
+
+def test_attention_on_the_cpu(trace: Function) -> None:
+    def forward(anchor: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+
+    graph_module = trace(forward, (2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8))
+    node = _only(graph_module, aten._scaled_dot_product_flash_attention_for_cpu.default)
+    assert count_flops(node) == (2 * 3) * (2 * 5 * 8 * 7 + 2 * 5 * 7 * 8)  # query by key, weights by value
+
+
+def test_attention_backward_on_the_cpu(trace: Function) -> None:
+    def backward(anchor: Tensor, grad: Tensor, query: Tensor, key: Tensor, out: Tensor, logsumexp: Tensor) -> Tensor:
+        attend = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return attend(grad, query, key, key, out, logsumexp, 0.0, False)[0]
+
+    rows, columns = (2, 3, 5, 8), (2, 3, 7, 8)
+    graph_module = trace(backward, rows, rows, columns, rows, (2, 3, 5))
+    node = _only(graph_module, aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    # the scores again, gradients of the weights, of the values, of the queries and of the keys
+    assert count_flops(node) == 5 * (2 * 3) * (2 * 5 * 7 * 8)
+
+
+def test_flops_in_symbols_are_those_of_every_shape(trace: Function, trace_dynamic: Function, analyze: Function) -> None:
+    def forward(anchor: Tensor, x: Tensor) -> Tensor:
+        folded = torch.nn.functional.conv1d(x, torch.ones(5, 4, 3), stride=2)
+        return torch.bmm(folded, folded.transpose(1, 2)).exp()
+
+    symbolic = analyze(trace_dynamic(forward, torch.empty(2, 4, 9)))
+    names = {symbol.value: symbol.name for symbol in symbolic.symbols}
+    for batch, length in ((2, 9), (3, 10), (64, 11), (7, 5000)):
+        fixed = analyze(trace(forward, (batch, 4, length)))
+        numbers = at_sizes(symbolic, {names[2]: batch, names[9]: length})
+        for count in ("num_flops", "nbytes_accessed"):
+            expected = sorted(getattr(op, count) for op in fixed.ops if getattr(op, count))
+            assert sorted(getattr(op, count) for op in numbers.ops if getattr(op, count)) == expected
+        assert sorted(value.nbytes for value in numbers.values) == sorted(value.nbytes for value in fixed.values)

@@ -89,6 +89,32 @@ return add
     )
 
 
+def test_sizes_in_symbols_are_computed_once_from_the_inputs(trace_dynamic: Function, bind: Function) -> None:
+    def forward(anchor: Tensor, x: Tensor) -> Tensor:
+        pair = torch.cat([x, x], 1)
+        return torch.exp(torch.neg(pair))
+
+    graph_module = trace_dynamic(forward, torch.empty(3, 5))
+    nodes = list(graph_module.graph.nodes)
+    ticks = {node.name: tick for tick, node in enumerate(nodes)}
+    assert_expected_inline(
+        bind(graph_module, {ticks["cat"]: 0, ticks["neg"]: 4096}),
+        """\
+anchor_1 = placeholder[anchor_1]
+x_1 = placeholder[x_1]
+sym_size = aten.sym_size.int(x_1, 0)
+sym_size_1 = aten.sym_size.int(x_1, 1)
+mul = mul(2, sym_size_1)
+cat_memory = zinf.arena_view(7, 0, [sym_size, mul], [mul, 1], float32, cpu)
+cat = aten.cat.out([x_1, x_1], 1, out=cat_memory)
+neg_memory = zinf.arena_view(7, 4096, [sym_size, mul], [mul, 1], float32, cpu)
+neg = aten.neg.out(cat, out=neg_memory)
+exp = aten.exp(neg)
+return exp
+""",
+    )
+
+
 def _make_inputs(op: torch._ops.OpOverload) -> list[object]:
     """Return arguments for an op with an out variant, by the names in its schema."""
     examples: dict[str, object] = {
@@ -136,3 +162,13 @@ def test_every_out_variant_computes_the_same_bits(op: torch._ops.OpOverload) -> 
 def test_which_results_can_be_bound(trace: Function, function: Function, *, has_form: bool) -> None:
     graph_module = trace(function, (4, 4))
     assert has_out_form(graph_module.graph.output_node().prev) is has_form
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda anchor, x: torch.exp(x), lambda anchor, x: torch.exp(x.transpose(0, 1))],
+    ids=["contiguous", "transposed"],
+)
+def test_results_of_changing_shape_can_be_bound(trace_dynamic: Function, function: Function) -> None:
+    graph_module = trace_dynamic(function, torch.empty(3, 5, 7))
+    assert has_out_form(graph_module.graph.output_node().prev)

@@ -1,0 +1,176 @@
+"""The symbols in a graph's shapes: readable names for them, and which input shows the value of each.
+
+Torch writes sizes as sympy expressions in symbols such as ``s27``, with division functions of its own. Facts have plain
+sympy in named symbols: ``batch`` is the first dimension of every input, ``sequence`` the second of those of whole numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+from torch.utils._sympy import functions
+
+from zinf_compile.errors import UnsupportedError
+from zinf_compile.sizes import ShapeSymbol, Size, size_symbol
+
+_BATCH, _SEQUENCE = "batch", "sequence"
+
+# Torch's functions of sizes, none of which is ever negative, in plain sympy.
+_PLAIN: tuple[tuple[Any, Callable[..., Any]], ...] = (
+    (functions.FloorDiv, lambda a, b: sympy.floor(a / b)),
+    (functions.CleanDiv, lambda a, b: a / b),
+    (functions.CeilDiv, lambda a, b: sympy.ceiling(a / b)),
+    (functions.IntTrueDiv, lambda a, b: a / b),
+    (functions.FloatTrueDiv, lambda a, b: a / b),
+    (functions.ModularIndexing, lambda a, b, c: sympy.Mod(sympy.floor(a / b), c)),
+    (functions.Mod, sympy.Mod),
+    (functions.PythonMod, sympy.Mod),
+    (functions.Max, sympy.Max),
+    (functions.Min, sympy.Min),
+    (functions.Where, lambda condition, a, b: sympy.Piecewise((a, condition), (b, True))),
+    (functions.ToFloat, lambda a: a),
+    (functions.Identity, lambda a: a),
+    (functions.FloorToInt, sympy.floor),
+    (functions.TruncToInt, sympy.floor),
+    (functions.TruncToFloat, sympy.floor),
+    (functions.CeilToInt, sympy.ceiling),
+    (functions.RoundToInt, lambda a: sympy.floor(a + sympy.Rational(1, 2))),
+    (functions.PowByNatural, sympy.Pow),
+    (functions.FloatPow, sympy.Pow),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeSource:
+    """The input of a graph that shows a symbol's value: a whole number, or a tensor by one of its dimensions."""
+
+    symbol: Any  # torch's sympy symbol
+    position: int
+    dim: int | None
+
+    def read(self, inputs: list[Any]) -> int:
+        """Return the symbol's value in the inputs of a call."""
+        shown = inputs[self.position]
+        return int(shown if self.dim is None else shown.shape[self.dim])
+
+
+def find_sources(graph: fx.Graph) -> tuple[SizeSource, ...]:
+    """Return where the inputs show each symbol, whole numbers first; symbols that no input shows are left out."""
+    numbers, dimensions = [], []
+    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        value = node.meta.get("val")
+        if (symbol := _symbol(value)) is not None:
+            numbers.append(SizeSource(symbol=symbol, position=position, dim=None))
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if (symbol := _symbol(size)) is not None:
+                dimensions.append(SizeSource(symbol=symbol, position=position, dim=dim))
+    first: dict[Any, SizeSource] = {}
+    for source in (*numbers, *dimensions):
+        first.setdefault(source.symbol, source)
+    return tuple(first.values())
+
+
+def symbols_in(value: object) -> set[Any]:
+    """Return torch's symbols in a size, or in a tensor's shape and strides."""
+    return {symbol for size in _changing_sizes(value) for symbol in size.node.expr.free_symbols}
+
+
+def _changing_sizes(value: object) -> list[torch.SymInt]:
+    """Return the sizes in symbols that stand for shapes, not for values."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    return [size for size in sizes if isinstance(size, torch.SymInt) and size.node.hint is not None]
+
+
+def _find_hints(graph: fx.Graph) -> dict[Any, int]:
+    """Return every symbol that is by itself a size of some value in a graph, with what it was at capture."""
+    values = (value for node in graph.nodes for value in tree_leaves(node.meta.get("val")))
+    sizes = (size for value in values for size in _changing_sizes(value))
+    return {symbol: int(size.node.hint) for size in sizes if (symbol := _symbol(size)) is not None}
+
+
+class GraphShapes:
+    """The symbols of one captured graph, by the inputs of its forward, and its sizes in terms of them."""
+
+    def __init__(self, forward: fx.Graph, backward: fx.Graph | None = None) -> None:
+        """``backward`` is only needed to ask for sizes in it."""
+        placeholders = forward.find_nodes(op="placeholder")
+        self._sources = find_sources(forward)
+        self._names = _name_symbols(placeholders, [source.symbol for source in self._sources])
+        shown = {symbol for node in placeholders for symbol in symbols_in(node.meta.get("val"))}
+        # A random state, say: no input has it in any way, so it is what it was at capture.
+        constants = {
+            symbol: sympy.Integer(hint)
+            for graph in (forward, backward)
+            for symbol, hint in (_find_hints(graph) if graph is not None else {}).items()
+            if symbol not in shown
+        }
+        self._renamed = constants | {symbol: size_symbol(name) for symbol, name in self._names.items()}
+        self._known: dict[Any, Size] = {}
+        self.symbols = tuple(
+            ShapeSymbol(name=name, value=size)
+            for name, size in self.read([_at_hint(node.meta.get("val")) for node in placeholders]).items()
+        )
+
+    def read(self, inputs: list[Any]) -> dict[str, int]:
+        """Return the value of every symbol in the inputs of a call."""
+        return {self._names[source.symbol]: source.read(inputs) for source in self._sources}
+
+    def size(self, size: Size) -> Size:
+        """Return a size that torch gave in its own symbols and functions as one in named symbols and plain sympy.
+
+        UnsupportedError for one in a symbol that no input shows.
+        """
+        if isinstance(size, int):
+            return size
+        if size not in self._known:
+            self._known[size] = self._translate(size)
+        return self._known[size]
+
+    def _translate(self, size: Any) -> Size:
+        hidden = sorted(str(symbol) for symbol in size.free_symbols - self._renamed.keys())
+        if hidden:
+            raise UnsupportedError(
+                f"a size of the graph is {size}, and none of its inputs shows {', '.join(hidden)}; fix that dimension with "
+                "torch._dynamo.mark_static"
+            )
+        for function, plain in _PLAIN:
+            size = size.replace(function, plain)
+        size = size.xreplace(self._renamed)
+        plain_size: Size = int(size) if size.is_Integer else size
+        return plain_size
+
+
+def _at_hint(value: object) -> Any:
+    """Return an input as it was at capture; of a tensor its shape alone, on the meta device."""
+    if isinstance(value, torch.SymInt):
+        return int(value.node.hint)
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_at_hint(size) for size in value.shape], device="meta")
+    return value
+
+
+def _name_symbols(placeholders: list[fx.Node], symbols: list[Any]) -> dict[Any, str]:
+    """Return a name for each symbol; what two different dimensions could claim goes to neither."""
+    tensors = [node.meta["val"] for node in placeholders if isinstance(node.meta.get("val"), torch.Tensor)]
+    firsts = {_symbol(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0} - {None}
+    seconds = {_symbol(tensor.shape[1]) for tensor in tensors if tensor.dim() > 1 and _is_whole(tensor)} - {None}
+    names = {symbol: str(symbol) for symbol in symbols}
+    if len(firsts) == 1:
+        names |= dict.fromkeys(firsts, _BATCH)
+    if len(seconds - firsts) == 1:
+        names |= dict.fromkeys(seconds - firsts, _SEQUENCE)
+    return names
+
+
+def _symbol(size: object) -> Any:
+    """Return torch's symbol that a size is; None for a fixed or a composed one, and for what is no size."""
+    expression = size.node.expr if isinstance(size, torch.SymInt) else None
+    return expression if expression is not None and expression.is_Symbol else None
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
