@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zinf_compile.errors import VerifyError
-from zinf_compile.plans import GatherTransfer, Plan
+from zinf_compile.plans import ActivationSwap, GatherTransfer, Plan
 from zinf_compile.terms import ActivationPolicy
 
 Inputs = TypeVar("Inputs")
@@ -74,7 +74,7 @@ class NodeFacts:
 
     tick: int | None = None  # of a node of the captured graph; None for one that lowering inserted
     parameter: str | None = None  # of a gather or a store_grad
-    transfer: GatherTransfer | None = None  # of an issue_gather
+    transfer: GatherTransfer | ActivationSwap | None = None  # of an issue_gather or an issue_swap_in
     value: str | None = None  # of an input of backward: the saved value that it is, or is a view of
 
 

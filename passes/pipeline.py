@@ -11,6 +11,7 @@ from zinf_compile.passes.lowering.box_inputs import BOX_INPUTS
 from zinf_compile.passes.lowering.release_transfers import RELEASE_TRANSFERS
 from zinf_compile.passes.lowering.sink_gradients import SINK_GRADIENTS
 from zinf_compile.passes.lowering.start_transfers import START_TRANSFERS
+from zinf_compile.passes.lowering.swap_activations import SWAP_ACTIVATIONS
 from zinf_compile.passes.prepare.insert_gathers import INSERT_GATHERS
 from zinf_compile.passes.properties import VALUES_KNOWN
 
@@ -24,6 +25,7 @@ JOINT: tuple[Pass[JointInputs], ...] = (
 SPLIT: tuple[Pass[JointInputs], ...] = (STORE_GRADIENTS_LAST,)
 
 LOWER: tuple[Pass[LowerInputs], ...] = (
+    SWAP_ACTIVATIONS,
     START_TRANSFERS,
     BIND_OUTPUTS,
     SINK_GRADIENTS,

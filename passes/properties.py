@@ -5,7 +5,19 @@ import operator
 from torch import fx
 
 from zinf_compile.errors import VerifyError
-from zinf_compile.ops import GATHER, ISSUE_GATHER, RELEASE, SINK_GRAD, STORE_GRAD, WAIT_GATHER, WAIT_SINKS
+from zinf_compile.ops import (
+    GATHER,
+    ISSUE_GATHER,
+    ISSUE_SWAP_IN,
+    RELEASE,
+    SINK_GRAD,
+    STORE_GRAD,
+    SWAP_OUT,
+    WAIT_GATHER,
+    WAIT_SINKS,
+    WAIT_SWAP_IN,
+    WAIT_SWAP_OUT,
+)
 from zinf_compile.passes.contract import Property, node_facts
 from zinf_compile.passes.fx_edit import view_source
 
@@ -65,19 +77,33 @@ def _check_transfers_started(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.nodes:
         if node.target is WAIT_GATHER and node.args[0].target is not ISSUE_GATHER:
             raise VerifyError(f"wait '{node.name}' does not depend on an issue_gather but on '{node.args[0]}'")
+        if node.target is WAIT_SWAP_IN and node.args[0].target is not ISSUE_SWAP_IN:
+            raise VerifyError(f"wait '{node.name}' does not depend on an issue_swap_in but on '{node.args[0]}'")
 
 
 def _check_transfers_released(graph_module: fx.GraphModule) -> None:
     """Every transfer is released exactly once, after the last node that reads its bytes, views of them included."""
     position = {node: index for index, node in enumerate(graph_module.graph.nodes)}
-    for ticket in graph_module.graph.find_nodes(op="call_function", target=ISSUE_GATHER):
+    for ticket in (node for node in position if node.target in (ISSUE_GATHER, ISSUE_SWAP_IN)):
         releases = [user for user in ticket.users if user.target is RELEASE]
         if len(releases) != 1:
             raise VerifyError(f"transfer '{ticket.name}' is released {len(releases)} times instead of once")
         for wait in ticket.users:
-            for reader in _readers(wait) if wait.target is WAIT_GATHER else ():
+            for reader in _readers(wait) if wait.target in (WAIT_GATHER, WAIT_SWAP_IN) else ():
                 if position[reader] > position[releases[0]]:
                     raise VerifyError(f"'{reader.name}' reads '{wait.name}' after its release")
+
+
+def _check_swaps_gone(graph_module: fx.GraphModule) -> None:
+    """A value that leaves is waited for once, and from then on neither it nor a view of it is read or returned."""
+    position = {node: index for index, node in enumerate(graph_module.graph.nodes)}
+    for token in graph_module.graph.find_nodes(op="call_function", target=SWAP_OUT):
+        waits = [user for user in token.users if user.target is WAIT_SWAP_OUT]
+        if len(waits) != 1:
+            raise VerifyError(f"'{token.name}' is waited for {len(waits)} times instead of once")
+        for reader in _readers(token.args[0]):
+            if position[reader] > position[waits[0]]:
+                raise VerifyError(f"'{reader.name}' reads '{token.args[0].name}' when it is gone")
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -108,4 +134,5 @@ ONE_GRADIENT_EACH = Property(name="one_gradient_each", check=_check_one_gradient
 GRADIENTS_SUNK = Property(name="gradients_sunk", check=_check_gradients_sunk)
 TRANSFERS_STARTED = Property(name="transfers_started", check=_check_transfers_started)
 TRANSFERS_RELEASED = Property(name="transfers_released", check=_check_transfers_released)
+SWAPS_GONE = Property(name="swaps_gone", check=_check_swaps_gone)
 TICKS_IN_ORDER = Property(name="ticks_in_order", check=_check_ticks_in_order)

@@ -73,9 +73,18 @@ class Arena:
         """Return arena bytes as a tensor of this shape and dtype."""
         return self._elements(offset, torch.Size(shape).numel(), dtype).view(shape)
 
-    def strided_view(self, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return arena bytes as a dense tensor of these strides."""
-        return self._elements(offset, torch.Size(shape).numel(), dtype).as_strided(shape, stride)
+    def strided_view(
+        self,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        storage_offset: int = 0,
+    ) -> Tensor:
+        """Return arena bytes as a tensor of these strides, whose storage begins ``storage_offset`` elements before it."""
+        reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        return self._elements(offset, storage_offset + reach, dtype).as_strided(shape, stride, storage_offset)
 
     def _elements(self, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return arena bytes as a flat tensor over a storage of its own, as traced code takes every value to be.

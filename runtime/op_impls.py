@@ -9,6 +9,7 @@ from torch import Tensor
 from zinf_compile import ops
 from zinf_compile.runtime.gradients import store_gradient
 from zinf_compile.runtime.store import find_record, find_store
+from zinf_compile.terms import Tier
 
 
 def gather(anchor: Tensor, param: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -72,6 +73,41 @@ def arena_view(
     return find_store(store).arena.strided_view(offset, tuple(shape), tuple(stride), dtype)
 
 
+def swap_out(value: Tensor, store: int, name: str, tier: str, stride: Sequence[int]) -> Tensor:
+    """Start moving an activation out; the token is a tensor of one integer, and keeps what it stands for."""
+    owner = find_store(store)
+    token = owner.activations.swap_out(value, stride, name, Tier(tier))
+    owner.sample_memory()
+    return token
+
+
+def wait_swap_out(token: Tensor, store: int) -> None:
+    """Block until an activation's bytes on the device are free."""
+    find_store(store).activations.wait_out(token)
+
+
+def issue_swap_in(token: Tensor, store: int, offset: int) -> Tensor:
+    """Start moving an activation back; the ticket is a tensor of one integer."""
+    return torch.tensor([find_store(store).activations.issue_back(token, offset)], dtype=torch.int64)
+
+
+def wait_swap_in(
+    ticket: Tensor,
+    store: int,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Block until an activation is back; return it, or a view of it, in arena bytes."""
+    owner = find_store(store)
+    if owner.transfers.wait_gather(int(ticket)):
+        owner.sample_memory()
+    return owner.arena.strided_view(offset, tuple(shape), tuple(stride), dtype, storage_offset=storage_offset)
+
+
 @functools.cache
 def register() -> torch.library.Library:
     """Register the bodies above; the library must stay alive as long as they are used."""
@@ -85,6 +121,10 @@ def register() -> torch.library.Library:
         (ops.SINK_GRAD, sink_grad),
         (ops.WAIT_SINKS, wait_sinks),
         (ops.ARENA_VIEW, arena_view),
+        (ops.SWAP_OUT, swap_out),
+        (ops.WAIT_SWAP_OUT, wait_swap_out),
+        (ops.ISSUE_SWAP_IN, issue_swap_in),
+        (ops.WAIT_SWAP_IN, wait_swap_in),
     ):
         # Some ops take no tensor, so that no device key would choose them: one body serves every device.
         library.impl(op, body, "CompositeExplicitAutograd")

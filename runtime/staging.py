@@ -140,12 +140,17 @@ class StagingPool:
                 self._idle_nbytes += len(memory)
             self._condition.notify_all()
 
+    def drop_idle(self) -> None:
+        """Give the cached memory back to the system; later leases take it again."""
+        with self._condition:
+            self._idle.clear()
+            self._idle_nbytes = 0
+
     def close(self) -> None:
         """Drop the cached memory and make waiting and later leases raise. What is leased can still be returned."""
         with self._condition:
             self._closed = True
-            self._idle.clear()
-            self._idle_nbytes = 0
+            self.drop_idle()
             self._condition.notify_all()
 
     def check_integrity(self, *, expect_idle: bool = False) -> None:

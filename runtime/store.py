@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from zinf_compile.errors import StoreError, UnsupportedError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.ops import make_anchor
 from zinf_compile.plans import Placement
+from zinf_compile.runtime.activations import Activations
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.home import refuse_gradient, torn_error
@@ -93,6 +95,14 @@ class Store:
         self.chunk_elements = 2**20  # of the streamed step; a plan sets it
         self.ram = DeviceRam(budget=config.device_memory - config.reserve_memory)
         self._homes_nbytes = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.NVME: 0}
+        self.activations = Activations(
+            transfers=self.transfers,
+            arena=self.arena,
+            meter=self.meter,
+            layout=self.layout,
+            engine=self.engine,
+            room=partial(_room_for_activations, config, self._homes_nbytes),
+        )
         self.lock = threading.RLock()  # one captured graph runs at a time: they share the arena
         self._process = os.getpid()
         self._failure: str | None = None  # why it computes no more until a checkpoint is loaded
@@ -303,6 +313,7 @@ class Store:
         if self.early_step is not None:
             self.early_step.flush()
         self.updates.wait()
+        self.activations.check_integrity()
         self.staging.check_integrity(expect_idle=True)
         self.arena.check_integrity(expect_idle=True)
         self.layout.check_integrity()
@@ -322,7 +333,14 @@ class Store:
         self.ram.sample(self._host_nbytes())
 
     def _host_nbytes(self) -> int:
-        return self.nbytes_on(Tier.HOST) + self.staging.held_nbytes
+        return self.nbytes_on(Tier.HOST) + self.staging.held_nbytes + self.activations.host_nbytes
+
+
+def _room_for_activations(config: Config, homes_nbytes: Mapping[Tier, int], tier: Tier) -> int | None:
+    """Return the bytes of a tier's budget that homes and staging leave; None where only the disk is the limit."""
+    if tier is Tier.HOST:
+        return config.host_memory - max(config.staging_memory, 0) - homes_nbytes[tier]
+    return None if config.nvme_memory is None else config.nvme_memory - homes_nbytes[tier]
 
 
 def _padded_nbytes(placement: Placement) -> int:

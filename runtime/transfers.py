@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,15 +25,20 @@ _NUM_THREADS = 4  # enough calls in flight for a disk's full bandwidth; more onl
 _BLOCK_NBYTES = 4 * 2**20  # one call: long enough for full bandwidth, short enough to spread a parameter over threads
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class GatherInFlight:
-    """One issued transfer: what it moves, where to, and the calls that are not yet known to be done.
+class Named(Protocol):
+    """What an error of a read or a write names: a slot, or an activation that has left the device."""
 
-    It starts when no update of its parameters is in flight; ``futures`` are complete once ``started`` is done.
+    name: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class InFlight:
+    """One transfer that was issued to the arena, and the calls that are not yet known to be done.
+
+    It starts when what it has to wait for is done; ``futures`` are complete once ``started`` is done.
     """
 
     name: str
-    records: tuple[StoredParameter, ...]
     offset: int
     started: Future[None]
     futures: list[Future[None]]
@@ -58,7 +64,7 @@ class Transfers:
         self._arena = arena
         self._meter = meter
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zinf-transfer")
-        self._gathers: dict[int, GatherInFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._next_ticket = 0
         self._writes: list[tuple[Slot, Future[None]]] = []
         self.failed_slots: list[Slot] = []  # whose value did not get home: what they hold is undefined
@@ -71,45 +77,63 @@ class Transfers:
         """Start moving the copies of these dtypes into consecutive arena bytes; return the ticket to wait with."""
         slots = [record.copy_in(dtype) for record, dtype in zip(records, dtypes, strict=True)]
         first, last = offsets[0], offsets[-1]
-        end = last + whole_sectors(slots[-1].nbytes)
-        self._arena.take(first, end - first)
-        self._next_ticket += 1
-        gather = self._gathers[self._next_ticket] = GatherInFlight(
-            name=records[0].name if len(records) == 1 else f"{records[0].name} and {len(records) - 1} more",
-            records=tuple(records),
-            offset=first,
-            started=Future(),
-            futures=[],
+        return self.issue(
+            records[0].name if len(records) == 1 else f"{records[0].name} and {len(records) - 1} more",
+            first,
+            last + whole_sectors(slots[-1].nbytes) - first,
+            # Behind updates of these parameters, without waiting for them: compute may have long to go until it needs this.
+            after=[record.update for record in records if record.update is not None],
+            start=lambda futures: self._start_gather(slots, offsets, futures),
         )
 
-        def start(error: BaseException | None) -> None:
+    def issue(
+        self,
+        name: str,
+        offset: int,
+        nbytes: int,
+        *,
+        after: Sequence[Future[None]],
+        start: Callable[[list[Future[None]]], None],
+    ) -> int:
+        """Take arena bytes; when all of ``after`` are done, call ``start``, which begins to fill them and appends its calls.
+
+        Returns the ticket to wait with. An error, of what came before or of ``start``, is raised by that wait.
+        """
+        self._arena.take(offset, nbytes)
+        self._next_ticket += 1
+        moving = InFlight(name=name, offset=offset, started=Future(), futures=[])
+        self._in_flight[self._next_ticket] = moving
+
+        def go(error: BaseException | None) -> None:
             if error is not None:
-                gather.started.set_exception(error)
+                moving.started.set_exception(error)
                 return
             try:
-                self._start_gather(gather, slots, offsets)
+                start(moving.futures)
             except (ZinfError, RuntimeError) as refused:  # a pool that was shut down, say: who waits must hear of it
-                gather.started.set_exception(refused)
+                moving.started.set_exception(refused)
             else:
-                gather.started.set_result(None)
+                moving.started.set_result(None)
 
-        # Behind updates of these parameters, without waiting for them: compute may have long to go until it needs this.
-        call_when_done([record.update for record in records if record.update is not None], start)
+        call_when_done(after, go)
         return self._next_ticket
 
-    def _start_gather(self, gather: GatherInFlight, slots: Sequence[Slot], offsets: Sequence[int]) -> None:
+    def in_flight(self, ticket: int) -> InFlight:
+        """Return a transfer that was issued and not yet released."""
+        return self._in_flight[ticket]
+
+    def _start_gather(self, slots: Sequence[Slot], offsets: Sequence[int], futures: list[Future[None]]) -> None:
         for run in _file_runs(slots, offsets):
             buffer = self._arena.buffer(run.arena_offset, run.nbytes)
-            gather.futures += self.read(run.slot, run.file_offset, buffer, Tier.DEVICE)
+            futures += self.read(run.slot, run.file_offset, buffer, Tier.DEVICE)
         for slot, offset in zip(slots, offsets, strict=True):
             if slot.in_memory:
-                destination = self._arena.view(offset, slot.tensor.shape, slot.tensor.dtype)
-                gather.futures.append(self._pool.submit(_copy, destination, slot.tensor))
+                futures.append(self.copy([slot.tensor], self._arena.view(offset, slot.tensor.shape, slot.tensor.dtype)))
                 self._meter.add_moved(slot.tier, Tier.DEVICE, slot.nbytes)
 
     def wait_gather(self, ticket: int) -> bool:
         """Block until a transfer has landed; return whether this was its first wait. Raises its first error."""
-        gather = self._gathers[ticket]
+        gather = self._in_flight[ticket]
         if gather.is_awaited:
             return False
         if gather.is_done:
@@ -122,16 +146,16 @@ class Transfers:
 
     def release(self, ticket: int) -> None:
         """Let later transfers use the bytes. Compute calls this after the last op that reads them."""
-        gather = self._gathers[ticket]
+        gather = self._in_flight[ticket]
         if not gather.is_awaited:
             raise VerifyError(f"transfer of {gather.name} is released before it was waited for")
-        del self._gathers[ticket]
+        del self._in_flight[ticket]
         self._arena.give_back(gather.offset)
 
     def abandon_gathers(self) -> None:
         """Wait for and forget whatever is in flight, after compute failed between an issue and its release."""
-        for ticket in list(self._gathers):
-            gather = self._gathers[ticket]
+        for ticket in list(self._in_flight):
+            gather = self._in_flight[ticket]
             gather.started.exception()  # waits; only then is the list of calls complete
             for future in gather.futures:
                 future.exception()
@@ -139,7 +163,11 @@ class Transfers:
             self.release(ticket)
         self._arena.give_back_all()  # also what an interrupted issue_gather took
 
-    # Plain reads and writes
+    # Plain copies, reads and writes
+
+    def copy(self, source: list[Tensor], destination: Tensor) -> Future[None]:
+        """Start copying the one tensor in ``source``, which is taken out: who waits for the copy finds its memory free."""
+        return self._pool.submit(_copy, source, destination)
 
     def wait(self, futures: Sequence[Future[None]], name: str) -> None:
         """Wait for all futures, then raise their first error; a stall by this name, unless all are done."""
@@ -156,18 +184,18 @@ class Transfers:
                 lease = self.staging.lease(nbytes)
         return lease
 
-    def read(self, slot: Slot, offset: int, buffer: memoryview, destination: Tier = Tier.HOST) -> list[Future[None]]:
-        """Start reading file bytes of a slot; the buffer is filled when every future is done."""
+    def read(self, slot: Named, offset: int, buffer: memoryview, destination: Tier = Tier.HOST) -> list[Future[None]]:
+        """Start reading file bytes of a slot or an activation; the buffer is filled when every future is done."""
         self._meter.add_moved(Tier.NVME, destination, len(buffer))
         return self._submit(self._file().read, slot, offset, buffer)
 
-    def write(self, slot: Slot, offset: int, buffer: memoryview, source: Tier = Tier.HOST) -> list[Future[None]]:
+    def write(self, slot: Named, offset: int, buffer: memoryview, source: Tier = Tier.HOST) -> list[Future[None]]:
         """Start writing file bytes of a slot; the buffer is free when every future is done."""
         self._meter.add_moved(source, Tier.NVME, len(buffer))
         return self._submit(self._file().write, slot, offset, buffer)
 
     def _submit(
-        self, call: Callable[[int, memoryview], None], slot: Slot, offset: int, buffer: memoryview
+        self, call: Callable[[int, memoryview], None], slot: Named, offset: int, buffer: memoryview
     ) -> list[Future[None]]:
         return [
             self._pool.submit(_named_call, call, slot.name, offset + start, buffer[start : start + _BLOCK_NBYTES])
@@ -352,8 +380,8 @@ def return_when_done(staging: StagingPool, lease: StagingBuffer, futures: Sequen
     call_when_done(futures, lambda _: staging.return_(lease))
 
 
-def _copy(destination: Tensor, source: Tensor) -> None:
-    destination.copy_(source)
+def _copy(source: list[Tensor], destination: Tensor) -> None:
+    destination.copy_(source.pop())
 
 
 def _named_call(call: Callable[[int, memoryview], None], name: str, offset: int, buffer: memoryview) -> None:

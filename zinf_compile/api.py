@@ -106,8 +106,8 @@ def report(model: Module) -> Report:
     plans = tuple(program.plan for program in session.programs if program.plan is not None)
     measured = {
         Tier.DEVICE: max(store.ram.peak, store.nbytes_on(Tier.DEVICE)),
-        Tier.HOST: store.nbytes_on(Tier.HOST) + store.staging.peak_nbytes,
-        Tier.NVME: store.layout.end,
+        Tier.HOST: store.nbytes_on(Tier.HOST) + store.staging.peak_nbytes + store.activations.peak_host_nbytes,
+        Tier.NVME: max(store.layout.end, store.activations.peak_file_nbytes),
     }
     capacity = {
         Tier.DEVICE: session.config.device_memory,

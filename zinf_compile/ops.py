@@ -15,6 +15,14 @@ reordering can separate a transfer from its wait::
     zinf::wait_sinks(store)                                        every gradient sunk so far is home
     m      = zinf::arena_view(store, offset, shape, stride, ...)   arena bytes for an op to write its result into
 
+A *token* stands for an activation that has left the device, from forward to the last backward that may want it::
+
+    token  = zinf::swap_out(value, store, name, tier, stride)      start moving it out; a copy of it lies in ``stride``
+    zinf::wait_swap_out(token, store)                              its bytes on the device are free
+    ticket = zinf::issue_swap_in(token, store, offset)             start moving it back into the arena
+    v      = zinf::wait_swap_in(ticket, store, offset, ...)        block until it is there; it, or a view of it
+    zinf::release(ticket, store)                                   the bytes may be reused from here on
+
 ``runtime/op_impls.py`` implements them. An op with a schema and a fake but no implementation traces, lints and plans.
 """
 
@@ -38,6 +46,13 @@ _LIBRARY.define("wait_sinks(int store) -> ()")
 _LIBRARY.define(
     "arena_view(int store, int offset, SymInt[] shape, SymInt[] stride, ScalarType dtype, Device device) -> Tensor"
 )
+_LIBRARY.define("swap_out(Tensor value, int store, str name, str tier, SymInt[] stride) -> Tensor")
+_LIBRARY.define("wait_swap_out(Tensor token, int store) -> ()")
+_LIBRARY.define("issue_swap_in(Tensor token, int store, int offset) -> Tensor")
+_LIBRARY.define(
+    "wait_swap_in(Tensor ticket, int store, int offset, SymInt[] shape, SymInt[] stride, SymInt storage_offset, "
+    "ScalarType dtype, Device device) -> Tensor"
+)
 
 GATHER = torch.ops.zinf.gather.default
 STORE_GRAD = torch.ops.zinf.store_grad.default
@@ -47,11 +62,18 @@ RELEASE = torch.ops.zinf.release.default
 SINK_GRAD = torch.ops.zinf.sink_grad.default
 WAIT_SINKS = torch.ops.zinf.wait_sinks.default
 ARENA_VIEW = torch.ops.zinf.arena_view.default
+SWAP_OUT = torch.ops.zinf.swap_out.default
+WAIT_SWAP_OUT = torch.ops.zinf.wait_swap_out.default
+ISSUE_SWAP_IN = torch.ops.zinf.issue_swap_in.default
+WAIT_SWAP_IN = torch.ops.zinf.wait_swap_in.default
 
-ALL_OPS = (GATHER, STORE_GRAD, ISSUE_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS, ARENA_VIEW)
+ALL_OPS = (
+    *(GATHER, STORE_GRAD, ISSUE_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS, ARENA_VIEW),
+    *(SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN, WAIT_SWAP_IN),
+)
 
 # FX dead-code elimination deletes a node without users unless its target is known to have an effect.
-for _op in (STORE_GRAD, ISSUE_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS):
+for _op in (STORE_GRAD, ISSUE_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS, SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN):
     fx.node.has_side_effect(_op)
 
 
@@ -109,6 +131,36 @@ def _arena_view_fake(
     device: torch.device,
 ) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+@torch.library.register_fake("zinf::swap_out", lib=_LIBRARY)
+def _swap_out_fake(value: Tensor, store: int, name: str, tier: str, stride: Sequence[int]) -> Tensor:
+    return torch.empty(1, dtype=torch.int64)
+
+
+@torch.library.register_fake("zinf::wait_swap_out", lib=_LIBRARY)
+def _wait_swap_out_fake(token: Tensor, store: int) -> None:
+    return None
+
+
+@torch.library.register_fake("zinf::issue_swap_in", lib=_LIBRARY)
+def _issue_swap_in_fake(token: Tensor, store: int, offset: int) -> Tensor:
+    return torch.empty(1, dtype=torch.int64)
+
+
+@torch.library.register_fake("zinf::wait_swap_in", lib=_LIBRARY)
+def _wait_swap_in_fake(
+    ticket: Tensor,
+    store: int,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return torch.empty(storage_offset + reach, dtype=dtype, device=device).as_strided(shape, stride, storage_offset)
 
 
 def _gather_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,8 +1,9 @@
 """One captured graph: chooses its split, plans it, and lowers it, again if parameters have moved or inputs grown since."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -12,7 +13,7 @@ from zinf_compile.facts import GraphFacts, at_sizes
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
 from zinf_compile.passes.capture import BoxedCallable, Partition
-from zinf_compile.passes.contract import LowerInputs
+from zinf_compile.passes.contract import LowerInputs, node_facts
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
@@ -24,12 +25,20 @@ from zinf_compile.runtime.executor import Executor
 from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.simulate import simulate
 from zinf_compile.sizes import Size
-from zinf_compile.terms import ActivationPolicy, Phase
+from zinf_compile.terms import ActivationPolicy, Phase, Tier
 
 if TYPE_CHECKING:
     from zinf_compile.session import Session
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """A lowered backward, and the arena bytes it needs."""
+
+    run: BoxedCallable
+    arena_nbytes: int
 
 
 class Program:
@@ -41,7 +50,9 @@ class Program:
         self._hardware = hardware
         self._captured: CapturedGraph | None = None
         self._shapes: PlannedShapes | None = None
-        self._lowered: dict[Phase, Callable[[list[Any]], Sequence[Any]]] = {}
+        self._forward: BoxedCallable | None = None
+        # By which of their inputs are tokens: a plan made after a forward may keep other values on the device.
+        self._backwards: dict[frozenset[int], Backward] = {}
         self.plan: Plan | None = None
         self.replanned: list[str] = []  # for which inputs it was planned again, in words
 
@@ -98,7 +109,10 @@ class Program:
 
     def _executor(self, phase: Phase) -> BoxedCallable:
         def run(inputs: list[Any]) -> Sequence[Any]:
-            return self._lowered[phase](inputs)
+            if phase is Phase.BACKWARD:
+                return self._backward_of(inputs).run(inputs)
+            assert self._forward is not None
+            return self._forward(inputs)
 
         def prepare(inputs: list[Any]) -> int:
             assert self.plan is not None
@@ -108,7 +122,7 @@ class Program:
                 if self.plan.placements != self._session.placements:
                     self._adopt(self._plan_for([self._shapes.facts]))
                 self._session.settle()
-            return self.plan.arena_nbytes
+            return max([self.plan.arena_nbytes, *(backward.arena_nbytes for backward in self._backwards.values())])
 
         return Executor(self._session.store, run, phase, prepare=prepare, records=lambda: self.read_records)
 
@@ -132,6 +146,13 @@ class Program:
         self.replanned.append(f"{self._name}: planned for {dump_sizes(before)}, and again for {dump_sizes(sizes)}")
         _log.info(self.replanned[-1])
         self._adopt(plan)
+
+    def _backward_of(self, inputs: Sequence[Any]) -> "Backward":
+        """Return the backward that was lowered under the plan of the forward whose values these are."""
+        if len(self._backwards) == 1:
+            return next(iter(self._backwards.values()))
+        is_token = self._session.store.activations.is_token
+        return self._backwards[frozenset(index for index, given in enumerate(inputs) if is_token(given))]
 
     def _analyze(self, captured: CapturedGraph) -> GraphFacts[Size]:
         names = {record.param: name for name, record in self._session.store.records.items()}
@@ -158,6 +179,7 @@ class Program:
         """Make a plan this program's, and its placements the session's; parameters move before the next run."""
         self._session.placements = plan.placements
         self._session.store.chunk_elements = plan.step.chunk_elements
+        self._session.store.activations.reserve(plan.swapped_nbytes(Tier.NVME))
         by_first_use = sorted(plan.uses, key=lambda use: use.ticks[0])
         self._session.store.update_order = {use.parameter: position for position, use in enumerate(by_first_use)}
         self.plan = plan
@@ -171,14 +193,21 @@ class Program:
             store_id=store.store_id,
             param_ids={name: record.param for name, record in store.records.items()},
         )
-        for phase, graph_module in (
-            (Phase.FORWARD, self._captured.forward),
-            (Phase.BACKWARD, self._captured.backward),
-        ):
-            if graph_module is not None:
-                lowered = copy_graph_module(graph_module)
-                lower_graph(lowered, inputs)
-                self._lowered[phase] = lowered.forward
+        forward = copy_graph_module(self._captured.forward)
+        lower_graph(forward, inputs)
+        self._forward = forward.forward
+        if self._captured.backward is not None:
+            backward = copy_graph_module(self._captured.backward)
+            tokens = _swapped_inputs(backward.graph, plan)
+            lower_graph(backward, inputs)
+            self._backwards[tokens] = Backward(run=backward.forward, arena_nbytes=plan.arena_nbytes)
+
+
+def _swapped_inputs(backward: fx.Graph, plan: Plan) -> frozenset[int]:
+    """Return which inputs of a backward are tokens of activations that have left the device."""
+    swapped = {swap.value for swap in plan.swaps}
+    placeholders = backward.find_nodes(op="placeholder")
+    return frozenset(index for index, node in enumerate(placeholders) if node_facts(node).value in swapped)
 
 
 def _stall_seconds(plan: Plan) -> float:

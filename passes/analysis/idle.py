@@ -43,6 +43,6 @@ def find_idle(
 
 
 def _owns_its_bytes(root: StorageRoot) -> bool:
-    """Return whether a value is a tensor that fills its storage from the first byte to the last."""
+    """Return whether a value is a tensor, of sizes that are numbers, that fills its storage from first byte to last."""
     value = root.value
     return isinstance(value, torch.Tensor) and not root.is_gathered and value.storage_offset() == 0 and is_dense(value)

@@ -10,10 +10,11 @@ import bisect
 
 from torch import fx
 
-from zinf_compile.ops import ISSUE_GATHER, RELEASE
+from zinf_compile.ops import RELEASE
 from zinf_compile.passes.contract import LowerInputs, Pass, node_facts
 from zinf_compile.passes.fx_edit import insert_call
 from zinf_compile.passes.properties import TRANSFERS_RELEASED, TRANSFERS_STARTED
+from zinf_compile.plans import GatherTransfer
 
 
 def _run(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
@@ -21,14 +22,16 @@ def _run(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
     numbered = [(tick, node) for node in graph.nodes if (tick := node_facts(node).tick) is not None]
     ticks = [tick for tick, _ in numbered]
     nodes = [node for _, node in numbered]
-    for ticket in graph.find_nodes(op="call_function", target=ISSUE_GATHER):
+    for ticket in list(graph.nodes):
         transfer = node_facts(ticket).transfer
-        assert transfer is not None
+        if transfer is None:
+            continue
         # Right behind the last node before the release tick: a transfer issued at that tick may take the same bytes.
         last = bisect.bisect_left(ticks, transfer.release) - 1
         reader = nodes[last] if last >= 0 and ticks[last] >= transfer.issue else ticket
         before = reader if reader.op == "output" else reader.next
-        insert_call(graph, before, RELEASE, (ticket, inputs.store_id), name=f"{transfer.name}_release")
+        name = transfer.name if isinstance(transfer, GatherTransfer) else transfer.value
+        insert_call(graph, before, RELEASE, (ticket, inputs.store_id), name=f"{name}_release")
 
 
 RELEASE_TRANSFERS: Pass[LowerInputs] = Pass(

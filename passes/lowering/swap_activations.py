@@ -1,0 +1,123 @@
+"""Let saved values leave the device in forward and come back in backward, as the plan says.
+
+Emitted in forward::
+
+    gelu_token = zinf.swap_out(gelu, store, "gelu", "nvme", stride)     right behind the node that makes it
+    ...
+    gelu_gone = zinf.wait_swap_out(gelu_token, store)                   before the tick at which it is gone
+    return (loss, gelu_token)                                           in place of the value, and of saved views of it
+
+and in backward, where the placeholder is now the token::
+
+    gelu_swap = zinf.issue_swap_in(gelu, store, offset)                 at the swap's issue tick
+    ...
+    gelu_back = zinf.wait_swap_in(gelu_swap, store, offset, ...)        before its first reader; so for each saved view
+
+Forward and backward keep the number and the order of what is saved, on which AOTAutograd relies.
+"""
+
+import bisect
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from zinf_compile.errors import VerifyError
+from zinf_compile.ops import ISSUE_SWAP_IN, SWAP_OUT, WAIT_SWAP_IN, WAIT_SWAP_OUT
+from zinf_compile.passes.analysis.storages import find_roots
+from zinf_compile.passes.contract import NODE_FACTS, LowerInputs, NodeFacts, Pass, node_facts
+from zinf_compile.passes.fx_edit import insert_call
+from zinf_compile.passes.properties import SWAPS_GONE, TICKS_IN_ORDER, VALUES_KNOWN
+from zinf_compile.plans import ActivationSwap
+
+
+def _run(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
+    _Swapper(graph_module.graph, inputs).run()
+
+
+class _Swapper:
+    """One run of the pass over one graph."""
+
+    def __init__(self, graph: fx.Graph, inputs: LowerInputs) -> None:
+        self._graph = graph
+        self._store_id = inputs.store_id
+        self._swaps = inputs.plan.swaps
+        # A transfer cannot start before the inputs: among them is its token.
+        self._first_op = min(_tick(node) for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+        numbered = [(tick, node) for node in graph.nodes if (tick := node_facts(node).tick) is not None]
+        self._ticks = [tick for tick, _ in numbered]
+        self._nodes: list[fx.Node] = [node for _, node in numbered]
+
+    def run(self) -> None:
+        """Send out what this graph makes, and fetch what it is given."""
+        first, last = self._ticks[0], self._ticks[-1]
+        leaving = [swap for swap in self._swaps if first <= swap.out <= last]
+        returning = [swap for swap in self._swaps if first <= swap.need_by <= last]
+        if leaving:
+            self._send_out(leaving)
+        if returning:
+            inputs: dict[str, list[fx.Node]] = defaultdict(list)
+            for node in self._graph.find_nodes(op="placeholder"):
+                if (value := node_facts(node).value) is not None:
+                    inputs[value].append(node)
+            for swap in returning:
+                self._fetch(swap, inputs[swap.value])
+
+    def _at(self, tick: int) -> fx.Node:
+        return self._nodes[bisect.bisect_left(self._ticks, tick)]
+
+    def _send_out(self, swaps: list[ActivationSwap]) -> None:
+        roots = find_roots(self._graph)
+        tokens: dict[str, fx.Node] = {}
+        for swap in swaps:
+            value = self._at(swap.out)
+            if value not in roots or roots[value].name != swap.value:
+                raise VerifyError(f"'{value.name}' at tick {swap.out} is not '{swap.value}', which is to leave there")
+            stride = list(value.meta["val"].stride())
+            args = (value, self._store_id, swap.value, str(swap.destination), stride)
+            token = insert_call(self._graph, value.next, SWAP_OUT, args, name=f"{swap.value}_token")
+            gone = (token, self._store_id)
+            insert_call(self._graph, self._at(swap.gone), WAIT_SWAP_OUT, gone, name=f"{swap.value}_gone")
+            tokens[swap.value] = token
+        output = self._graph.output_node()
+        for node in output.all_input_nodes:
+            if roots[node].name in tokens:
+                output.replace_input_with(node, tokens[roots[node].name])
+
+    def _fetch(self, swap: ActivationSwap, inputs: list[fx.Node]) -> None:
+        if not inputs:
+            raise VerifyError(f"backward is not given '{swap.value}', which is to come back")
+        readers = {node: list(node.users) for node in inputs}
+        values = {node: node.meta["val"] for node in inputs}
+        for node in inputs:
+            node.meta["val"] = node.meta["val"].new_empty(1, dtype=torch.int64)
+        before = self._at(max(swap.issue, self._first_op))
+        issue = (inputs[0], self._store_id, swap.offset)
+        ticket = insert_call(self._graph, before, ISSUE_SWAP_IN, issue, name=f"{swap.value}_swap")
+        ticket.meta[NODE_FACTS] = NodeFacts(transfer=swap)
+        for node, users in readers.items():
+            if not users:
+                continue
+            reader = min(users, key=_tick)
+            if _tick(reader) < swap.need_by:
+                raise VerifyError(f"'{reader.name}' reads '{node.name}' before it is back, at tick {swap.need_by}")
+            value = values[node]
+            place = (list(value.shape), list(value.stride()), value.storage_offset(), value.dtype, value.device)
+            args = (ticket, self._store_id, swap.offset, *place)
+            back = insert_call(self._graph, reader, WAIT_SWAP_IN, args, name=f"{node.name}_back")
+            for user in users:
+                user.replace_input_with(node, back)
+
+
+def _tick(node: fx.Node) -> int:
+    tick = node_facts(node).tick
+    assert tick is not None
+    return tick
+
+
+SWAP_ACTIVATIONS: Pass[LowerInputs] = Pass(
+    name="swap_activations",
+    run=_run,
+    requires=frozenset({VALUES_KNOWN}),
+    establishes=frozenset({SWAPS_GONE, TICKS_IN_ORDER}),
+)
