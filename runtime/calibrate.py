@@ -1,14 +1,19 @@
-"""Measure what this machine does per second, in a few tenths of a second, for predictions that mean something."""
+"""Measure what this machine does per second: short, before the first graph is planned, or thorough for `zinf doctor`."""
 
 import functools
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
-from zinf_compile.hardware import Hardware, Rate, make_route
+from zinf_compile import ops
+from zinf_compile.hardware import Hardware, OpKind, OpRate, Rate, Route, make_route
 from zinf_compile.runtime.arena import Arena
+from zinf_compile.runtime.fused_adamw import find_kernel
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.slots import Slot
@@ -16,44 +21,56 @@ from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.transfers import Transfers, wait_all
 from zinf_compile.terms import Tier
 
-_MATMUL_SIZE = 768  # 0.9 GFLOP: a few milliseconds, and long enough to be threaded
-_COPY_ELEMENTS = 4 * 2**20  # 16 MiB of fp32: beyond most caches
+_TOKENS, _HIDDEN, _INNER = 512, 512, 1024  # of a linear layer: 0.5 GFLOP a product, enough to be threaded
+_HEADS, _HEAD_WIDTH, _CONTEXT = 8, 64, 256
+_COPY_ELEMENTS = 16 * 2**20  # 64 MiB of fp32: beyond most caches, even of servers
+_OP_SHAPE = (512, 2048)  # what a block of that width has between two products
+_OPTIMIZER_ELEMENTS = 2**20
 _DISK_NBYTES = 32 * 2**20
+_DUPLEX_SHARE = 0.75  # of both rates together, from which on reads and writes count as not in each other's way
+_NUM_CALLS = 100
 _REPEATS = 3  # the best of these: what stands in the way of one run is not the machine's rate
+_UNUSABLE = torch.float16  # on a CPU a product takes a thousand times as long as in float32
 
 
-def measure_hardware(store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
-    """Return the rates of this machine: matrix products of ``dtypes``, memory, disk (by writing and reading the store)."""
-    memory = _measure_copy()
-    routes = {
-        (Tier.HOST, Tier.DEVICE): memory,
-        (Tier.DEVICE, Tier.HOST): memory,
-        (Tier.DEVICE, Tier.DEVICE): memory,
-    }
+def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: int = _REPEATS) -> Hardware:
+    """Return the rates of this machine: ops in ``dtypes``, memory, disk (by writing and reading the store).
+
+    float16 is left out, as long as there is another: it takes minutes on a CPU, and nobody computes in it there.
+    """
+    chosen = sorted(set(dtypes) - {_UNUSABLE}, key=str) or [torch.float32]
+    memory = _measure_copy(repeats)
+    pairs = ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
+    routes = [make_route(*pair, memory) for pair in pairs]
     if store.engine is not None:
-        read, write = _measure_disk(store)
-        routes |= {
-            (Tier.NVME, Tier.DEVICE): read,
-            (Tier.NVME, Tier.HOST): read,
-            (Tier.DEVICE, Tier.NVME): write,
-            (Tier.HOST, Tier.NVME): write,
-        }
+        routes += _measure_disk(store, repeats)
     return Hardware(
         name=os.uname().nodename,
-        flops=tuple(
-            Rate(name=str(dtype).removeprefix("torch."), per_second=_measure_matmul(dtype))
-            for dtype in sorted(dtypes, key=str)
+        flops=tuple(Rate(name=_name(dtype), per_second=_measure_products(dtype, repeats)) for dtype in chosen),
+        attention_flops=tuple(
+            Rate(name=_name(dtype), per_second=_measure_attention(dtype, repeats)) for dtype in chosen
         ),
+        op_rates=tuple(
+            OpRate(kind=kind, dtype=_name(dtype), bytes_per_second=_measure_op(kind, dtype, repeats))
+            for kind in OpKind
+            for dtype in chosen
+        ),
+        op_overhead_seconds=_measure_overhead(store),
         memory_bytes_per_second=memory,
-        routes=tuple(make_route(*tiers, rate) for tiers, rate in sorted(routes.items())),
-        optimizer_elements_per_second=_measure_optimizer(),
+        routes=tuple(sorted(routes, key=lambda route: route.name)),
+        optimizer_elements_per_second=_measure_optimizer(repeats),
+        sources=("measured on this machine",),
     )
 
 
-def _best_seconds(call: Callable[[], object]) -> float:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _best_seconds(call: Callable[[], object], repeats: int) -> float:
     call()
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
@@ -61,31 +78,95 @@ def _best_seconds(call: Callable[[], object]) -> float:
 
 
 @functools.cache
-def _measure_matmul(dtype: torch.dtype) -> float:
-    left = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype)
-    return 2 * _MATMUL_SIZE**3 / _best_seconds(lambda: left @ left)
+def _measure_products(dtype: torch.dtype, repeats: int) -> float:
+    """Return the FLOP/s of a linear layer's three products: result, gradient of its input, gradient of its weight."""
+    tokens = torch.ones(_TOKENS, _HIDDEN, dtype=dtype)
+    weight = torch.ones(_INNER, _HIDDEN, dtype=dtype)
+    gradient = torch.ones(_TOKENS, _INNER, dtype=dtype)
+
+    def products() -> None:
+        torch.mm(tokens, weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), tokens)
+
+    return 3 * 2 * _TOKENS * _HIDDEN * _INNER / _best_seconds(products, repeats)
 
 
 @functools.cache
-def _measure_copy() -> float:
+def _measure_attention(dtype: torch.dtype, repeats: int) -> float:
+    """Return the FLOP/s of causal attention, forward and backward, counting what is not masked."""
+    shape = (1, _HEADS, _CONTEXT, _HEAD_WIDTH)
+    query, key, value = (torch.ones(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+    gradient = torch.ones(shape, dtype=dtype)
+
+    def attend() -> None:
+        result = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(result, (query, key, value), gradient)
+
+    num_products = 2 + 5  # forward, backward
+    return num_products * _HEADS * _CONTEXT**2 * _HEAD_WIDTH / _best_seconds(attend, repeats)
+
+
+@functools.cache
+def _measure_op(kind: OpKind, dtype: torch.dtype, repeats: int) -> float:
+    """Return the bytes per second that a typical op of a kind reads and writes, into memory that is there already."""
+    x, out = torch.ones(_OP_SHAPE, dtype=dtype), torch.ones(_OP_SHAPE, dtype=dtype)
+    if kind is OpKind.ELEMENTWISE:
+        return 3 * x.nbytes / _best_seconds(lambda: torch.mul(x, x, out=out), repeats)
+    if kind is OpKind.TRANSCENDENTAL:
+        return 2 * x.nbytes / _best_seconds(lambda: torch.ops.aten.gelu.out(x, out=out), repeats)
+    return x.nbytes / _best_seconds(lambda: x.mean(-1), repeats)
+
+
+def _measure_overhead(store: Store) -> float:
+    """Return the seconds of calling an op on tensors so small that nothing else counts, in the median.
+
+    Half of the ops of a model are views, the others mostly write to arena memory. In between the caches are filled with
+    other things, as large tensors do in a model: calls then take two to three times as long.
+    """
+    store.arena.reserve(ALIGN)
+    small, large = torch.ones(8, 8), torch.ones(_OP_SHAPE)
+    place = (store.store_id, 0, (8, 8), (8, 1), small.dtype, small.device)
+    mul, transpose, others = torch.ops.aten.mul.out, torch.ops.aten.t.default, torch.empty_like(large)
+    times = []
+    for _ in range(_NUM_CALLS):
+        others.copy_(large)
+        start = time.perf_counter()
+        mul(transpose(small), small, out=ops.ARENA_VIEW(*place))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) / 2
+
+
+@functools.cache
+def _measure_copy(repeats: int) -> float:
     source, destination = torch.ones(_COPY_ELEMENTS), torch.ones(_COPY_ELEMENTS)
     # A copy reads and writes: twice the bytes of the tensor.
-    return 2 * source.nbytes / _best_seconds(lambda: destination.copy_(source))
+    return 2 * source.nbytes / _best_seconds(lambda: destination.copy_(source), repeats)
 
 
 @functools.cache
-def _measure_optimizer() -> float:
-    parameter = torch.ones(2**20, requires_grad=True)
-    parameter.grad = torch.ones_like(parameter)
+def _measure_optimizer(repeats: int) -> float:
+    """Return the elements per second of AdamW: the compiled kernel's where there is one, else torch's fused one."""
+    parameter = torch.ones(_OPTIMIZER_ELEMENTS, requires_grad=True)
+    gradient = parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return parameter.numel() / _best_seconds(optimizer.step)
+    (group,) = optimizer.param_groups
+    kernel = find_kernel(optimizer, group, master_dtype=torch.float32, gradient_dtype=torch.float32, compute_dtype=None)
+    if kernel is None:
+        return _OPTIMIZER_ELEMENTS / _best_seconds(optimizer.step, repeats)
+    master = parameter.detach()
+    state: dict[str, Tensor] = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+    threads = torch.get_num_threads()
+    return _OPTIMIZER_ELEMENTS / _best_seconds(
+        lambda: kernel.update(group, state, master, gradient, None, num_threads=threads), repeats
+    )
 
 
-def _measure_disk(store: Store) -> tuple[float, float]:
-    """Return read and write bytes per second of the store's engine, through staging, as real transfers go."""
+def _measure_disk(store: Store, repeats: int) -> list[Route]:
+    """Return the routes of the store's engine, through staging, as real transfers go."""
     assert store.engine is not None
     nbytes = min(_DISK_NBYTES, store.staging.capacity // 2)
-    nbytes -= nbytes % ALIGN
+    nbytes -= nbytes % (2 * ALIGN)
     extent = store.layout.allocate(nbytes)
     # Transfers of its own, so that the store's meter counts none of these bytes.
     transfers = Transfers(engine=store.engine, staging=store.staging, arena=Arena(), meter=Meter())
@@ -93,10 +174,34 @@ def _measure_disk(store: Store) -> tuple[float, float]:
         store.engine.reserve(store.layout.end)
         slot = Slot(name="calibration", tier=Tier.NVME, tensor=torch.empty(0), extent=extent)
         with store.staging.lease(nbytes) as lease:
-            view = lease.view
-            write = _best_seconds(lambda: wait_all(transfers.write(slot, extent.offset, view)))
-            read = _best_seconds(lambda: wait_all(transfers.read(slot, extent.offset, view)))
+            view, half = lease.view, nbytes // 2
+
+            def write(start: int = 0, end: int = nbytes) -> None:
+                wait_all(transfers.write(slot, extent.offset + start, view[start:end]))
+
+            def read(start: int = 0, end: int = nbytes) -> None:
+                wait_all(transfers.read(slot, extent.offset + start, view[start:end]))
+
+            def both() -> None:
+                with ThreadPoolExecutor(1) as writer:
+                    writing = writer.submit(write, 0, half)
+                    read(half, nbytes)
+                    writing.result()
+
+            write_rate = nbytes / _best_seconds(write, repeats)
+            read_rate = nbytes / _best_seconds(read, repeats)
+            mixed_rate = nbytes / _best_seconds(both, repeats)
+            latency = _best_seconds(lambda: read(0, ALIGN), repeats)
     finally:
         transfers.close()
         store.layout.free(extent)
-    return nbytes / read, nbytes / write
+    is_duplex = mixed_rate > _DUPLEX_SHARE * (read_rate + write_rate)
+    return [
+        make_route(source, destination, rate, latency_seconds=latency, is_duplex=is_duplex)
+        for source, destination, rate in (
+            (Tier.NVME, Tier.DEVICE, read_rate),
+            (Tier.NVME, Tier.HOST, read_rate),
+            (Tier.DEVICE, Tier.NVME, write_rate),
+            (Tier.HOST, Tier.NVME, write_rate),
+        )
+    ]

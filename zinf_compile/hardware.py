@@ -1,6 +1,7 @@
 """Hardware: the rates a prediction is made with. Measured on the machine (``runtime/calibrate.py``) or given."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from zinf_compile.terms import Tier
 
@@ -11,6 +12,23 @@ class Rate:
 
     name: str
     per_second: float
+
+
+class OpKind(StrEnum):
+    """Ops that move bytes at about one rate. What is of no kind moves them as fast as memory copies."""
+
+    ELEMENTWISE = "elementwise"  # add, mul
+    TRANSCENDENTAL = "transcendental"  # gelu, tanh, softmax: bounded by arithmetic that no FLOP formula counts
+    REDUCTION = "reduction"  # sum, mean, layer norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRate:
+    """The bytes that ops of a kind read and write per second, for results of a dtype."""
+
+    kind: OpKind
+    dtype: str
+    bytes_per_second: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +88,9 @@ class Hardware:
     device_link_bytes_per_second: float = 0.0  # of one device, to others of its node; 0: it has none
     node_link_bytes_per_second: float = 0.0  # of one node, to others
     updates_take_of_compute: float = 1.0  # seconds lost per second of update beside compute; 0: on other processors
+    attention_flops: tuple[Rate, ...] = ()  # of attention kernels, by dtype name; empty: as matrix products
+    op_rates: tuple[OpRate, ...] = ()  # empty: all as fast as memory copies
+    op_overhead_seconds: float = 0.0  # of calling one op, however small its tensors are
     sources: tuple[str, ...] = ()  # where the numbers are from
 
     @property
@@ -79,8 +100,16 @@ class Hardware:
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the matrix-product rate of a dtype; of the slowest known dtype for one that was not measured."""
-        rates = {rate.name: rate.per_second for rate in self.flops}
-        return rates.get(dtype, min(rates.values()))
+        return _rate_of(dtype, self.flops)
+
+    def attention_flops_per_second(self, dtype: str) -> float:
+        """Return the rate of attention kernels, of the slowest known dtype for one that was not measured."""
+        return _rate_of(dtype, self.attention_flops or self.flops)
+
+    def op_bytes_per_second(self, kind: OpKind | None, dtype: str) -> float:
+        """Return the memory traffic of ops of a kind, of the slowest known dtype for one that was not measured."""
+        rates = {rate.dtype: rate.bytes_per_second for rate in self.op_rates if rate.kind is kind}
+        return rates.get(dtype, min(rates.values(), default=self.memory_bytes_per_second))
 
     def route(self, source: Tier, destination: Tier) -> Route:
         """Return a route; KeyError for one the hardware does not have."""
@@ -89,3 +118,8 @@ class Hardware:
     def bytes_per_second(self, source: Tier, destination: Tier) -> float:
         """Return a route's bandwidth; KeyError for a route the hardware does not have."""
         return self.route(source, destination).bytes_per_second
+
+
+def _rate_of(dtype: str, rates: tuple[Rate, ...]) -> float:
+    by_name = {rate.name: rate.per_second for rate in rates}
+    return by_name.get(dtype, min(by_name.values()))

@@ -25,6 +25,10 @@ def find_problems(hardware: Hardware) -> Iterator[str]:
     yield from _outside(
         "optimizer_elements_per_second", hardware.optimizer_elements_per_second, _ELEMENTS, "'1.5 G elements/s'"
     )
+    for index, rate in enumerate(hardware.op_rates if hardware.op_rates is not GAP else ()):
+        if rate is not GAP:
+            yield from _outside(f"op_rates[{index}].bytes_per_second", rate.bytes_per_second, _BANDWIDTH, "'20 GB/s'")
+    yield from _outside("op_overhead_seconds", hardware.op_overhead_seconds, _LATENCY, "'5 us'")
     yield from _tier_problems(hardware)
     yield from _route_problems(hardware)
     yield from _link_problems(hardware)
@@ -44,7 +48,11 @@ def _outside(path: str, value: object, limits: tuple[float, float], example: str
 
 def _flops_problems(hardware: Hardware) -> Iterator[str]:
     peaks: dict[object, float] = {}
-    for field, rates in (("peak_flops", hardware.peak_flops), ("flops", hardware.flops)):
+    for field, rates in (
+        ("peak_flops", hardware.peak_flops),
+        ("flops", hardware.flops),
+        ("attention_flops", hardware.attention_flops),
+    ):
         if rates is GAP:
             continue
         if not rates and field == "flops":
@@ -65,7 +73,7 @@ def _flops_problems(hardware: Hardware) -> Iterator[str]:
                 peaks[rate.name] = rate.per_second
             elif rate.per_second > peaks.get(rate.name, rate.per_second):
                 yield (
-                    f"flops[{index}].per_second = {rate.per_second:g} of {rate.name} is over its peak of "
+                    f"{field}[{index}].per_second = {rate.per_second:g} of {rate.name} is over its peak of "
                     f"{peaks[rate.name]:g}; nothing achieves more than the peak"
                 )
 

@@ -23,6 +23,7 @@ from zinf_compile.runtime.adoption import NamedParameter, adopt_parameters
 from zinf_compile.runtime.backward_step import BackwardStep
 from zinf_compile.runtime.calibrate import measure_hardware
 from zinf_compile.runtime.leaves import hang_on_parameters
+from zinf_compile.runtime.measured import find_measured
 from zinf_compile.runtime.moving import move_homes
 from zinf_compile.runtime.op_impls import register
 from zinf_compile.runtime.slots import StoredParameter
@@ -104,9 +105,10 @@ class Session:
         if where is not None:
             self.graph_breaks.append(where)
         if self._hardware is None:
-            dtypes = {record.compute.tensor.dtype for record in self.store.records.values()}
-            floating = frozenset(dtype for dtype in dtypes if dtype.is_floating_point)
-            self._hardware = measure_hardware(self.store, floating or frozenset({torch.float32}))
+            found = {record.compute.tensor.dtype for record in self.store.records.values()}
+            floating = frozenset(dtype for dtype in found if dtype.is_floating_point)
+            dtypes = floating or frozenset({torch.float32})
+            self._hardware = find_measured(self.config.nvme, dtypes) or measure_hardware(self.store, dtypes)
         program = Program(self, f"{self.model_name} graph {len(self.programs)}", self._hardware)
         compiled = compile_graph(graph_module, inputs, program)
         self.programs.append(program)

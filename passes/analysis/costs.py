@@ -16,14 +16,30 @@ from zinf_compile.sizes import Size
 
 
 def count_flops(node: fx.Node) -> Size:
-    """Return the floating-point operations of a node by torch's flop registry; 0 for ops it has no formula for."""
+    """Return the floating-point operations of a node by torch's flop registry; 0 for ops it has no formula for.
+
+    Torch counts causal attention as if nothing were masked; its kernels leave out the half that is.
+    """
     packet = getattr(node.target, "_overloadpacket", None)
     formula = _FORMULAS.get(packet) or flop_registry.get(packet)
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: arg.meta["val"])
     num_flops: int | torch.SymInt = formula(*args, **kwargs, out_val=node.meta["val"])
-    return raw_size(num_flops)
+    size: Any = raw_size(num_flops)
+    if _is_causal(node):
+        size = size // 2 if isinstance(size, int) else size / 2  # all its terms are even
+    counted: Size = size
+    return counted
+
+
+def _is_causal(node: fx.Node) -> bool:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    index = names.index("is_causal")
+    return bool(node.args[index] if index < len(node.args) else node.kwargs.get("is_causal", False))
 
 
 def count_bytes_accessed(node: fx.Node) -> Size:

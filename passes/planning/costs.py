@@ -5,13 +5,20 @@ from itertools import groupby
 from zinf_compile.facts import GraphFacts, OpFact, working_set
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.activations import unbound_values
+from zinf_compile.passes.planning.op_kinds import is_called, kind_of
 from zinf_compile.plans import ComputeSpan
 
 
 def op_seconds(op: OpFact, hardware: Hardware) -> float:
-    """Return the estimated seconds of one op."""
-    arithmetic = op.num_flops / hardware.flops_per_second(op.dtype) if op.num_flops else 0.0
-    return max(arithmetic, op.nbytes_accessed / hardware.memory_bytes_per_second)
+    """Return the estimated seconds of one op: of calling it, and the longer of its arithmetic and its memory traffic."""
+    arithmetic = 0.0
+    if op.num_flops:
+        is_attention = "attention" in op.op
+        rate = hardware.attention_flops_per_second if is_attention else hardware.flops_per_second
+        arithmetic = op.num_flops / rate(op.dtype)
+    traffic = op.nbytes_accessed / hardware.op_bytes_per_second(kind_of(op.op), op.dtype)
+    overhead = hardware.op_overhead_seconds if is_called(op.op) else 0.0
+    return overhead + max(arithmetic, traffic)
 
 
 def plan_spans(graph: GraphFacts, hardware: Hardware) -> tuple[ComputeSpan, ...]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from zinf_compile.hardware import Rate, Route, TierSize
+from zinf_compile.hardware import OpRate, Rate, Route, TierSize
 from zinf_compile.plans import ActivationSwap, GatherTransfer, GradientSink, Placement, Plan
 from zinf_compile.simulate import Timeline, simulate
 from zinf_compile.terms import format_bytes, format_seconds
@@ -65,12 +65,14 @@ def _change(label: str, field: str, before: object, after: object) -> list[str]:
     return [f"{label}: {texts[0]} -> {texts[1]}"]
 
 
-def _name_amount(item: Rate | Route | TierSize | tuple[str, int] | str) -> tuple[str, object]:
+def _name_amount(item: Rate | OpRate | Route | TierSize | tuple[str, int] | str) -> tuple[str, object]:
     """Return the name and the number of a rate of the hardware, of a part of a tier, or of a lone text."""
     if isinstance(item, tuple):
         return item
     if isinstance(item, str):
         return item, "given"
+    if isinstance(item, OpRate):
+        return f"{item.kind} {item.dtype}", item.bytes_per_second
     if isinstance(item, TierSize):
         return item.tier, item.nbytes
     return item.name, item.per_second if isinstance(item, Rate) else item.bytes_per_second

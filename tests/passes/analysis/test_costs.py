@@ -43,6 +43,17 @@ def test_a_convolution(trace: Function) -> None:
     assert count_flops(node) == 2 * (6 * 6) * 5 * (3 * 3 * 3)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_leaves_out_what_is_masked(trace: Function, is_causal: bool) -> None:
+    def forward(anchor: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
+
+    shape = (2, 3, 16, 8)
+    node = _only(trace(forward, shape, shape, shape), aten._scaled_dot_product_flash_attention_for_cpu.default)
+    whole = 2 * (2 * 3) * (2 * 16 * 16 * 8)  # query with key, scores with value
+    assert count_flops(node) == (whole // 2 if is_causal else whole)
+
+
 def test_an_elementwise_op_is_all_traffic(trace: Function) -> None:
     node = _only(trace(lambda anchor, x: torch.sin(x), (4, 4)), aten.sin.default)
     assert count_flops(node) == 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zinf_compile.config import Config, parse_size
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import ValueFact
-from zinf_compile.hardware import Hardware, Rate, make_route
+from zinf_compile.hardware import Hardware, OpKind, OpRate, Rate, make_route
 from zinf_compile.passes.planning.costs import op_seconds, plan_spans
 from zinf_compile.passes.planning.placement import check_budgets, plan_placement
 from zinf_compile.passes.planning.planner import Request, make_plan, minimum_device_memory
@@ -232,6 +232,30 @@ def test_an_op_takes_the_longer_of_arithmetic_and_traffic(graph: Function) -> No
     assert op_seconds(replace(op, num_flops=10**9, nbytes_accessed=0), hardware) == 1.0
     assert op_seconds(replace(op, num_flops=10**9, nbytes_accessed=3 * 10**9), hardware) == 3.0
     assert op_seconds(replace(op, num_flops=0, nbytes_accessed=0), hardware) == 0.0
+
+
+def test_an_op_goes_at_the_rate_of_its_kind_and_dtype(graph: Function) -> None:
+    op = replace(
+        graph({}, num_forward_ticks=1, num_ticks=1).ops[0], dtype="float32", num_flops=0, nbytes_accessed=10**9
+    )
+    hardware = replace(
+        _hardware(),
+        attention_flops=(Rate(name="float32", per_second=1e8),),
+        op_rates=(
+            OpRate(kind=OpKind.TRANSCENDENTAL, dtype="float32", bytes_per_second=5e8),
+            OpRate(kind=OpKind.TRANSCENDENTAL, dtype="bfloat16", bytes_per_second=2.5e8),
+        ),
+        op_overhead_seconds=0.5,
+    )
+    gelu = replace(op, op="aten.gelu.default")
+    assert op_seconds(gelu, hardware) == 2.5
+    assert op_seconds(replace(gelu, dtype="bfloat16"), hardware) == 4.5
+    assert op_seconds(replace(gelu, dtype="float64"), hardware) == 4.5  # of the slowest that is known
+    assert op_seconds(replace(op, op="aten.mul.Tensor"), hardware) == 1.5  # of memory copies: its kind is not known
+    assert op_seconds(replace(op, op="aten.view.default", nbytes_accessed=0), hardware) == 0.5
+    assert op_seconds(replace(op, op="tokens", nbytes_accessed=0), hardware) == 0.0  # an input calls nothing
+    attention = replace(op, op="aten._scaled_dot_product_flash_attention_for_cpu.default", num_flops=10**9)
+    assert op_seconds(attention, hardware) == 10.5
 
 
 def test_spans_cover_every_tick_and_split_at_backward(graph: Function) -> None:

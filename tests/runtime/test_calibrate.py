@@ -1,0 +1,53 @@
+"""Measuring gives every rate that planning asks for. How fast a machine is, is not asserted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zinf_compile.config import make_config
+from zinf_compile.hardware import OpKind
+from zinf_compile.hardware_check import find_problems
+from zinf_compile.runtime.calibrate import measure_hardware
+from zinf_compile.runtime.op_impls import register
+from zinf_compile.runtime.store import Store
+from zinf_compile.terms import Tier
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_every_rate_is_measured(has_disk: bool, tmp_path: Path) -> None:
+    register()
+    options = {"device_memory": 0, "host_memory": "128MiB", "nvme": str(tmp_path) if has_disk else None}
+    store = Store(make_config(options))
+    try:
+        hardware = measure_hardware(store, {torch.float32, torch.bfloat16}, repeats=1)
+        store.layout.check_integrity()
+        store.staging.check_integrity()
+        assert store.meter.moved == ()  # what calibration moves is not the model's
+    finally:
+        store.close()
+    dtypes = {"bfloat16", "float32"}
+    assert {rate.name for rate in hardware.flops} == {rate.name for rate in hardware.attention_flops} == dtypes
+    assert {(rate.kind, rate.dtype) for rate in hardware.op_rates} == {
+        (kind, name) for kind in OpKind for name in dtypes
+    }
+    assert hardware.op_overhead_seconds > 0
+    tiers = list(Tier) if has_disk else [Tier.DEVICE, Tier.HOST]
+    for source in tiers:
+        for destination in tiers:
+            if source is not destination:
+                assert hardware.bytes_per_second(source, destination) > 0
+    if has_disk:
+        assert hardware.route(Tier.NVME, Tier.DEVICE).latency_seconds > 0
+    assert not [problem for problem in find_problems(hardware) if "is not between" not in problem]  # however slow
+
+
+def test_float16_is_left_to_other_dtypes(tmp_path: Path) -> None:
+    register()
+    store = Store(make_config({"device_memory": 0, "host_memory": 0}))
+    try:
+        for dtypes in ({torch.float16}, {torch.float16, torch.float32}):
+            hardware = measure_hardware(store, dtypes, repeats=1)
+            assert [rate.name for rate in hardware.flops] == ["float32"]
+    finally:
+        store.close()

@@ -1,0 +1,211 @@
+"""``zinf doctor``: what this machine has, what it does per second, what is missing and what that costs."""
+
+import argparse
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from zinf_compile.config import Config, make_config
+from zinf_compile.hardware import Hardware, TierSize
+from zinf_compile.hardware_io import save_hardware
+from zinf_compile.records import to_json
+from zinf_compile.runtime.calibrate import measure_hardware
+from zinf_compile.runtime.machine import Machine, inspect_machine
+from zinf_compile.runtime.measured import find_measured, keep_measured
+from zinf_compile.runtime.op_impls import register
+from zinf_compile.runtime.store import Store
+from zinf_compile.terms import Tier, format_bytes
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_REPEATS = 9  # a few seconds in all
+_HOST_MEMORY = "512MiB"  # half of it for staging
+_LEAST_MEMORY = 512 * 2**20  # Python, torch and a captured graph
+_LEAST_DISK = 2**30
+_BUSY_SHARE = 0.75  # of the cores taken by others: a product then takes visibly longer
+_MANY_FILES = 65536  # open_files below this bounds how many parameters can be on disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lack:
+    """Something the machine does not have, and what that costs."""
+
+    what: str
+    costs: str
+    is_fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What ``zinf doctor --json`` prints."""
+
+    machine: Machine
+    hardware: Hardware
+    lacks: tuple[Lack, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``zinf doctor``."""
+    parser.add_argument("--nvme", type=Path, metavar="DIR", default=Path(), help="a folder on the disk to look at")
+    parser.add_argument("--again", action="store_true", help="measure, even if this machine was measured before")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the profile as a hardware file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis and return 0; 1 if something makes training impossible. ConfigError if DIR cannot be used."""
+    diagnosis = diagnose(args.nvme, again=args.again)
+    if args.save is not None:
+        save_hardware(diagnosis.hardware, args.save)
+    if args.json:
+        print(to_json(diagnosis), end="")
+    else:
+        _print(diagnosis, Console())
+        if args.save is not None:
+            print(f"profile written to {args.save}")
+    return 1 if any(lack.is_fatal for lack in diagnosis.lacks) else 0
+
+
+def diagnose(folder: Path, *, again: bool) -> Diagnosis:
+    """Return what was found; measures for some seconds, unless that was done before. What a quiet machine does is kept."""
+    register()
+    nvme = str(folder.resolve())
+    config = make_config({"device_memory": 0, "host_memory": _HOST_MEMORY, "nvme": nvme})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a folder that refuses O_DIRECT is told among what is missing
+        store = Store(config)
+    try:
+        engine = store.engine
+        assert engine is not None
+        machine = inspect_machine(nvme, takes_o_direct="O_DIRECT" in engine.describe())
+        hardware = None if again else find_measured(nvme, _DTYPES)
+        if hardware is None and machine.free_disk_nbytes >= _LEAST_DISK:
+            hardware = replace(measure_hardware(store, _DTYPES, repeats=_REPEATS), tiers=_tiers(machine))
+            if not _is_busy(machine):
+                keep_measured(hardware, nvme)
+                keep_measured(_without_disk(hardware), None)
+        elif hardware is None:
+            hardware = _measure_without_disk(config)
+    finally:
+        store.close()
+    return Diagnosis(machine=machine, hardware=hardware, lacks=find_lacks(machine, hardware))
+
+
+def _measure_without_disk(config: Config) -> Hardware:
+    store = Store(replace(config, nvme=None))
+    try:
+        return measure_hardware(store, _DTYPES, repeats=_REPEATS)
+    finally:
+        store.close()
+
+
+def find_lacks(machine: Machine, hardware: Hardware) -> tuple[Lack, ...]:
+    """Return what a machine does not have, and what that costs, in words with numbers."""
+    lacks = []
+    if machine.free_memory_nbytes < _LEAST_MEMORY:
+        free = format_bytes(machine.free_memory_nbytes)
+        lacks.append(Lack(what="memory", costs=f"{free} are free, Python and torch alone need 512 MiB", is_fatal=True))
+    if machine.free_disk_nbytes < _LEAST_DISK:
+        free = format_bytes(machine.free_disk_nbytes)
+        costs = f"{free} are free in {machine.nvme}: nothing can be trained from there, pass --nvme with another folder"
+        lacks.append(Lack(what="disk space", costs=costs, is_fatal=True))
+    if _is_busy(machine):
+        costs = (
+            f"{machine.load:.1f} threads want {machine.num_cores} cores: what is measured now is too low, and not kept"
+        )
+        lacks.append(Lack(what="a quiet machine", costs=costs))
+    if not machine.takes_o_direct:
+        costs = f"{machine.nvme} goes through the page cache: one more copy of every byte, and memory no budget counts"
+        lacks.append(Lack(what="O_DIRECT", costs=costs))
+    if not machine.has_cuda:
+        fastest = max(hardware.flops, key=lambda rate: rate.per_second)
+        costs = (
+            f"computes on the CPU, at {fastest.per_second / 1e9:.0f} GFLOP/s of {fastest.name}; an H200 does 700,000"
+        )
+        lacks.append(Lack(what="CUDA", costs=costs))
+    elif not machine.has_cupy:
+        lacks.append(Lack(what="CuPy", costs="none of our CUDA kernels: pip install zinf_compile[cuda]"))
+    if machine.compiler is None:
+        rate = hardware.optimizer_elements_per_second / 1e9
+        costs = (
+            f"AdamW by torch's kernels, {rate:.2f} G elements/s in float32, and three to five times slower in bfloat16"
+        )
+        lacks.append(Lack(what="a C++ compiler", costs=costs))
+    if machine.open_files is not None and machine.open_files < _MANY_FILES:
+        costs = f"{machine.open_files:,} files may be open: a model has at most about as many tensors on disk"
+        lacks.append(Lack(what="open files", costs=costs))
+    if machine.cgroup_nbytes is not None and machine.cgroup_nbytes < machine.memory_nbytes:
+        allowed, there = format_bytes(machine.cgroup_nbytes), format_bytes(machine.memory_nbytes)
+        lacks.append(Lack(what="all of the memory", costs=f"this container gets {allowed} of {there}"))
+    if not machine.has_transformers:
+        lacks.append(Lack(what="transformers", costs="no `zinf train hf:FOLDER`: pip install zinf_compile[hf]"))
+    return tuple(lacks)
+
+
+def _is_busy(machine: Machine) -> bool:
+    return machine.load > _BUSY_SHARE * machine.num_cores
+
+
+def _tiers(machine: Machine) -> tuple[TierSize, ...]:
+    """Return the sizes of the tiers: on a CPU device and host share what is free, a fifth of which is left to others."""
+    memory = machine.free_memory_nbytes * 4 // 5
+    sizes = {Tier.DEVICE: memory // 2, Tier.HOST: memory - memory // 2, Tier.NVME: machine.free_disk_nbytes}
+    return tuple(TierSize(tier=tier, nbytes=nbytes) for tier, nbytes in sizes.items())
+
+
+def _without_disk(hardware: Hardware) -> Hardware:
+    return replace(
+        hardware,
+        routes=tuple(route for route in hardware.routes if Tier.NVME not in route.name.split()),
+        tiers=tuple(size for size in hardware.tiers if size.tier is not Tier.NVME),
+    )
+
+
+def _print(diagnosis: Diagnosis, console: Console) -> None:
+    machine, hardware = diagnosis.machine, diagnosis.hardware
+    limits = _table("limits", "what", "here")
+    for name, nbytes in (
+        ("memory", machine.memory_nbytes),
+        ("free memory", machine.free_memory_nbytes),
+        ("cgroup's memory", machine.cgroup_nbytes),
+        ("locked memory", machine.memlock_nbytes),
+        (f"free disk in {machine.nvme}", machine.free_disk_nbytes),
+    ):
+        limits.add_row(name, "no limit" if nbytes is None else format_bytes(nbytes))
+    limits.add_row("open files", "no limit" if machine.open_files is None else f"{machine.open_files:,}")
+    limits.add_row("O_DIRECT", "yes" if machine.takes_o_direct else "no")
+    limits.add_row("threads, cores", f"{machine.num_threads}, {machine.num_cores}")
+    tiers = _table("tiers", "tier", "size")
+    for size in hardware.tiers:
+        tiers.add_row(size.tier, format_bytes(size.nbytes))
+    rates = _table("measured rates", "what", "per second")
+    for rate in hardware.flops:
+        rates.add_row(f"matrix products, {rate.name}", f"{rate.per_second / 1e9:,.0f} GFLOP")
+    for rate in hardware.attention_flops:
+        rates.add_row(f"attention, {rate.name}", f"{rate.per_second / 1e9:,.0f} GFLOP")
+    for op_rate in hardware.op_rates:
+        rates.add_row(f"{op_rate.kind} ops, {op_rate.dtype}", f"{op_rate.bytes_per_second / 1e9:.1f} GB")
+    rates.add_row("memory copies, read and written", f"{hardware.memory_bytes_per_second / 1e9:.1f} GB")
+    for route in hardware.routes:
+        lanes = " + ".join(route.lanes)
+        name = route.name if lanes == route.name else f"{route.name}, on {lanes}"
+        latency = f", first byte after {route.latency_seconds * 1e6:.0f} us" if route.latency_seconds else ""
+        rates.add_row(name, f"{route.bytes_per_second / 1e9:.2f} GB{latency}")
+    rates.add_row("AdamW", f"{hardware.optimizer_elements_per_second / 1e9:.2f} G elements")
+    for table in (tiers, limits, rates):
+        console.print(table)
+    if diagnosis.lacks:
+        lacks = _table("missing", "what", "what it costs")
+        for lack in diagnosis.lacks:
+            lacks.add_row(lack.what, f"[bold red]{lack.costs}[/]" if lack.is_fatal else lack.costs)
+        console.print(lacks)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
