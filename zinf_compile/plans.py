@@ -240,6 +240,34 @@ class Plan:
 
         return load_plan(path)
 
+    def what_if(self, **changes: object) -> "Plan":
+        """Return the plan as it would be with other input sizes, budgets, options or rates, all by name.
+
+        ``batch=8`` (any symbol of the capture), ``device_memory="16GiB"``, ``nvme_read="7GB/s"`` and so on. Parameters
+        and activations find new homes. ConfigError for an unknown name, CapacityError for what does not fit.
+        """
+        from zinf_compile.passes.planning.questions import plan_what_if
+
+        return plan_what_if(self, changes)
+
+    def max_batch(self) -> int:
+        """Return the largest batch that fits; 0 if none. UnsupportedError where the capture has a fixed batch."""
+        from zinf_compile.passes.planning.questions import largest_batch
+
+        return largest_batch(self)
+
+    def min_device_memory(self) -> int:
+        """Return the bytes of the smallest device budget, in whole pages of 4 KiB, with which a plan can be made."""
+        from zinf_compile.passes.planning.questions import smallest_device_memory
+
+        return smallest_device_memory(self)
+
+    def explain(self, name: str) -> str:
+        """Return where a parameter or a value lives, when it moves, what that costs, and what another home would."""
+        from zinf_compile.passes.planning.explain import explain
+
+        return explain(self, name)
+
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write the predicted timeline as a Chrome trace: lanes for compute and each route, counters for each tier."""
         from zinf_compile.views.chrome_trace import save_chrome_trace

@@ -7,6 +7,7 @@ from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.activations import unbound_values
 from zinf_compile.passes.planning.op_kinds import is_called, kind_of
 from zinf_compile.plans import ComputeSpan
+from zinf_compile.sizes import Expression, Size
 
 
 def op_seconds(op: OpFact, hardware: Hardware) -> float:
@@ -19,6 +20,15 @@ def op_seconds(op: OpFact, hardware: Hardware) -> float:
     traffic = op.nbytes_accessed / hardware.op_bytes_per_second(kind_of(op.op), op.dtype)
     overhead = hardware.op_overhead_seconds if is_called(op.op) else 0.0
     return overhead + max(arithmetic, traffic)
+
+
+def seconds_expression(op: OpFact[Size], hardware: Hardware) -> Expression:
+    """Return the estimated seconds of one op in the symbols of its sizes: Max(FLOPs / rate, bytes / bandwidth)."""
+    import sympy
+
+    arithmetic = sympy.sympify(op.num_flops) / hardware.flops_per_second(op.dtype)
+    seconds: Expression = sympy.Max(arithmetic, sympy.sympify(op.nbytes_accessed) / hardware.memory_bytes_per_second)
+    return seconds
 
 
 def plan_spans(graph: GraphFacts, hardware: Hardware) -> tuple[ComputeSpan, ...]:

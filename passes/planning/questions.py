@@ -1,13 +1,93 @@
 """Questions to a plan that are answered by planning again: what if, the largest that fits, the smallest that works."""
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from zinf_compile.errors import CapacityError
+from zinf_compile.config import Config, parse_size
+from zinf_compile.errors import CapacityError, ConfigError, UnsupportedError
 from zinf_compile.facts import GraphFacts, at_sizes, join_sizes
-from zinf_compile.passes.planning.planner import Request, make_plan
+from zinf_compile.hardware_rates import RATE_NAMES, with_rates
+from zinf_compile.passes.planning.arena import ARENA_ALIGN
+from zinf_compile.passes.planning.planner import Request, make_plan, minimum_device_memory
+from zinf_compile.plans import Plan
+from zinf_compile.terms import Tier
 
 _MOST = 2**31  # of a dimension; what fits at this size fits at any
+_BUDGETS = ("device_memory", "host_memory", "nvme_memory", "prefetch_memory", "reserve_memory")
+_SWITCHES = ("overlap_step", "step_in_backward")
+_BATCH = "batch"
+
+
+def request_of(plan: Plan) -> Request:
+    """Return what a plan was made from; ConfigError for one that was loaded, since a file has the plan alone."""
+    if not isinstance(plan.request, Request):
+        raise ConfigError(
+            f"the plan of {plan.name} was read from a file, which has the plan and not what it was made from; make it "
+            "again, with zinf_compile.plan, and ask that one"
+        )
+    return plan.request
+
+
+def plan_what_if(plan: Plan, changes: Mapping[str, object]) -> Plan:
+    """Return the plan as it would be with other sizes, budgets, options or rates.
+
+    ConfigError for a name that is none of these, with the nearest; CapacityError for what does not fit.
+    """
+    request = request_of(plan)
+    symbols = [symbol.name for symbol in request.candidates[0].symbols]
+    known = (*symbols, *_BUDGETS, *_SWITCHES, *RATE_NAMES)
+    for name in changes:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(dict.fromkeys(known))}"
+            raise ConfigError(f"what_if does not know {name!r}; {hint}")
+    sizes: dict[str, Any] = {name: changes[name] for name in symbols if name in changes}
+    options = {name: changes[name] for name in (*_BUDGETS, *_SWITCHES) if name in changes}
+    rates: dict[str, Any] = {name: value for name, value in changes.items() if name not in {*sizes, *options}}
+    changed = replace(
+        _with_sizes(request, sizes) if sizes else request,
+        config=_with_options(request.config, options),
+        hardware=with_rates(request.hardware, **rates),
+        placements=None,
+    )
+    if changed.config.nvme is not None and request.config.nvme is None:
+        _check_nvme_routes(changed)
+    return make_plan(changed)
+
+
+def largest_batch(plan: Plan) -> int:
+    """Return the largest batch that fits, 0 if none does; UnsupportedError where the batch of a capture is fixed."""
+    request = request_of(plan)
+    names = [symbol.name for symbol in request.candidates[0].symbols]
+    if _BATCH not in names:
+        others = f"; what may change in it is {', '.join(names)}" if names else ""
+        raise UnsupportedError(
+            f"{plan.name} was captured for one batch only: the first dimension of its inputs is a fixed number, or not the "
+            f"same for all{others}; plan it for other inputs"
+        )
+    return largest_that_fits(lambda batch: _fits(_with_sizes(request, {_BATCH: batch})))
+
+
+def smallest_device_memory(plan: Plan) -> int:
+    """Return the smallest device budget in whole pages that a plan can be made in: it can, and with a page less not."""
+    request = replace(request_of(plan), placements=None)
+
+    def fits(pages: int) -> bool:
+        return _fits(replace(request, config=replace(request.config, device_memory=pages * ARENA_ALIGN)))
+
+    low, high = 0, -(-minimum_device_memory(request) // ARENA_ALIGN)
+    if not fits(high):  # it is not the device that lacks room
+        make_plan(replace(request, config=replace(request.config, device_memory=high * ARENA_ALIGN)))
+    step = 1
+    while high > step and fits(high - step):
+        high, step = high - step, 2 * step
+    low = max(0, high - step)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high * ARENA_ALIGN
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, start: int = 1) -> int:
@@ -35,7 +115,8 @@ def describe_largest(request: Request, sizes: Mapping[str, int]) -> str:
             continue
 
         def fits(size: int, name: str = symbol.name) -> bool:
-            return does_fit(request, join_sizes(planned, at_sizes(captured, {**sizes, name: size})))
+            graph = join_sizes(planned, at_sizes(captured, {**sizes, name: size}))
+            return _fits(replace(request, candidates=(graph,)))
 
         others = ", ".join(f"{name}={size}" for name, size in sizes.items() if name != symbol.name)
         largest = largest_that_fits(fits)
@@ -44,10 +125,41 @@ def describe_largest(request: Request, sizes: Mapping[str, int]) -> str:
     return "; ".join(sentences)
 
 
-def does_fit(request: Request, graph: GraphFacts) -> bool:
-    """Return whether a plan for one graph fits the budgets of a request."""
+def _fits(request: Request) -> bool:
     try:
-        make_plan(replace(request, candidates=(graph,)))
+        make_plan(request)
     except CapacityError:
         return False
     return True
+
+
+def _with_sizes(request: Request, sizes: Mapping[str, int]) -> Request:
+    """Return a request for other sizes; those not named are what the plan was made for."""
+
+    def resized(captured: GraphFacts[Any], planned: GraphFacts) -> GraphFacts:
+        return at_sizes(captured, {**{symbol.name: symbol.value for symbol in planned.symbols}, **sizes})
+
+    pairs = zip(request.captured, request.candidates, strict=True)
+    return replace(request, candidates=tuple(resized(*pair) for pair in pairs), placements=None)
+
+
+def _with_options(config: Config, options: Mapping[str, object]) -> Config:
+    changes: dict[str, Any] = {}
+    for name, given in options.items():
+        if name in _BUDGETS:
+            changes[name] = parse_size(given, option=name)  # type: ignore[arg-type]  # it checks the type itself
+        elif isinstance(given, bool):
+            changes[name] = given
+        else:
+            raise ConfigError(f"{name}={given!r} is neither True nor False")
+    if changes.get("nvme_memory") and config.nvme is None:
+        changes["nvme"] = "."  # some folder: planning asks only whether there is one
+    return replace(config, **changes)
+
+
+def _check_nvme_routes(request: Request) -> None:
+    if not any(Tier.NVME in route.name.split() for route in request.hardware.routes):
+        raise ConfigError(
+            f"nvme_memory cannot be given: {request.hardware.name} has no nvme, and nobody knows how fast it would be; "
+            "plan for hardware that has one"
+        )
