@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -17,9 +16,9 @@ from zinf_compile.errors import ConfigError, UnsupportedError
 from zinf_compile.facts import ParameterFact, at_sizes
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.parameters import analyze_parameter
+from zinf_compile.passes.offline.deep import trace_deep
 from zinf_compile.passes.offline.optimizer_state import StateSizes
-from zinf_compile.passes.offline.skeleton import make_skeleton
-from zinf_compile.passes.offline.trace import Inputs, Trace, TracedGraph, trace_model
+from zinf_compile.passes.offline.trace import Inputs, Trace, TracedGraph
 from zinf_compile.passes.planning.planner import Request, make_plan
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.plans import Placement, Plan
@@ -76,9 +75,9 @@ def plan(
     name = type(model).__name__
     called = replace(_make_inputs(inputs), loss=loss)
     policies = _policies(config) if train else (ActivationPolicy.SAVE,)
-    fake_mode = FakeTensorMode()
-    skeleton = make_skeleton(model, fake_mode, compute_dtype=config.compute_dtype)
-    trace = trace_model(skeleton, fake_mode, called, name=name, policies=policies, train=train, dynamic=False)
+    trace = trace_deep(
+        model, called, name=name, compute_dtype=config.compute_dtype, policies=policies, train=train, dynamic=False
+    )
     _check_result(trace, name, train=train, has_loss=loss is not None)
     parameters = _parameter_facts(model, config, optimizer if train else None)
     return _plan_all(trace, name, parameters, config, hardware)
@@ -199,7 +198,7 @@ def _plan_all(
         return made
 
     first = plan_one(main, None)
-    notes = []
+    notes = [*trace.notes]
     if main.ended_by is not None:
         notes.append(f"{first.name} ends early, at {main.ended_by}.")
     for graph in trace.graphs:

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Torch
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 from zinf_compile.errors import UnsupportedError, ZinfError
@@ -57,6 +58,7 @@ class Trace:
     graphs: tuple[TracedGraph, ...]
     result: Any
     stopped_by: str | None
+    notes: tuple[str, ...] = ()  # on how it was had
 
 
 def trace_model(
@@ -97,7 +99,7 @@ def trace_model(
     skeleton.module.train(train)
     result, stopped_by = None, None
     try:
-        with fake_mode, torch.set_grad_enabled(train), _apart(leaves):
+        with _without_function_modes(), fake_mode, torch.set_grad_enabled(train), _apart(leaves):
             result = torch.compile(call, backend=backend, dynamic=None if dynamic else False)(
                 skeleton.module, args, kwargs
             )
@@ -123,6 +125,15 @@ def trace_model(
 
 def _fake_input(leaf: Any) -> Any:
     return as_fake(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """Leave modes such as ``with torch.device("meta")`` inside of the block, in which the model may have been built."""
+    with ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 @contextmanager

@@ -1,0 +1,147 @@
+"""Deep models captured by a few of their blocks have the facts that the whole of them has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from examples.gpt import GPT, GPTConfig
+from zinf_compile.passes.analysis.repeats import without_names
+from zinf_compile.passes.offline.deep import trace_deep
+from zinf_compile.passes.offline.runs import find_runs, shorten_runs
+from zinf_compile.passes.offline.skeleton import make_skeleton
+from zinf_compile.passes.offline.trace import Inputs, Trace, trace_model
+from zinf_compile.terms import ActivationPolicy
+
+POLICIES = tuple(ActivationPolicy)
+LAYERS = 6
+SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+
+
+def gpt() -> tuple[nn.Module, dict[str, Tensor]]:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    return GPT(GPTConfig(32, LAYERS, 32, 2, 8)), {"tokens": tokens, "targets": tokens}
+
+
+def from_transformers(name: str, config: dict[str, Any]) -> Callable[[], tuple[nn.Module, dict[str, Tensor]]]:
+    def make() -> tuple[nn.Module, dict[str, Tensor]]:
+        transformers = pytest.importorskip("transformers")
+        kind = getattr(transformers, name)
+        ids = torch.zeros(2, 8, dtype=torch.int64)
+        inputs = {"input_ids": ids, "labels": ids, **({"decoder_input_ids": ids} if "T5" in name else {})}
+        return kind(kind.config_class(**config)), inputs
+
+    return make
+
+
+MODELS = {
+    "gpt": gpt,
+    "llama": from_transformers("LlamaForCausalLM", {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "bert": from_transformers("BertForMaskedLM", {**SMALL, "num_attention_heads": 2}),
+    "mixtral": from_transformers(
+        "MixtralForCausalLM", {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    ),
+    "t5": from_transformers(
+        "T5ForConditionalGeneration",
+        {"vocab_size": 32, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": LAYERS + 1, "num_decoder_layers": LAYERS + 2,
+         "num_heads": 2},
+    ),
+}  # fmt: skip
+
+
+def trace_whole(model: nn.Module, inputs: dict[str, Tensor]) -> Trace:
+    fake_mode = FakeTensorMode()
+    skeleton = make_skeleton(model, fake_mode, compute_dtype=None)
+    return trace_model(
+        skeleton, fake_mode, Inputs(kwargs=inputs), name="model", policies=POLICIES, train=True, dynamic=False
+    )
+
+
+def deep(model: nn.Module, inputs: dict[str, Tensor]) -> Trace:
+    return trace_deep(
+        model, Inputs(kwargs=inputs), name="model", compute_dtype=None, policies=POLICIES, train=True, dynamic=False
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS if kind != "gpt")]
+)
+def test_facts_are_those_of_the_whole_model(kind: str) -> None:
+    model, inputs = MODELS[kind]()
+    trace = deep(model, inputs)
+    (note,) = trace.notes
+    assert note.count(" blocks of ") == (2 if kind == "t5" else 1)
+    assert "are alike" in note
+    found, whole = trace.graphs[0].candidates, trace_whole(model, inputs).graphs[0].candidates
+    assert [facts.policy for facts in found] == list(POLICIES)
+    assert [without_names(facts) for facts in found] == [without_names(facts) for facts in whole]
+    for facts in found:
+        # Under recompute, the graphs of forward and backward have nodes of the same name.
+        names = [(value.name, facts.phase_of(value.live.start)) for value in facts.values]
+        assert len(set(names)) == len(names)
+
+
+class Chain(nn.Module):
+    """Linear layers in a row; ``every`` says what happens between two."""
+
+    def __init__(self, depth: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Counting(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(8):
+            x = self.layers[index](x)
+        return x
+
+
+class Dense(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [x]
+        for layer in self.layers:
+            seen.append(layer(torch.stack(seen).sum(0)))
+        return seen[-1]
+
+
+@pytest.mark.parametrize("kind", [Counting, Dense])
+def test_what_cannot_be_expanded_is_captured_whole(kind: type[Chain]) -> None:
+    model, inputs = kind(), {"x": torch.zeros(2, 8)}
+    trace = deep(model, inputs)
+    (note,) = trace.notes
+    assert note.startswith("The 8 blocks of layers were captured one by one: ")
+    assert trace.graphs == trace_whole(model, inputs).graphs
+
+
+def test_runs_are_found_and_cut_short() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), *(nn.Linear(8, 8, bias=False) for _ in range(7)), nn.ReLU(), nn.Linear(8, 2))
+    (run,) = find_runs(model, longer_than=5)
+    assert (run.container, run.first, run.num_blocks) == ("", 1, 7)
+    shorten_runs(model, [run], 4)
+    assert [type(module).__name__ for module in model] == ["Linear"] * 5 + ["ReLU", "Linear"]
+    assert model[6].out_features == 2
+
+
+def test_blocks_that_differ_or_share_parameters_are_no_run() -> None:
+    def runs(change: Callable[[nn.ModuleList], object]) -> list[int]:
+        model = Chain()
+        change(model.layers)
+        return [run.num_blocks for run in find_runs(model, longer_than=1)]
+
+    def share(layers: nn.ModuleList) -> None:
+        layers[3].weight = layers[0].weight  # type: ignore[assignment,union-attr]
+
+    assert runs(lambda layers: None) == [8]
+    assert runs(lambda layers: setattr(layers[3], "scale", 2.0)) == [3, 4]
+    assert runs(lambda layers: [setattr(layer, "index", index) for index, layer in enumerate(layers)]) == [8]
+    assert runs(lambda layers: [setattr(layer, "index", index**2) for index, layer in enumerate(layers)]) == [2]
+    assert runs(lambda layers: layers[5].requires_grad_(False)) == [5, 2]
+    assert runs(share) == [2, 4]
