@@ -4,7 +4,7 @@ What to save and what to recompute is chosen between: ``GraphCompiler.choose`` i
 activation policy and returns the split it wants; ``compile_forward`` and ``compile_backward`` turn graphs into callables.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,24 +15,29 @@ from torch._guards import TracingContext
 
 from zinf_compile.errors import UnsupportedError
 from zinf_compile.ops import GATHER
+from zinf_compile.passes.analysis.casts import find_narrow_reads
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import JointInputs
 from zinf_compile.passes.fx_edit import copy_graph_module, set_missing_values
-from zinf_compile.passes.pipeline import edit_backward_graph, edit_joint_graph
+from zinf_compile.passes.pipeline import edit_backward_graph, edit_inference_graph, edit_joint_graph
 from zinf_compile.terms import ActivationPolicy
 
-Partition = Callable[[ActivationPolicy], CapturedGraph]
+# Splits a graph under an activation policy, with gathers that move the dtypes given by parameter and not its own.
+Partition = Callable[[ActivationPolicy, Mapping[int, torch.dtype]], CapturedGraph]
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
 class GraphCompiler(Protocol):
     """What capture needs of its caller."""
 
-    def choose(self, partition: Partition) -> CapturedGraph:
-        """Return the split of a training graph to compile, one that ``partition`` gave."""
+    def choose(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
+        """Return the split of a training graph to compile, one that ``partition`` gave.
 
-    def choose_inference(self, captured: CapturedGraph) -> None:
-        """Take note of a graph without backward, which is compiled next."""
+        ``reads`` are the parameters that the graph casts at every read, with the dtype: those that may be narrowed.
+        """
+
+    def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
+        """Return a graph without backward as it is to be compiled, one that ``partition`` gave."""
 
     def compile_forward(self, graph_module: fx.GraphModule) -> BoxedCallable:
         """Return a callable for the forward graph chosen last."""
@@ -49,28 +54,33 @@ def compile_graph(
     def partition(
         joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        def split(policy: ActivationPolicy) -> CapturedGraph:
+        def split(policy: ActivationPolicy, narrowed: Mapping[int, torch.dtype]) -> CapturedGraph:
+            inputs = JointInputs(policy=policy, narrowed=narrowed)
             candidate = copy_graph_module(joint)
-            edit_joint_graph(candidate, JointInputs(policy=policy))
+            edit_joint_graph(candidate, inputs)
             forward, backward = min_cut_rematerialization_partition(
                 candidate, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
             )
             set_missing_values(forward.graph)
             set_missing_values(backward.graph)
-            edit_backward_graph(backward, JointInputs(policy=policy))
+            edit_backward_graph(backward, inputs)
             return CapturedGraph(forward=forward, backward=backward, num_outputs=num_fwd_outputs, policy=policy)
 
-        chosen = compiler.choose(split)
+        chosen = compiler.choose(split, find_narrow_reads(joint.graph))
         assert chosen.backward is not None
         return chosen.forward, chosen.backward
 
-    def compile_inference(forward: fx.GraphModule, _: Sequence[Any]) -> BoxedCallable:
-        (outputs,) = forward.graph.output_node().args
+    def compile_inference(graph_module: fx.GraphModule, _: Sequence[Any]) -> BoxedCallable:
+        (outputs,) = graph_module.graph.output_node().args
         assert isinstance(outputs, list | tuple)
-        compiler.choose_inference(
-            CapturedGraph(forward=forward, backward=None, num_outputs=len(outputs), policy=ActivationPolicy.SAVE)
-        )
-        return _boxed(compiler.compile_forward(forward))
+
+        def edit(policy: ActivationPolicy, narrowed: Mapping[int, torch.dtype]) -> CapturedGraph:
+            forward = copy_graph_module(graph_module)
+            edit_inference_graph(forward, JointInputs(policy=policy, narrowed=narrowed))
+            return CapturedGraph(forward=forward, backward=None, num_outputs=len(outputs), policy=policy)
+
+        chosen = compiler.choose_inference(edit, find_narrow_reads(graph_module.graph))
+        return _boxed(compiler.compile_forward(chosen.forward))
 
     def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> BoxedCallable:
         # A backward first run without retain_graph could not run with it later: saved values were donated to it.

@@ -57,6 +57,9 @@ class JointInputs:
     """What JOINT passes read."""
 
     policy: ActivationPolicy
+    narrowed: Mapping[int, torch.dtype] = field(
+        default_factory=dict
+    )  # gathers that move this narrower dtype, by parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

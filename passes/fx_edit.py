@@ -1,7 +1,7 @@
 """Small edits of an FX graph: insert a node with its fake value and a readable name; find views; dump as text."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,6 +53,14 @@ def set_values_before(node: fx.Node) -> None:
         before = before.prev
     for call in reversed(made):
         set_value(call, _fake_mode_of(node.graph))
+
+
+def set_values_again(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Set ``meta["val"]`` of some calls, given in order, after their arguments have changed."""
+    fake_mode = _fake_mode_of(graph)
+    for node in nodes:
+        node.meta.pop("tensor_meta", None)  # tracing left it, and it would say otherwise
+        set_value(node, fake_mode)
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -3,6 +3,7 @@
 from torch import fx
 
 from zinf_compile.passes.contract import JointInputs, LowerInputs, Pass, PrepareInputs, run_pipeline
+from zinf_compile.passes.joint.fold_casts import FOLD_CASTS
 from zinf_compile.passes.joint.merge_gradients import MERGE_GRADIENTS
 from zinf_compile.passes.joint.store_gradients_last import STORE_GRADIENTS_LAST
 from zinf_compile.passes.joint.tag_recompute import TAG_RECOMPUTE
@@ -19,8 +20,11 @@ PREPARE: tuple[Pass[PrepareInputs], ...] = (INSERT_GATHERS,)
 
 JOINT: tuple[Pass[JointInputs], ...] = (
     MERGE_GRADIENTS,
+    FOLD_CASTS,
     TAG_RECOMPUTE,
 )
+
+INFERENCE: tuple[Pass[JointInputs], ...] = (FOLD_CASTS,)
 
 SPLIT: tuple[Pass[JointInputs], ...] = (STORE_GRADIENTS_LAST,)
 
@@ -42,6 +46,11 @@ def prepare_graph(graph_module: fx.GraphModule, inputs: PrepareInputs) -> None:
 def edit_joint_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
     """Edit a joint graph in place until the partitioner may split it."""
     run_pipeline(graph_module, JOINT, inputs)
+
+
+def edit_inference_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
+    """Edit a graph without backward in place until it may be analysed."""
+    run_pipeline(graph_module, INFERENCE, inputs)
 
 
 def edit_backward_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:

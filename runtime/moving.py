@@ -7,17 +7,24 @@ import torch
 from zinf_compile.plans import Placement
 from zinf_compile.runtime.home import HomeTensor
 from zinf_compile.runtime.home_gradient import HomeGradient, settle_gradient
+from zinf_compile.runtime.narrowing import narrow_parameter
 from zinf_compile.runtime.ram import return_freed_memory
-from zinf_compile.runtime.slots import Slot, StoredParameter
+from zinf_compile.runtime.slots import Slot, StoredParameter, torch_dtype
 from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Tier
 
 
 def move_homes(store: Store, placements: Iterable[Placement]) -> None:
-    """Move every slot of some parameters to the homes of a new plan. StoreError if bytes cannot be moved."""
+    """Move every slot of some parameters to the homes of a new plan. StoreError if bytes cannot be moved.
+
+    A parameter whose compute copy is to have a narrower dtype gets one more slot.
+    """
     store.synchronize()
     for placement in placements:
         record = store.records[placement.parameter]
+        dtype = torch_dtype(placement.compute_dtype)
+        if dtype != record.compute.tensor.dtype:
+            narrow_parameter(record, dtype)
         _move(record, "compute", placement.compute)
         if record.has_compute_copy:
             _move(record, "master", placement.master)

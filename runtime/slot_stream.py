@@ -63,6 +63,12 @@ def read_slot(reader: FileReader, slot: Slot, transfers: Transfers | None, *, co
     return checksum
 
 
+def convert_slot(slot: Slot, compute: Slot, transfers: Transfers) -> None:
+    """Start filling a compute copy with the value of another slot; ``transfers.wait_writes`` makes it home."""
+    for (start, _), view in zip(_ranges(slot, transfers), _pieces(slot, transfers), strict=True):
+        _convert(torch.frombuffer(view, dtype=slot.tensor.dtype), compute, start, transfers)
+
+
 def _convert(piece: Tensor, compute: Slot, start: int, transfers: Transfers | None) -> None:
     """Write the elements of the compute copy from ``start`` on."""
     stop = start + piece.numel()

@@ -126,6 +126,16 @@ class Store:
             on_nvme = sum(_padded_nbytes(placement) for placement in placements)
             self.engine.reserve(self.layout.end + on_nvme)
 
+    def reserve_growth(self, placements: Sequence[Placement]) -> None:
+        """Reserve the disk space that parameters take more of at these homes than at those they have."""
+        self.reserve(
+            [
+                item
+                for item in placements
+                if item.nbytes_on(Tier.NVME) > self.placements[item.parameter].nbytes_on(Tier.NVME)
+            ]
+        )
+
     def new_slot(self, name: str, shape: torch.Size, dtype: torch.dtype, tier: Tier) -> Slot:
         """Return a slot with undefined content; on nvme its extent is reserved on the disk."""
         nbytes = shape.numel() * dtype.itemsize

@@ -40,6 +40,10 @@ class ParameterFact:
         """Return the bytes that a gather of ``dtype`` moves."""
         return self.compute_nbytes if dtype == self.compute_dtype else self.master_nbytes
 
+    def narrowed_to(self, dtype: str, itemsize: int) -> "ParameterFact":
+        """Return the fact of the parameter with a compute copy of a narrower dtype beside the master copy."""
+        return replace(self, compute_dtype=dtype, compute_nbytes=itemsize * self.num_elements, narrowed=True)
+
     @property
     def gradient_dtype(self) -> str | None:
         """Return the dtype of its gradient, which is that the model computes with; None for a frozen parameter."""

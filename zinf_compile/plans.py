@@ -31,6 +31,11 @@ class Placement:
     gradient_dtype: str | None  # in which backwards add up at home; None for frozen parameters
     optimizer_state_nbytes: int
 
+    @property
+    def is_narrowed(self) -> bool:
+        """Return whether the compute copy is there for graphs that cast what they read; others read the master copy."""
+        return self.master_nbytes > 0 and self.gradient_dtype != self.compute_dtype
+
     def home_read(self, dtype: str) -> Tier:
         """Return where the copy lives that a gather of ``dtype`` moves."""
         return self.compute if dtype == self.compute_dtype else self.master

@@ -71,7 +71,12 @@ def _dump_placements(plan: Plan, width: int) -> list[str]:
             rows.append(f"    {', '.join(group.suffixes)}")
     header = ("placement", "count", "bytes", "compute", "master", "gradient", "optimizer")
     lines = make_table(header, rows, align="<>><<<<", width=width, flexible=0)
-    read = {use.parameter for use in plan.uses}
+    read = {use.parameter: use.dtype for use in plan.uses}
+    narrowed = {placement.parameter: placement for placement in plan.placements if placement.is_narrowed}
+    for dtype in sorted({read[name] for name in narrowed.keys() & read.keys()}):
+        names = [name for name in narrowed if read.get(name) == dtype]
+        copies = {"compute" if narrowed[name].compute_dtype == dtype else "master" for name in names}
+        lines.append(f"  moved in {dtype}, by their {' and '.join(sorted(copies))} copies: {summarize_names(names)}")
     unread = [placement.parameter for placement in plan.placements if placement.parameter not in read]
     if unread:
         lines.append(f"  {len(unread)} not read by this graph: {', '.join(unread)}")

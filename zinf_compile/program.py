@@ -1,11 +1,12 @@
 """One captured graph: chooses its split, plans it, and lowers it, again if parameters have moved or inputs grown since."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from zinf_compile.errors import CapacityError
@@ -28,7 +29,18 @@ from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy, Phase, Tier
 
 if TYPE_CHECKING:
-    from zinf_compile.session import Session
+    from zinf_compile.session import Narrowing, Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A way to compile a graph."""
+
+    captured: CapturedGraph
+    facts: GraphFacts[Size]
+    narrowed: Mapping[int, torch.dtype]  # what its gathers move in place of the parameter's own dtype, by parameter
+    plan: Plan | None = None  # None: it does not fit, or was not looked at alone
+
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +80,7 @@ class Program:
         assert self._shapes is not None
         return [self._session.store.records[gradient.parameter] for gradient in self._shapes.captured.gradients]
 
-    def choose(self, partition: Partition) -> CapturedGraph:
+    def choose(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Return the split to compile: the one whose plan has the shorter simulated step.
 
         Torch's own choice of what to save comes first. Recomputing every block costs about a forward more, so it is only
@@ -76,28 +88,65 @@ class Program:
         """
         recompute = self._session.config.recompute
         first = ActivationPolicy.RECOMPUTE_BLOCKS if recompute else ActivationPolicy.SAVE
-        splits = [partition(first)]
-        facts = [self._analyze(splits[0])]
-        plan: Plan | None = None
-        if recompute is None:
-            with suppress(CapacityError):
-                plan = self._plan_for(facts)
-            if plan is None or _stall_seconds(plan) > _forward_seconds(plan):
-                splits.append(partition(ActivationPolicy.RECOMPUTE_BLOCKS))
-                facts.append(self._analyze(splits[1]))
-        if plan is None or len(splits) > 1:
-            plan = self._plan_for(facts)
-        chosen = next(index for index, fact in enumerate(facts) if fact.policy is plan.activations.policy)
-        self._captured = splits[chosen]
-        self._shapes = PlannedShapes(splits[chosen].forward.graph, facts[chosen])
-        self._adopt(plan)
-        return splits[chosen]
+        candidates = [self._choose_dtypes(partition, first, reads)]
+        plan = candidates[0].plan
+        if recompute is None and (plan is None or _stall_seconds(plan) > _forward_seconds(plan)):
+            narrowed = candidates[0].narrowed
+            captured = partition(ActivationPolicy.RECOMPUTE_BLOCKS, narrowed)
+            candidates.append(_Candidate(captured=captured, facts=self._analyze(captured), narrowed=narrowed))
+        return self._adopt_best(candidates)
 
-    def choose_inference(self, captured: CapturedGraph) -> None:
-        """Plan a graph without backward."""
-        self._captured = captured
-        self._shapes = PlannedShapes(captured.forward.graph, self._analyze(captured))
-        self._adopt(self._plan_for([self._shapes.captured]))
+    def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
+        """Plan a graph without backward, and return it as it is to be compiled."""
+        return self._adopt_best([self._choose_dtypes(partition, ActivationPolicy.SAVE, reads)])
+
+    def _choose_dtypes(
+        self, partition: Partition, policy: ActivationPolicy, reads: Mapping[int, torch.dtype]
+    ) -> "_Candidate":
+        """Return the split in which gathers move narrower copies, where the graph casts what it reads.
+
+        Copies that exist are read. More are made of what would have to move, if it moves faster then.
+        """
+        session = self._session
+        own = self._make_candidate(partition, policy, session.narrow_copies(reads))
+        placements = own.plan.placements if own.plan is not None else session.placements
+        streamed = {item.parameter for item in placements if item.compute is not Tier.DEVICE}
+        narrowing = session.plan_narrowing(reads, streamed)
+        if narrowing is None:
+            return own
+        narrower = self._make_candidate(partition, policy, narrowing.dtypes, narrowing)
+        if own.plan is not None and (
+            narrower.plan is None or simulate(narrower.plan).step_seconds > simulate(own.plan).step_seconds
+        ):
+            return own
+        session.adopt_narrowing(narrowing)
+        return narrower
+
+    def _make_candidate(
+        self,
+        partition: Partition,
+        policy: ActivationPolicy,
+        narrowed: Mapping[int, torch.dtype],
+        narrowing: "Narrowing | None" = None,
+    ) -> "_Candidate":
+        captured = partition(policy, narrowed)
+        facts = self._analyze(captured)
+        plan = None
+        with suppress(CapacityError):
+            plan = self._plan_for([facts], narrowing)
+        return _Candidate(captured=captured, facts=facts, narrowed=narrowed, plan=plan)
+
+    def _adopt_best(self, candidates: "Sequence[_Candidate]") -> CapturedGraph:
+        """Plan for the candidates together, unless that is done, and adopt the best. CapacityError if none fits."""
+        facts = [candidate.facts for candidate in candidates]
+        plan = candidates[0].plan if len(candidates) == 1 else None
+        if plan is None:
+            plan = self._plan_for(facts)
+        chosen = next(item for item in candidates if item.facts.policy is plan.activations.policy)
+        self._captured = chosen.captured
+        self._shapes = PlannedShapes(chosen.captured.forward.graph, chosen.facts)
+        self._adopt(plan)
+        return chosen.captured
 
     def compile_forward(self, graph_module: fx.GraphModule) -> BoxedCallable:
         """Return the forward as a callable that plans again when parameters have moved or inputs have grown."""
@@ -158,8 +207,13 @@ class Program:
         names = {record.param: name for name, record in self._session.store.records.items()}
         return analyze_graph(captured, name=self._name, param_names=names)
 
-    def _plan_for(self, candidates: Sequence[GraphFacts[Size]]) -> Plan:
-        plan = make_plan(self._request(candidates))
+    def _plan_for(self, candidates: Sequence[GraphFacts[Size]], narrowing: "Narrowing | None" = None) -> Plan:
+        request = self._request(candidates)
+        if narrowing is not None:
+            placements = narrowing.placements if self._session.programs else None
+            request = replace(request, parameters=narrowing.parameters, placements=placements)
+        plan = make_plan(request)
+        plan = replace(plan, notes=(*plan.notes, *self._session.notes))
         verify_plan(plan)
         return plan
 

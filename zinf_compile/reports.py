@@ -79,6 +79,9 @@ class Report:
         if self.replanned:
             lines += ["", "planned again for larger inputs"]
         lines += [f"  {sentence}" for sentence in self.replanned]
+        notes = dict.fromkeys(note for plan in self.plans for note in plan.notes)
+        if notes:
+            lines += ["", *notes]
         if self.graph_breaks:
             lines += ["", "graph breaks, where code runs eagerly"]
         lines += [f"  {where}" for where in self.graph_breaks]

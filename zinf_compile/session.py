@@ -1,8 +1,8 @@
 """One model under zinf_compile: its budgets, its store, and the programs made of its captured graphs."""
 
 import resource
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,12 +10,12 @@ from torch import Tensor, fx
 from torch.nn import Parameter
 
 from zinf_compile.config import Config
-from zinf_compile.errors import ConfigError, UnsupportedError
+from zinf_compile.errors import CapacityError, ConfigError, StoreError, UnsupportedError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture import compile_graph, describe_break, refuse_writes_to_parameters
-from zinf_compile.passes.planning.placement import check_budgets, place_thawed, plan_placement
+from zinf_compile.passes.planning.placement import check_budgets, place_narrowed, place_thawed, plan_placement
 from zinf_compile.plans import Placement
 from zinf_compile.program import Program
 from zinf_compile.runtime.accessors import Forward
@@ -26,12 +26,22 @@ from zinf_compile.runtime.leaves import hang_on_parameters
 from zinf_compile.runtime.measured import find_measured
 from zinf_compile.runtime.moving import move_homes
 from zinf_compile.runtime.op_impls import register
-from zinf_compile.runtime.slots import StoredParameter
+from zinf_compile.runtime.slots import StoredParameter, torch_dtype
 from zinf_compile.runtime.step_hooks import install_step_hooks
 from zinf_compile.runtime.store import Store, find_record
 from zinf_compile.runtime.thawing import thaw_parameter
+from zinf_compile.terms import format_bytes
 
 _MAX_DESCRIPTORS = 65536  # Linux allows a process 65530 mappings by default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrowing:
+    """Compute copies that parameters do not have yet, narrower than their model computes with."""
+
+    dtypes: Mapping[int, torch.dtype]  # that a graph's gathers then move, by parameter
+    parameters: tuple[ParameterFact, ...]
+    placements: tuple[Placement, ...]
 
 
 class Session:
@@ -50,6 +60,7 @@ class Session:
         self.forwards: list[Forward] = []  # of the models' accessors, which hold theirs weakly
         self.programs: list[Program] = []
         self.graph_breaks: list[str] = []
+        self.notes: list[str] = []  # sentences for a reader of the report
         self.placements: tuple[Placement, ...] = ()  # where the newest plan wants every parameter
         self._hardware: Hardware | None = None
 
@@ -63,6 +74,7 @@ class Session:
 
         Without ``with_values`` they get homes only, and whoever has the values writes them there.
         """
+        self.settle()
         named = [
             NamedParameter(
                 parameter=parameter, fact=analyze_parameter(name, parameter, compute_dtype=self.config.compute_dtype)
@@ -84,13 +96,60 @@ class Session:
 
     def thaw(self, record: StoredParameter) -> None:
         """Let a parameter be trained that was frozen so far. CapacityError, before anything has changed, without room."""
+        self.settle()
         fact = replace(self.store.facts[record.name], trainable=True)
         others = [placement for placement in self.placements if placement.parameter != record.name]
-        thawed = place_thawed(fact, record.compute.tier, others, self.config)
+        master = record.master.tier if record.has_compute_copy else None
+        thawed = place_thawed(fact, record.compute.tier, others, self.config, master=master)
         placements = tuple(thawed if item.parameter == record.name else item for item in self.placements)
         check_budgets([fact if item.name == fact.name else item for item in self.facts], placements, self.config)
         thaw_parameter(self.store, record, fact, thawed)
         self.placements = placements
+
+    def narrow_copies(self, reads: Mapping[int, torch.dtype]) -> dict[int, torch.dtype]:
+        """Return which of these parameters have a compute copy of the dtype that a graph casts their reads to."""
+        facts = {param: self.store.facts[find_record(param).name] for param in reads}
+        return {
+            param: dtype
+            for param, dtype in reads.items()
+            if facts[param].narrowed and torch_dtype(facts[param].compute_dtype) == dtype
+        }
+
+    def plan_narrowing(self, reads: Mapping[int, torch.dtype], streamed: Container[str]) -> Narrowing | None:
+        """Return what there would be if streamed parameters with one copy got one of the dtype that a graph casts to.
+
+        None if no parameter would, or if budgets or the disk have no room for it, which the notes then say.
+        """
+        asked = {param: self.store.facts[find_record(param).name] for param in reads}
+        fresh = {
+            fact.name: fact.narrowed_to(str(reads[param]).removeprefix("torch."), reads[param].itemsize)
+            for param, fact in asked.items()
+            if not fact.has_compute_copy and fact.name in streamed
+        }
+        if not fresh:
+            return None
+        facts = tuple(fresh.get(fact.name, fact) for fact in self.facts)
+        try:
+            if self.programs:
+                placements = place_narrowed(facts, self.placements, self.config)
+            else:
+                placements = plan_placement(facts, self.config)
+            check_budgets(facts, placements, self.config)
+            self.store.reserve_growth(placements)
+        except (CapacityError, StoreError) as error:
+            nbytes = format_bytes(sum(fact.compute_nbytes for fact in fresh.values()))
+            self.notes.append(
+                f"{len(fresh)} parameters that are only read through a cast move in their own dtype, and are cast on the "
+                f"device: there is no room for {nbytes} of narrower copies ({error})"
+            )
+            return None
+        new = {param: reads[param] for param, fact in asked.items() if fact.name in fresh}
+        return Narrowing(dtypes=self.narrow_copies(reads) | new, parameters=facts, placements=placements)
+
+    def adopt_narrowing(self, narrowing: Narrowing) -> None:
+        """Let parameters have the copies that were planned; ``settle`` makes them."""
+        self.store.facts.update({fact.name: fact for fact in narrowing.parameters})
+        self.placements = narrowing.placements
 
     def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Return the planned and lowered callable for a torch-level graph whose parameters are all gathers."""

@@ -166,15 +166,17 @@ class _Facts:
         self._name, self._param_names, self._policies = name, param_names, policies
         self.candidates: list[GraphFacts[Size]] = []
 
-    def choose(self, partition: Partition) -> CapturedGraph:
-        """Analyse the split of every policy, and return the last."""
-        splits = [partition(policy) for policy in self._policies]
+    def choose(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
+        """Analyse the split of every policy, with parameters in the dtypes they have, and return the last."""
+        splits = [partition(policy, {}) for policy in self._policies]
         self.candidates = [self._analyze(split) for split in splits]
         return splits[-1]
 
-    def choose_inference(self, captured: CapturedGraph) -> None:
-        """Analyse a graph without backward."""
+    def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
+        """Analyse a graph without backward, with parameters in the dtypes they have."""
+        captured = partition(ActivationPolicy.SAVE, {})
         self.candidates = [self._analyze(captured)]
+        return captured
 
     def compile_forward(self, graph_module: fx.GraphModule) -> BoxedCallable:
         """Return the graph as it is; nobody calls it."""

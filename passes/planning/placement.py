@@ -91,15 +91,23 @@ def plan_placement(
     return result
 
 
-def place_thawed(parameter: ParameterFact, compute: Tier, others: Sequence[Placement], config: Config) -> Placement:
+def place_thawed(
+    parameter: ParameterFact,
+    compute: Tier,
+    others: Sequence[Placement],
+    config: Config,
+    *,
+    master: Tier | None = None,
+) -> Placement:
     """Return the homes of a parameter that was frozen and now needs a gradient, a master copy and optimizer state.
 
-    Its compute copy stays. The rest goes where ``others`` leave room; CapacityError if nowhere.
+    Its compute copy stays, and the master copy if it has one. The rest goes where ``others`` leave room; CapacityError if
+    nowhere.
     """
     placement = Placement(
         parameter=parameter.name,
         compute=compute,
-        master=Tier.NVME if parameter.has_compute_copy else compute,
+        master=master or (Tier.NVME if parameter.has_compute_copy else compute),
         gradient=Tier.NVME,
         optimizer_state=Tier.NVME,
         compute_dtype=parameter.compute_dtype,
@@ -111,13 +119,43 @@ def place_thawed(parameter: ParameterFact, compute: Tier, others: Sequence[Place
     )
     taken = sum(item.nbytes_on(Tier.HOST) for item in (*others, placement))
     host_left = config.host_memory - config.staging_memory - taken
-    for role in ("gradient", "master", "optimizer_state"):
+    for role in ("gradient", "optimizer_state") if master else ("gradient", "master", "optimizer_state"):
         nbytes = getattr(placement, f"{role}_nbytes")
         if 0 < nbytes <= host_left:
             host_left -= nbytes
             placement = replace(placement, **{role: Tier.HOST})  # type: ignore[arg-type]  # a role is a Tier
     _check_nvme([*others, placement], config)
     return placement
+
+
+def place_narrowed(
+    parameters: Sequence[ParameterFact], placements: Sequence[Placement], config: Config
+) -> tuple[Placement, ...]:
+    """Return the homes of all parameters, where the facts of some ask for a narrower compute copy than was placed.
+
+    It takes the place of the one copy there was. That becomes the master copy, which stays on nvme, or else goes where
+    there is room. CapacityError if nowhere.
+    """
+    placed: list[Placement] = []
+    for parameter, old in zip(parameters, placements, strict=True):
+        if parameter.compute_dtype == old.compute_dtype:
+            placed.append(old)
+            continue
+        narrowed = replace(
+            old,
+            master=Tier.NVME,
+            compute_dtype=parameter.compute_dtype,
+            compute_nbytes=parameter.compute_nbytes,
+            master_nbytes=parameter.master_nbytes,
+        )
+        placed.append(narrowed)
+    host_left = config.host_memory - config.staging_memory - sum(item.nbytes_on(Tier.HOST) for item in placed)
+    for index, (old, new) in enumerate(zip(placements, placed, strict=True)):
+        if new is not old and old.compute is not Tier.NVME and new.master_nbytes <= host_left:
+            host_left -= new.master_nbytes
+            placed[index] = replace(new, master=Tier.HOST)
+    _check_nvme(placed, config)
+    return tuple(placed)
 
 
 def check_budgets(parameters: Sequence[ParameterFact], placements: Sequence[Placement], config: Config) -> None:

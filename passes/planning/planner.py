@@ -104,7 +104,8 @@ def _plan_graph(request: Request, graph: GraphFacts) -> Plan | None:
     if _resident_nbytes(least) > room:
         return None
     everything = plan_placement(request.parameters, config, resident_nbytes=room, num_uses=num_uses)
-    if all(placement.compute is Tier.DEVICE for placement in everything):
+    nothing_moves = not _transfers(request, graph, everything, _LOOK_AHEADS[-1]).transfers
+    if nothing_moves and all(placement.compute is Tier.DEVICE for placement in everything):
         return _build(request, graph, everything, _LOOK_AHEADS[-1])
     for look_ahead in _look_aheads(config):
         arena = _transfers(request, graph, least, look_ahead).arena_nbytes

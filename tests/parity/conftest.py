@@ -165,6 +165,7 @@ class Parity:
 
     trace = Trace
     train = staticmethod(train)
+    plain_loss = staticmethod(plain_loss)
     assert_same = staticmethod(assert_same)
     assert_equal = staticmethod(assert_equal)
 

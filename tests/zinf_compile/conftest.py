@@ -56,7 +56,7 @@ def _make_placement(
         compute_nbytes=nbytes,
         master_nbytes=master,
         gradient_nbytes=nbytes if trainable else 0,
-        gradient_dtype="float32" if trainable else None,
+        gradient_dtype=("bfloat16" if master else "float32") if trainable else None,
         optimizer_state_nbytes=2 * (master or nbytes) if trainable else 0,
     )
 

@@ -280,3 +280,19 @@ def test_folded_differences_name_the_layers(layered_plan: Plan) -> None:
 )
 def test_format_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_copies_narrower_than_the_model_computes_with_are_named(small_plan: Plan) -> None:
+    placements = tuple(
+        replace(item, compute_dtype="bfloat16", compute_nbytes=100, master_nbytes=200)
+        if item.parameter.startswith("layers") and item.parameter.endswith("weight")
+        else item
+        for item in small_plan.placements
+    )
+    uses = tuple(
+        replace(use, dtype="bfloat16") if use.parameter == "layers.0.weight" else use for use in small_plan.uses
+    )
+    lines = dump_plan(replace(small_plan, placements=placements, uses=uses)).splitlines()
+    assert "  moved in bfloat16, by their compute copies: layers.0.weight" in lines
+    assert "  moved in float32, by their master copies: layers.1.weight" in lines
+    assert not any("moved in" in line for line in dump_plan(small_plan).splitlines())

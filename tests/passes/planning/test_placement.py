@@ -14,6 +14,7 @@ from zinf_compile.passes.planning.placement import (
     MIN_STAGING,
     RESIDENT_THRESHOLD,
     check_budgets,
+    place_narrowed,
     place_thawed,
     plan_placement,
 )
@@ -73,6 +74,35 @@ def test_what_a_thawed_parameter_needs_goes_where_the_others_leave_room(paramete
         assert homes(place_thawed(thawed, NVME, other, config)) == expected
     with pytest.raises(CapacityError, match="nvme_memory is 10 B"):
         place_thawed(thawed, NVME, other, make_config(0, 0, nvme_memory=10))
+
+
+def test_a_narrower_copy_takes_the_place_of_the_only_one(parameter: Function) -> None:
+    """The master copy stays on nvme, and elsewhere makes room for it on the host while there is some."""
+    facts = [parameter(f"{name}.weight", ELEMENTS) for name in "abc"]
+    narrowed = [fact.narrowed_to("bfloat16", 2) for fact in facts[:2]] + facts[2:]
+    for room, compute, expected in (
+        (0, NVME, [(NVME, NVME), (NVME, NVME), (NVME, NVME)]),
+        (NBYTES, DEVICE, [(DEVICE, HOST), (DEVICE, NVME), (DEVICE, DEVICE)]),
+        (5 * NBYTES, HOST, [(HOST, HOST), (HOST, HOST), (HOST, HOST)]),
+    ):
+        config = make_config(0, room)
+        old = [
+            replace(item, compute=compute, master=compute, gradient=NVME, optimizer_state=NVME)
+            for item in plan_placement(facts, config)
+        ]
+        placed = place_narrowed(narrowed, old, config)
+        assert [homes(item)[:2] for item in placed] == expected
+        assert [item.compute_nbytes for item in placed] == [NBYTES // 2, NBYTES // 2, NBYTES]
+        assert [item.master_nbytes for item in placed] == [NBYTES, NBYTES, 0]
+        assert {item.gradient_dtype for item in placed} == {"float32"}
+        assert placed[2] == old[2]
+
+
+def test_a_narrower_copy_without_room_is_refused(parameter: Function) -> None:
+    fact = parameter("a.weight", ELEMENTS, trainable=False)
+    config = make_config(0, NBYTES, nvme_memory=0)
+    with pytest.raises(CapacityError, match="nvme_memory is 0 B"):
+        place_narrowed([fact.narrowed_to("bfloat16", 2)], plan_placement([fact], config), config)
 
 
 def test_a_frozen_parameter_has_only_a_compute_copy(parameter: Function) -> None:
