@@ -33,7 +33,7 @@ def _slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         routes=tuple(make_route(source, target, rate) for (source, target), rate in routes.items()),
         optimizer_elements_per_second=1e10,
     )
-    monkeypatch.setattr(session_module, "measure_hardware", lambda *_: hardware)
+    monkeypatch.setattr(session_module, "find_measured", lambda *_: hardware)
 
 
 class Net(nn.Module):
