@@ -306,6 +306,23 @@ class Parity:
         self.assert_streamed(report, placement, captured=captured)
         return report
 
+    def check_loop_within(
+        self,
+        loop: Callable[[nn.Module, Sequence[Batch], Trace], None],
+        workload: Workload,
+        budgets: Mapping[str, Any],
+    ) -> None:
+        """Run a training loop of the test's own, captured within these budgets, and compare with plain PyTorch."""
+        ours, plain = Trace(), Trace()
+        model, batches = workload()
+        # torch's own backend frees what it saved in the first backward, unless it is told to keep it for another.
+        with torch._functorch.config.patch(donated_buffer=False):
+            loop(compile_plainly(model), batches, plain)
+        torch._dynamo.reset()
+        model, batches = workload()
+        loop(self.optimize(model, **budgets), batches, ours)
+        assert_same(ours, plain)
+
     def assert_streamed(self, report: Report, placement: str, *, captured: bool) -> None:
         """Assert that parameters did come from where the placement says, at every use."""
         moved = {route.route: route.nbytes for route in report.moved}

@@ -1,0 +1,208 @@
+"""Activations that leave the device: training is bitwise that of plain PyTorch, whatever is done with the graph."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_compile
+from zinf_compile.errors import CapacityError
+from zinf_compile.plans import Plan
+from zinf_compile.terms import Tier
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import GPT, GPTConfig
+from swapping import swapping
+
+transformers = pytest.importorskip("transformers")
+
+STEPS = 2
+VOCAB, SEQ = 64, 32
+# 64 KiB, the least that leaves here, is what these models save of a block's inner values.
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+CHOICES = {
+    "host": lambda number, value: Tier.HOST,
+    "nvme": lambda number, value: Tier.NVME,
+    "mixed": lambda number, value: (Tier.HOST, Tier.NVME, None)[number % 3],
+}
+
+
+def token_batches(names=("tokens", "targets")):
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(4, VOCAB, (4, SEQ + 1), generator=generator) for _ in range(STEPS)]
+    return [dict(zip(names, (each[:, :-1], each[:, 1:]), strict=True)) for each in tokens]
+
+
+def gpt():
+    return GPT(GPTConfig(vocab_size=VOCAB, layers=2, hidden=128, heads=2, seq=SEQ)), token_batches()
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=VOCAB, **SHAPE, num_key_value_heads=1, use_cache=False)
+    return transformers.LlamaForCausalLM(config), token_batches(("input_ids", "labels"))
+
+
+def vit():
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        **SHAPE, image_size=24, patch_size=4, num_labels=5, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.0
+    )
+    generator = torch.Generator().manual_seed(1)
+    images = [torch.randn(4, 3, 24, 24, generator=generator) for _ in range(STEPS)]
+    return transformers.ViTForImageClassification(config), [
+        {"pixel_values": image, "labels": torch.randint(5, (4,), generator=generator)} for image in images
+    ]
+
+
+@contextlib.contextmanager
+def swapped(choice: str, *, at_least: int = 64 * 2**10) -> Iterator[list[Plan]]:
+    """Inside, what is saved of at least that many bytes leaves; afterwards, every plan was one with swaps."""
+    with swapping(CHOICES[choice], at_least=at_least) as plans:
+        yield plans
+    assert plans
+    for plan in plans:
+        tiers = {swap.destination for swap in plan.swaps}
+        assert tiers == ({Tier.HOST, Tier.NVME} if choice == "mixed" else {Tier(choice)})
+
+
+def budgets(folder: Path) -> dict[str, object]:
+    return {"device_memory": "24MiB", "host_memory": "64MiB", "nvme": folder}
+
+
+@pytest.mark.parametrize(
+    ("workload", "choice", "recompute"),
+    [
+        *((gpt, choice, False) for choice in CHOICES),
+        *((llama, "mixed", recompute) for recompute in (False, True)),
+        *((vit, "mixed", recompute) for recompute in (False, True)),
+    ],
+)
+def test_bitwise(parity, tmp_path, workload, choice, recompute):
+    with swapped(choice, at_least=16 * 2**10 if recompute else 64 * 2**10):
+        model, batches = workload()
+        parity.optimize(model, recompute=recompute, **budgets(tmp_path))
+        ours = parity.train(model, batches)
+    parity.assert_same(ours, parity.reference(workload, captured=True))
+    report = zinf_compile.report(model)
+    moved = {route.route: route.nbytes for route in report.moved}
+    for tier in (Tier.HOST, Tier.NVME):
+        # Out and back in every step, which may have a graph of its own; a plan's sectors are whole, what moves need not be.
+        swaps = [swap for plan in report.plans for swap in plan.swaps if swap.destination is tier]
+        at_least = STEPS // len(report.plans) * sum(swap.nbytes - 4095 for swap in swaps)
+        assert bool(swaps) == (choice in (tier, "mixed"))
+        assert min(moved.get(f"device -> {tier}", 0), moved.get(f"{tier} -> device", 0)) >= at_least
+
+
+def test_streamed_parameters_share_the_arena_with_what_comes_back(parity, tmp_path):
+    with swapped("mixed") as plans:
+        model, batches = gpt()
+        parity.optimize(model, device_memory="4608KiB", host_memory="64MiB", nvme=tmp_path)
+        ours = parity.train(model, batches)
+    parity.assert_same(ours, parity.reference(gpt, captured=True))
+    assert all(plan.transfers and plan.swaps for plan in plans)
+
+
+def loop_of(backward):
+    """Return a training loop that leaves forward and backward of a step to ``backward(model, batches)``."""
+
+    def loop(model, batches, trace):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(STEPS):
+            trace.losses += [loss.detach().clone() for loss in backward(model, batches)]
+            trace.record_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record_model(model, optimizer)
+
+    return loop
+
+
+def forwards_first(model, batches):
+    losses = [model(**batch) for batch in batches]
+    for loss in losses:
+        loss.backward()
+    return losses
+
+
+def one_after_the_other(model, batches):
+    losses = []
+    for batch in batches:
+        losses.append(model(**batch))
+        losses[-1].backward()
+    return losses
+
+
+def twice(model, batches):
+    loss = model(**batches[0])
+    loss.backward(retain_graph=True)
+    (loss * 0.5).backward()
+    return [loss]
+
+
+def one_dropped(model, batches):
+    model(**batches[0])  # its graph dies, and never runs
+    loss = model(**batches[1])
+    loss.backward()
+    return [loss]
+
+
+def by_autograd_grad(model, batches):
+    loss = model(**batches[0])
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    return [loss]
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [forwards_first, one_after_the_other, twice, one_dropped, by_autograd_grad],
+    ids=lambda call: call.__name__,
+)
+def test_whatever_is_done_with_the_graph(parity, tmp_path, backward):
+    with swapped("mixed"):
+        parity.check_loop_within(loop_of(backward), gpt, budgets(tmp_path))
+
+
+def test_plans_that_let_other_values_leave(parity, tmp_path):
+    """A forward's values are what its own plan says, also when its backward runs under a later one."""
+    with swapped("mixed"):
+        model, batches = gpt()
+        parity.optimize(model, **budgets(tmp_path))
+        losses = [model(**batches[0])]
+    store = next(model.parameters())._zinf_record.store
+    (program,) = store.session.programs
+    for choice in (lambda number, value: Tier.NVME if number % 3 else None, lambda number, value: None):
+        with swapping(choice):
+            program._adopt(program._plan_for([program._shapes.facts]))
+            losses.append(model(**batches[0]))
+    reference, _ = gpt()
+    compiled = nn.Module.compile(reference, backend="aot_eager", dynamic=False) or reference
+    for loss in losses:
+        loss.backward()
+        compiled(**batches[0]).backward()
+    plain = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        parity.assert_equal(parameter.grad.clone(), plain[name].grad, name)
+
+
+def test_more_forwards_than_the_budget_holds(parity, tmp_path):
+    with swapped("host"):
+        model, batches = gpt()
+        parity.optimize(model, device_memory="24MiB", host_memory="8MiB", nvme=tmp_path)
+        losses = [model(**batches[0])]
+        with pytest.raises(
+            CapacityError, match=r"on host, where activations may take .* run backward after each forward"
+        ):
+            losses += [model(**batches[0]) for _ in range(40)]
+        for loss in losses:
+            loss.backward()
+    reference, _ = gpt()
+    losses_there = [reference(**batches[0]) for _ in losses]
+    assert torch.equal(losses[-1].detach(), losses_there[-1].detach())
