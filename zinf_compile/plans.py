@@ -278,3 +278,9 @@ class Plan:
         from zinf_compile.views.chrome_trace import save_chrome_trace
 
         save_chrome_trace(self, path)
+
+    def to_memory_viz(self, path: str | Path) -> None:
+        """Write the planned device memory over a step as a memory snapshot of PyTorch's, for pytorch.org/memory_viz."""
+        from zinf_compile.views.memory_viz import save_memory_viz
+
+        save_memory_viz(self, path)

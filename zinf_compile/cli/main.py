@@ -11,7 +11,7 @@ from zinf_compile.errors import ZinfError
 
 _COMMANDS = {
     "train": "train a GPT or a transformers model on text within memory budgets, and show predicted beside measured",
-    "show": "print a saved plan, and write its predicted timeline as a Chrome trace if asked to",
+    "show": "print a saved plan, and write views of it for a browser if asked to",
     "diff": "compare two saved plans",
     "doctor": "measure this machine, and tell its limits, what is missing and what that costs",
 }

@@ -1,26 +1,48 @@
-"""``zinf show plan.json``: print a saved plan, and write its predicted timeline as a Chrome trace."""
+"""``zinf show plan.json``: print a saved plan, and write views of it for a browser."""
 
 import argparse
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from zinf_compile.plan_io import load_plan
+from zinf_compile.plans import Plan
 from zinf_compile.printing import dump_plan
-from zinf_compile.views.chrome_trace import save_chrome_trace
 
 _NARROWEST, _WIDEST = 80, 140  # columns that the dump is readable in
 _COLUMNS = 100  # of a pipe or a file
 
 
+class _View(NamedTuple):
+    option: str
+    save: Callable[[Plan, Path], None]
+    what: str
+    how_to_open: str
+
+
+_VIEWS = (
+    _View(
+        "trace",
+        Plan.to_chrome_trace,
+        "the predicted timeline as a Chrome trace, for ui.perfetto.dev",
+        "open it in ui.perfetto.dev",
+    ),
+    _View(
+        "memory_viz",
+        Plan.to_memory_viz,
+        "the planned device memory as a memory snapshot of PyTorch's, for pytorch.org/memory_viz",
+        "open it in pytorch.org/memory_viz",
+    ),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zinf show``."""
     parser.add_argument("plan", type=Path, help="a plan saved as JSON")
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="OUT",
-        help="also write the predicted timeline as a Chrome trace, for ui.perfetto.dev",
-    )
+    for view in _VIEWS:
+        option = f"--{view.option.replace('_', '-')}"
+        parser.add_argument(option, type=Path, metavar="OUT", help=f"also write {view.what}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan)
     columns = shutil.get_terminal_size(fallback=(_COLUMNS, 24)).columns
     print(dump_plan(plan, width=max(_NARROWEST, min(columns, _WIDEST))))
-    if args.trace is not None:
-        save_chrome_trace(plan, args.trace)
-        print(f"\ntrace written to {args.trace}; open it in ui.perfetto.dev")
+    for view in _VIEWS:
+        path = getattr(args, view.option)
+        if path is not None:
+            view.save(plan, path)
+            print(f"\n{view.option.replace('_', ' ')} written to {path}; {view.how_to_open}")
     return 0

@@ -8,15 +8,13 @@ One lane for compute, with its stalls in the category ``stall``, one for each ro
 """
 
 import json
-import os
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
-from zinf_compile.errors import ConfigError
 from zinf_compile.plans import Plan
 from zinf_compile.simulate import COMPUTE_LANE, Event, MemoryPoint, Timeline, simulate
+from zinf_compile.views.whole_file import write_whole
 
 TraceEvent: TypeAlias = dict[str, object]
 
@@ -48,19 +46,7 @@ def chrome_trace(plan: Plan) -> dict[str, object]:
 
 def save_chrome_trace(plan: Plan, path: str | Path) -> None:
     """Write the trace as JSON; the file appears whole or not at all. ConfigError if the path cannot be written."""
-    path = Path(path)
-    text = json.dumps(chrome_trace(plan), allow_nan=False)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        try:
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the trace cannot be written to {path}: {error.strerror}; give a file in a folder that can be written"
-        ) from error
+    write_whole(path, json.dumps(chrome_trace(plan), allow_nan=False).encode(), what="trace")
 
 
 def _number_lanes(timeline: Timeline) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -47,6 +48,13 @@ def test_show_writes_a_trace(saved: Path, tmp_path: Path, capsys: pytest.Capture
     assert run(show, saved, "--trace", trace) == 0
     assert json.loads(trace.read_text())["traceEvents"]
     assert f"trace written to {trace}" in capsys.readouterr().out
+
+
+def test_show_writes_a_memory_snapshot(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = tmp_path / "memory.pickle"
+    assert run(show, saved, "--memory-viz", snapshot) == 0
+    assert pickle.loads(snapshot.read_bytes())["segments"]
+    assert f"memory viz written to {snapshot}; open it in pytorch.org/memory_viz" in capsys.readouterr().out
 
 
 def test_diff_of_equal_plans_is_0(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
