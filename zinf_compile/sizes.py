@@ -22,6 +22,9 @@ class Expression(Protocol):
     def free_symbols(self) -> set[Any]:
         """Return the sympy symbols in it."""
 
+    def evalf(self, digits: int) -> "Expression":
+        """Return it with its numbers rounded to so many digits."""
+
 
 Size: TypeAlias = int | Expression
 # Facts of sizes: ``GraphFacts[Size]`` is what capture gives, ``GraphFacts`` has numbers only and is what planning takes.

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
+from zinf_compile.passes.analysis.shapes import symbols_in
 from zinf_compile.passes.analysis.storages import StorageRoot
 from zinf_compile.passes.contract import node_facts
 from zinf_compile.passes.out_forms import is_dense
@@ -45,4 +46,6 @@ def find_idle(
 def _owns_its_bytes(root: StorageRoot) -> bool:
     """Return whether a value is a tensor, of sizes that are numbers, that fills its storage from first byte to last."""
     value = root.value
+    if symbols_in(value):  # lowering writes the shape of what comes back as numbers
+        return False
     return isinstance(value, torch.Tensor) and not root.is_gathered and value.storage_offset() == 0 and is_dense(value)

@@ -4,7 +4,7 @@ Torch writes sizes as sympy expressions in symbols such as ``s27``, with divisio
 sympy in named symbols: ``batch`` is the first dimension of every input, ``sequence`` the second of those of whole numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +88,7 @@ def _changing_sizes(value: object) -> list[torch.SymInt]:
 def _find_hints(graph: fx.Graph) -> dict[Any, int]:
     """Return every symbol that is by itself a size of some value in a graph, with what it was at capture."""
     values = (value for node in graph.nodes for value in tree_leaves(node.meta.get("val")))
-    sizes = (size for value in values for size in _changing_sizes(value))
-    return {symbol: int(size.node.hint) for size in sizes if (symbol := _symbol(size)) is not None}
+    return _hints(size for value in values for size in _changing_sizes(value))
 
 
 class GraphShapes:
@@ -116,8 +115,12 @@ class GraphShapes:
         )
 
     def read(self, inputs: list[Any]) -> dict[str, int]:
-        """Return the value of every symbol in the inputs of a call."""
-        return {self._names[source.symbol]: source.read(inputs) for source in self._sources}
+        """Return the value of every symbol in the inputs of a call; of dimensions with one name, the largest."""
+        sizes: dict[str, int] = {}
+        for source in self._sources:
+            name = self._names[source.symbol]
+            sizes[name] = max(sizes.get(name, 0), source.read(inputs))
+        return sizes
 
     def size(self, size: Size) -> Size:
         """Return a size that torch gave in its own symbols and functions as one in named symbols and plain sympy.
@@ -139,9 +142,18 @@ class GraphShapes:
             )
         for function, plain in _PLAIN:
             size = size.replace(function, plain)
+        names = [self._names[symbol] for symbol in size.free_symbols if symbol in self._names]
+        if len(names) > len(
+            set(names)
+        ):  # what has one name may differ in a call: the largest counts, and nothing less it
+            size = size.replace(lambda part: part.is_Add, _without_negative_terms)
         size = size.xreplace(self._renamed)
         plain_size: Size = int(size) if size.is_Integer else size
         return plain_size
+
+
+def _without_negative_terms(total: Any) -> Any:
+    return sympy.Add(*(term for term in total.args if not term.could_extract_minus_sign()))
 
 
 def _at_hint(value: object) -> Any:
@@ -154,16 +166,25 @@ def _at_hint(value: object) -> Any:
 
 
 def _name_symbols(placeholders: list[fx.Node], symbols: list[Any]) -> dict[Any, str]:
-    """Return a name for each symbol; what two different dimensions could claim goes to neither."""
+    """Return a name for each symbol; what dimensions of different size could claim goes to none of them.
+
+    Dynamo has a symbol for each dimension of each input, also where all have the same batch.
+    """
     tensors = [node.meta["val"] for node in placeholders if isinstance(node.meta.get("val"), torch.Tensor)]
-    firsts = {_symbol(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0} - {None}
-    seconds = {_symbol(tensor.shape[1]) for tensor in tensors if tensor.dim() > 1 and _is_whole(tensor)} - {None}
+    firsts = _hints(tensor.shape[0] for tensor in tensors if tensor.dim() > 0)
+    seconds = _hints(tensor.shape[1] for tensor in tensors if tensor.dim() > 1 and _is_whole(tensor))
+    seconds = {symbol: hint for symbol, hint in seconds.items() if symbol not in firsts}
     names = {symbol: str(symbol) for symbol in symbols}
-    if len(firsts) == 1:
-        names |= dict.fromkeys(firsts, _BATCH)
-    if len(seconds - firsts) == 1:
-        names |= dict.fromkeys(seconds - firsts, _SEQUENCE)
+    for claiming, name in ((firsts, _BATCH), (seconds, _SEQUENCE)):
+        if len(set(claiming.values())) == 1:
+            names |= dict.fromkeys(claiming, name)
     return names
+
+
+def _hints(sizes: Iterable[object]) -> dict[Any, int]:
+    """Return the symbols that are sizes by themselves, with what they were at capture."""
+    changing = (size for size in sizes if isinstance(size, torch.SymInt))
+    return {symbol: int(size.node.hint) for size in changing if (symbol := _symbol(size)) is not None}
 
 
 def _symbol(size: object) -> Any:

@@ -1,5 +1,6 @@
 """Seconds from counts: every op takes the longer of its arithmetic and its memory traffic; ops of a module add up."""
 
+from dataclasses import dataclass
 from itertools import groupby
 
 from zinf_compile.facts import GraphFacts, OpFact, working_set
@@ -10,25 +11,41 @@ from zinf_compile.plans import ComputeSpan
 from zinf_compile.sizes import Expression, Size
 
 
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What an op is counted by."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    overhead_seconds: float
+
+
 def op_seconds(op: OpFact, hardware: Hardware) -> float:
     """Return the estimated seconds of one op: of calling it, and the longer of its arithmetic and its memory traffic."""
-    arithmetic = 0.0
-    if op.num_flops:
-        is_attention = "attention" in op.op
-        rate = hardware.attention_flops_per_second if is_attention else hardware.flops_per_second
-        arithmetic = op.num_flops / rate(op.dtype)
-    traffic = op.nbytes_accessed / hardware.op_bytes_per_second(kind_of(op.op), op.dtype)
-    overhead = hardware.op_overhead_seconds if is_called(op.op) else 0.0
-    return overhead + max(arithmetic, traffic)
+    rates = _rates(op, hardware)
+    longer = max(op.num_flops / rates.flops_per_second, op.nbytes_accessed / rates.bytes_per_second)
+    return rates.overhead_seconds + longer
 
 
 def seconds_expression(op: OpFact[Size], hardware: Hardware) -> Expression:
-    """Return the estimated seconds of one op in the symbols of its sizes: Max(FLOPs / rate, bytes / bandwidth)."""
+    """Return ``op_seconds`` in the symbols of its sizes: overhead + Max(FLOPs / rate, bytes / bandwidth)."""
     import sympy
 
-    arithmetic = sympy.sympify(op.num_flops) / hardware.flops_per_second(op.dtype)
-    seconds: Expression = sympy.Max(arithmetic, sympy.sympify(op.nbytes_accessed) / hardware.memory_bytes_per_second)
+    rates = _rates(op, hardware)
+    arithmetic = sympy.sympify(op.num_flops) / rates.flops_per_second
+    traffic = sympy.sympify(op.nbytes_accessed) / rates.bytes_per_second
+    seconds: Expression = rates.overhead_seconds + sympy.Max(arithmetic, traffic)
     return seconds
+
+
+def _rates(op: OpFact[Size], hardware: Hardware) -> _Rates:
+    is_attention = "attention" in op.op
+    flops_per_second = hardware.attention_flops_per_second if is_attention else hardware.flops_per_second
+    return _Rates(
+        flops_per_second=flops_per_second(op.dtype),
+        bytes_per_second=hardware.op_bytes_per_second(kind_of(op.op), op.dtype),
+        overhead_seconds=hardware.op_overhead_seconds if is_called(op.op) else 0.0,
+    )
 
 
 def plan_spans(graph: GraphFacts, hardware: Hardware) -> tuple[ComputeSpan, ...]:

@@ -91,7 +91,9 @@ def _explain_value(plan: Plan, graph: GraphFacts, value: ValueFact, op: OpFact[S
         yield f"  bound to the arena's bytes from {bound.offset:,}"
     else:
         yield "  allocated by torch"
-    yield f"  computing it takes {op_seconds(made, plan.hardware):.3g} s: {seconds_expression(op, plan.hardware)}"
+    formula = seconds_expression(op, plan.hardware)
+    in_symbols = f", {formula.evalf(3)} for other sizes" if formula.free_symbols else ""
+    yield f"  computing it takes {op_seconds(made, plan.hardware):.3g} s{in_symbols}"
     if value.idle is not None and swap is None:
         for tier in (Tier.HOST, Tier.NVME):
             if _has_route(plan.hardware, Tier.DEVICE, tier):

@@ -5,8 +5,10 @@ from collections.abc import Callable
 import pytest
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy import functions
 
 from zinf_compile.errors import UnsupportedError
@@ -32,6 +34,37 @@ def test_the_second_dimension_of_floats_is_no_sequence(trace_dynamic: Function) 
     assert names[3] == "batch"
     assert "sequence" not in names.values()
     assert len(set(names.values())) == 3
+
+
+def _make_graph(*inputs: Tensor) -> fx.Graph:
+    """Return a graph of inputs alone, with a symbol for each dimension, as Dynamo has them for what is marked dynamic."""
+    graph, env = fx.Graph(), ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    for position, tensor in enumerate(inputs):
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
+        source = ConstantSource(f"input_{position}")
+        fake = mode.from_tensor(tensor, source=source, symbolic_context=context)
+        graph.placeholder(f"input_{position}").meta["val"] = fake
+    graph.output(())
+    return graph
+
+
+def test_inputs_of_one_batch_share_its_name() -> None:
+    ids, targets = torch.zeros(3, 70, dtype=torch.int64), torch.zeros(3, 70, dtype=torch.int64)
+    graph = _make_graph(ids, targets)
+    assert len(find_sources(graph)) == 4
+    shapes = GraphShapes(graph)
+    assert [(symbol.name, symbol.value) for symbol in shapes.symbols] == [("batch", 3), ("sequence", 70)]
+    # Where a call has two, the larger counts.
+    assert shapes.read([torch.zeros(8, 60), torch.zeros(5, 512)]) == {"batch": 8, "sequence": 512}
+
+
+def test_no_size_is_less_for_sharing_a_name() -> None:
+    graph = _make_graph(torch.zeros(4), torch.zeros(4))
+    shapes = GraphShapes(graph)
+    longer, shorter = (source.symbol for source in find_sources(graph))
+    size = shapes.size(8 * (longer - shorter + 3))  # by 3 more than the difference, which a call may have
+    assert evaluate_sizes([size], {"batch": 10}) == {size: 8 * 13}
 
 
 def test_what_two_sizes_could_claim_goes_to_neither(trace_dynamic: Function) -> None:
