@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from zinf_compile.config import Config, make_config
 from zinf_compile.errors import ConfigError, UnsupportedError
 from zinf_compile.facts import ParameterFact, at_sizes
 from zinf_compile.hardware import Hardware
+from zinf_compile.hardware_io import load_hardware
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.offline.deep import trace_deep
 from zinf_compile.passes.offline.optimizer_state import StateSizes
@@ -38,10 +40,11 @@ def plan(
     model: Module,
     inputs: object,
     *,
-    hardware: Hardware,
+    hardware: Hardware | str | Path,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     loss: Callable[[Any], Tensor] | None = None,
     train: bool = True,
+    dynamic: bool = False,
     **options: object,
 ) -> Plan:
     """Return the plan of one call of ``model`` on ``hardware``, and of the backward and the optimizer step after it.
@@ -50,7 +53,7 @@ def plan(
     have values, which are not looked at; it stays as it is. What is captured is what ``optimize`` would capture.
 
     ``inputs`` is what the model is called with: a tensor, a tuple, or a dict of keyword arguments; of its tensors only
-    shapes and dtypes matter.
+    shapes and dtypes matter. ``hardware`` is a Hardware, the name of a preset such as "h200", or a file.
 
     Options:
         device_memory, host_memory, nvme_memory: budgets in bytes or as "8GiB"; by default what one device of the hardware
@@ -60,6 +63,8 @@ def plan(
         loss: a function of what the model returns, planned as part of the forward. Without one backward begins at what
             the model returns.
         train: False to plan a forward alone, of the model in eval mode, without gradients.
+        dynamic: True to let batch and sequence, the first two dimensions of the inputs, be symbols, so that the plan can be
+            asked about others: ``plan.what_if(batch=8)``, ``plan.max_batch()``. Capture takes longer.
         compute_dtype, reserve_memory, prefetch_memory, recompute, overlap_step, step_in_backward: as in ``optimize``.
 
     A model that is captured as several graphs has the plan of the one whose backward gives the most gradients; the plan's
@@ -71,12 +76,13 @@ def plan(
     if not isinstance(model, Module):
         raise ConfigError(f"plan takes a torch.nn.Module, not {type(model).__name__}")
     refuse_optimized(model)
+    hardware = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     config = _make_config(options, hardware)
     name = type(model).__name__
     called = replace(_make_inputs(inputs), loss=loss)
     policies = _policies(config) if train else (ActivationPolicy.SAVE,)
     trace = trace_deep(
-        model, called, name=name, compute_dtype=config.compute_dtype, policies=policies, train=train, dynamic=False
+        model, called, name=name, compute_dtype=config.compute_dtype, policies=policies, train=train, dynamic=dynamic
     )
     _check_result(trace, name, train=train, has_loss=loss is not None)
     parameters = _parameter_facts(model, config, optimizer if train else None)

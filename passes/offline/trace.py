@@ -1,5 +1,6 @@
 """A skeleton to facts: Dynamo and AOTAutograd on fake tensors, as at run time, with nobody to run what they make."""
 
+import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -77,12 +78,12 @@ def trace_model(
     captured, since the model's shapes or branches depend on values, or it cannot be traced.
     """
     with fake_mode:
-        args, kwargs = pytree.tree_map(_fake_input, (inputs.args, dict(inputs.kwargs)))
+        as_input = functools.cache(as_fake)  # what is passed twice is one input
+        args, kwargs = pytree.tree_map_only(Tensor, as_input, (inputs.args, dict(inputs.kwargs)))
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if dynamic:
         for leaf in leaves:
-            for dim in range(min(leaf.dim(), _NUM_DYNAMIC_DIMS)):
-                torch._dynamo.maybe_mark_dynamic(leaf, dim)
+            torch._dynamo.mark_static(leaf, list(range(_NUM_DYNAMIC_DIMS, leaf.dim())))
     graphs: list[TracedGraph] = []
 
     def backend(graph_module: fx.GraphModule, graph_inputs: Sequence[Tensor]) -> Callable[..., Any]:
@@ -100,9 +101,7 @@ def trace_model(
     result, stopped_by = None, None
     try:
         with _without_function_modes(), fake_mode, torch.set_grad_enabled(train), _apart(leaves):
-            result = torch.compile(call, backend=backend, dynamic=None if dynamic else False)(
-                skeleton.module, args, kwargs
-            )
+            result = torch.compile(call, backend=backend, dynamic=dynamic)(skeleton.module, args, kwargs)
     except BackendCompilerFailed as error:
         if isinstance(error.inner_exception, ZinfError):
             raise error.inner_exception from None
@@ -121,10 +120,6 @@ def trace_model(
     finally:
         torch._C._dynamo.eval_frame.reset_code(call.__code__)  # else every call counts as a recompilation of it
     return Trace(graphs=tuple(graphs), result=result, stopped_by=stopped_by)
-
-
-def _fake_input(leaf: Any) -> Any:
-    return as_fake(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 @contextmanager

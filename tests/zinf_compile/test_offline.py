@@ -103,6 +103,27 @@ def test_state_is_counted_as_the_optimizer_keeps_it() -> None:
     assert state_nbytes(zinf_compile.plan(Layers(), x, hardware=HARDWARE, optimizer=torch.optim.SGD)) == 0
 
 
+def test_a_dynamic_plan_answers_for_other_batches() -> None:
+    def peaks(plan: Plan) -> list[int]:
+        return [tier.predicted_peak for tier in plan.tiers]
+
+    dynamic = zinf_compile.plan(make_gpt(), (tokens(), tokens()), hardware=HARDWARE, dynamic=True)
+    larger = zinf_compile.plan(make_gpt(), (tokens(8), tokens(8)), hardware=HARDWARE)
+    assert peaks(dynamic.what_if(batch=8)) == peaks(larger)
+
+
+def test_a_tensor_passed_twice_is_one_input() -> None:
+    once = tokens()
+    plan = zinf_compile.plan(make_gpt(), (once, once), hardware=HARDWARE)
+    assert plan.num_ticks == zinf_compile.plan(make_gpt(), (tokens(), tokens()), hardware=HARDWARE).num_ticks - 1
+
+
+def test_a_preset_by_its_name() -> None:
+    with torch.device("meta"):  # in which the model may be built
+        plan = zinf_compile.plan(Layers(), torch.randn(8, 64), hardware="h200")
+    assert plan.hardware.name == "h200"
+
+
 def test_a_loss_is_planned_with_the_forward() -> None:
     x = torch.randn(8, 64)
     without = zinf_compile.plan(Layers(), x, hardware=HARDWARE)

@@ -11,6 +11,7 @@ from zinf_compile.errors import ZinfError
 
 _COMMANDS = {
     "train": "train a GPT or a transformers model on text within memory budgets, and show predicted beside measured",
+    "plan": "say whether a model fits some hardware, how fast it would train there, and what lives where",
     "show": "print a saved plan, and write views of it for a browser if asked to",
     "diff": "compare two saved plans",
     "doctor": "measure this machine, and tell its limits, what is missing and what that costs",

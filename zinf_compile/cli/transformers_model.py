@@ -35,7 +35,7 @@ class TransformersModel:
     """
 
     def __init__(self, folder: Path, *, lora_rank: int | None, seq: int, vocab_size: int, seed: int) -> None:
-        transformers = _import_transformers()
+        transformers = import_transformers()
         self._folder, self._lora_rank, self._seed = folder, lora_rank, seed
         self._has_weights = (folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
         if not self._has_weights and (pickled := sorted(path.name for path in folder.glob("*.bin"))):
@@ -127,7 +127,8 @@ def _check_sizes(config: Any, folder: Path, *, seq: int, vocab_size: int) -> Non
         )
 
 
-def _import_transformers() -> Any:
+def import_transformers() -> Any:
+    """Return the transformers library; ConfigError where it is not installed."""
     try:
         import transformers
     except ImportError:

@@ -1,0 +1,125 @@
+"""`zinf plan`: exit codes, what is printed and saved, and models that cannot be had."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from zinf_compile.cli.main import main
+from zinf_compile.plans import Plan
+
+GPT = ["plan", "gpt", "--layers", "2", "--hidden", "64", "--heads", "2", "--batch", "2", "--seq", "16", "--vocab", "64"]
+MODULE = """
+import torch
+
+def good():
+    return torch.nn.Linear(4096, 4096), torch.zeros(8, 4096)
+
+def huge():
+    return torch.nn.Linear(10**6, 10**6), torch.zeros(8, 10**6)
+
+def only_model():
+    return torch.nn.Linear(4, 4)
+
+def three():
+    return 1, 2, 3
+
+def fails():
+    return {}["nothing"]
+
+def unfit():
+    return torch.nn.Linear(4, 4), torch.zeros(8, 5)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of a module with functions of a user, in the current folder."""
+    name = f"planned_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])  # the command adds the folder
+    return name
+
+
+def test_a_gpt_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert main([*GPT, "--hardware", "h200", "--device-memory", "1GiB", "--save", str(path)]) == 0
+    printed = capsys.readouterr()
+    plan = Plan.load(path)
+    assert printed.out.startswith("plan v1  GPT graph 0  training")
+    assert printed.err == ""
+    assert plan.hardware.name == "h200"
+    assert plan.tiers[0].capacity == 2**30
+
+
+def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--hardware", "laptop-16g", "--inference", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["num_ticks"] == document["num_forward_ticks"]
+
+
+def test_what_does_not_fit_is_1_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--hardware", "h200", "--device-memory", "16KiB"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "zinf plan: it does not fit: GPT graph 0 needs" in printed.err
+    assert "raise device_memory to 1MiB" in printed.err
+
+
+@pytest.mark.parametrize(("function", "status"), [("good", 0), ("huge", 1)])
+def test_a_function_of_the_user(module: str, function: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{module}:{function}", "--hardware", "rtx4090"]) == status
+    assert ("Linear graph 0" in capsys.readouterr().out) == (status == 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("only_model", "only_model returned Linear; it has to return a torch.nn.Module and what that is called with"),
+        ("three", "three returned a tuple of (int, int, int); it has to return"),
+        ("fails", "fails failed: KeyError at "),
+        ("godo", "has no function 'godo'; did you mean"),
+        ("unfit", "Linear cannot be called with such inputs"),
+    ],
+)
+def test_a_function_that_fails_or_returns_something_else(
+    module: str, function: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"{module}:{function}", "--hardware", "h200"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpt", "--layers", "2"], "gpt needs --hidden, --heads"),
+        (["gpt", "--layers", "2", "--hidden", "65", "--heads", "2"], "--hidden 65 cannot be cut into 2 heads"),
+        (["gpt", "--layers", "0", "--hidden", "64", "--heads", "2"], "--layers 0 is not a size"),
+        (["bert"], "bert is no model; give gpt, hf:PATH"),
+        (["no_such_module:make"], "no_such_module cannot be imported: ModuleNotFoundError"),
+        (["hf:nowhere"], "hf:nowhere is no config.json, nor a folder with one"),
+        (["hf:nowhere", "--layers", "2"], "--layers cannot be given"),
+    ],
+)
+def test_what_is_no_model(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words, "--hardware", "h200"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--hardware", "h2000"]) == 2
+    assert "no hardware profile 'h2000'" in capsys.readouterr().err
+
+
+def test_a_transformers_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    words = ["plan", f"hf:{tmp_path / 'config.json'}", "--batch", "2", "--seq", "16", "--hardware", "h200"]
+    assert main([*words, "--compute-dtype", "bfloat16"]) == 0
+    assert "LlamaForCausalLM graph 0  training\n  compute in bfloat16" in capsys.readouterr().out

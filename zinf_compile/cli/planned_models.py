@@ -1,0 +1,149 @@
+"""What `zinf plan` plans: the GPT of the model file, a transformers config, or what a function of the user returns."""
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zinf_compile.cli.presets import load_example
+from zinf_compile.cli.transformers_model import import_transformers
+from zinf_compile.errors import ConfigError
+
+_DEFAULT_BATCH, _DEFAULT_SEQ = 1, 1024
+_DEFAULT_VOCAB = 50257  # GPT-2's
+# What a function of the user may raise. Errors of the interpreter itself, such as MemoryError, are not its own.
+_USERS_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes that were given; None for those that were not."""
+
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocab: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+
+    def given(self, *names: str) -> list[str]:
+        """Return those of the named options that were given."""
+        return [f"--{name}" for name in names if getattr(self, name) is not None]
+
+
+class Planned(NamedTuple):
+    """A model on meta and what it is called with."""
+
+    model: nn.Module
+    inputs: Any
+
+
+def find_model(word: str, sizes: Sizes) -> Planned:
+    """Return the model that a word of the command line means; ConfigError if it means none, or sizes do not go with it."""
+    for name in Sizes.__slots__:
+        size = getattr(sizes, name)
+        if size is not None and size < 1:
+            raise ConfigError(f"--{name} {size} is not a size; give 1 or more")
+    if word == "gpt":
+        return _make_gpt(sizes)
+    if word.startswith("hf:"):
+        return _make_transformers(Path(word.removeprefix("hf:")), sizes)
+    if ":" not in word:
+        raise ConfigError(f"{word} is no model; give gpt, hf:PATH with a config.json, or MODULE:FUNCTION")
+    return _call_function(word, sizes)
+
+
+def _make_gpt(sizes: Sizes) -> Planned:
+    missing = [f"--{name}" for name in ("layers", "hidden", "heads") if getattr(sizes, name) is None]
+    if missing:
+        raise ConfigError(f"gpt needs {', '.join(missing)}, for example: gpt --layers 24 --hidden 2048 --heads 16")
+    assert sizes.layers is not None
+    assert sizes.hidden is not None
+    assert sizes.heads is not None
+    if sizes.hidden % (2 * sizes.heads):
+        raise ConfigError(
+            f"--hidden {sizes.hidden} cannot be cut into {sizes.heads} heads of an even width; change --hidden or --heads"
+        )
+    seq = sizes.seq or _DEFAULT_SEQ
+    example = load_example(None)
+    config = example.GPTConfig(sizes.vocab or _DEFAULT_VOCAB, sizes.layers, sizes.hidden, sizes.heads, seq)
+    with torch.device("meta"):
+        tokens = torch.empty(sizes.batch or _DEFAULT_BATCH, seq, dtype=torch.int64)
+        return Planned(example.GPT(config), {"tokens": tokens, "targets": tokens})
+
+
+def _make_transformers(path: Path, sizes: Sizes) -> Planned:
+    _refuse("a transformers model has them in its config", sizes.given("layers", "hidden", "heads", "vocab"))
+    transformers = import_transformers()
+    if not (path if path.suffix == ".json" else path / "config.json").is_file():
+        raise ConfigError(f"hf:{path} is no config.json, nor a folder with one")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config.use_cache = False
+        architecture = (config.architectures or [None])[0]
+        kind = getattr(transformers, architecture or "", None)
+        with torch.device("meta"):
+            model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"no model can be made from '{path}': {reason}") from error
+    if model.main_input_name != "input_ids":
+        raise ConfigError(
+            f"{type(model).__name__} is not called with tokens, but with {model.main_input_name}; write a function that "
+            "returns the model and its inputs, and give MODULE:FUNCTION"
+        )
+    tokens = torch.empty(sizes.batch or _DEFAULT_BATCH, sizes.seq or _DEFAULT_SEQ, dtype=torch.int64, device="meta")
+    return Planned(model, {"input_ids": tokens, "labels": tokens})
+
+
+def _call_function(word: str, sizes: Sizes) -> Planned:
+    """Return what ``MODULE:FUNCTION`` returns; it is called where modules and tensors are made on meta."""
+    _refuse(f"{word} says how large its model and inputs are", sizes.given(*Sizes.__slots__))
+    module_name, _, function_name = word.partition(":")
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    try:
+        module = importlib.import_module(module_name)
+    except _USERS_ERRORS as error:
+        raise ConfigError(f"{module_name} cannot be imported: {_describe(error)}") from error
+    function: Callable[[], object] | None = getattr(module, function_name, None)
+    if not callable(function):
+        near = difflib.get_close_matches(function_name, dir(module), n=1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise ConfigError(f"{module_name} has no function {function_name!r}{hint}")
+    try:
+        with torch.device("meta"):
+            returned = function()
+    except _USERS_ERRORS as error:
+        raise ConfigError(f"{word} failed: {_describe(error)}") from error
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
+        items = ", ".join(type(item).__name__ for item in returned) if isinstance(returned, tuple) else ""
+        got = f"a tuple of ({items})" if isinstance(returned, tuple) else f"{type(returned).__name__}"
+        raise ConfigError(
+            f"{word} returned {got}; it has to return a torch.nn.Module and what that is called with: a tensor, a tuple "
+            "or a dict"
+        )
+    return Planned(*returned)
+
+
+def _refuse(why: str, given: list[str]) -> None:
+    if given:
+        raise ConfigError(f"{', '.join(given)} cannot be given: {why}; leave it out")
+
+
+def _describe(error: BaseException) -> str:
+    """Return what was raised, and by which line of the user's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [frame for frame in frames if "importlib" not in frame.filename]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}: {str(error).strip().partition(chr(10))[0]}"
