@@ -81,11 +81,11 @@ def test_values_do_not_matter() -> None:
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert all(type(module).__dict__.get("weight") is None for module in model.modules())
     with FakeTensorMode():
-        fake, fake_tokens = make_gpt(), tokens()
-    assert zinf_compile.plan(fake, (fake_tokens, fake_tokens), hardware=HARDWARE) == plan
+        fake, fake_tokens = make_gpt(), (tokens(), tokens())
+    assert zinf_compile.plan(fake, fake_tokens, hardware=HARDWARE) == plan
     with torch.device("meta"):
-        meta, meta_tokens = make_gpt(), tokens()
-    assert zinf_compile.plan(meta, [meta_tokens, meta_tokens], hardware=HARDWARE) == plan
+        meta, meta_tokens = make_gpt(), [tokens(), tokens()]
+    assert zinf_compile.plan(meta, meta_tokens, hardware=HARDWARE) == plan
 
 
 def test_budgets_not_stated_are_those_of_the_hardware() -> None:
