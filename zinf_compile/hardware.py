@@ -1,9 +1,12 @@
 """Hardware: the rates a prediction is made with. Measured on the machine (``runtime/calibrate.py``) or given."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from zinf_compile.errors import ConfigError
 from zinf_compile.terms import Tier
+
+DEVICE_LINKS, NODE_LINKS = "device links", "node links"  # inside a node, between nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,47 @@ class Hardware:
     def num_devices(self) -> int:
         """Return how many devices there are in all nodes together."""
         return self.devices_per_node * self.num_nodes
+
+    def with_world(self, num_ranks: int) -> "Hardware":
+        """Return the hardware with as many nodes as so many ranks fill, one rank on each device.
+
+        ConfigError if they do not fill whole nodes, more than one, or if nothing ties their devices together.
+        """
+        if type(num_ranks) is not int or num_ranks < 1:
+            raise ConfigError(f"a world of {num_ranks!r} ranks is none; give a whole number, 1 or more")
+        each = self.devices_per_node
+        if num_ranks > each and num_ranks % each:
+            raise ConfigError(
+                f"{num_ranks} ranks do not fill whole nodes of {self.name}, which have {each} devices each; give "
+                f"{num_ranks - num_ranks % each} or {num_ranks + each - num_ranks % each} ranks"
+            )
+        num_nodes = -(-num_ranks // each)
+        for links, speed, are_used in (
+            (DEVICE_LINKS, self.device_link_bytes_per_second, min(num_ranks, each) > 1),
+            (NODE_LINKS, self.node_link_bytes_per_second, num_nodes > 1),
+        ):
+            if are_used and not speed:
+                field = f"{links.replace(' links', '_link')}_bytes_per_second"
+                raise ConfigError(
+                    f"{self.name} has no {links}, which {num_ranks} ranks need; give its {field}, such as '70 GB/s'"
+                )
+        return replace(self, num_nodes=num_nodes)
+
+    def links(self, num_ranks: int) -> Route:
+        """Return the links as a route of full values, which ranks gather from the shard that each has of them.
+
+        In a ring each device receives what the other ranks have, and each node, meanwhile and once, what the other nodes
+        have: the slower of both names the route. Reducing full values to shards takes as long (Patarasuk and Yuan 2009,
+        https://doi.org/10.1016/j.jpdc.2008.09.002). More than one rank, as many as ``with_world`` takes.
+        """
+        num_nodes = max(1, num_ranks // self.devices_per_node)
+        speeds = []
+        if num_ranks > num_nodes:
+            speeds.append((self.device_link_bytes_per_second * num_ranks / (num_ranks - 1), DEVICE_LINKS))
+        if num_nodes > 1:
+            speeds.append((self.node_link_bytes_per_second * num_nodes / (num_nodes - 1), NODE_LINKS))
+        speed, name = min(speeds)
+        return Route(name=name, bytes_per_second=speed, latency_seconds=0.0, lanes=(name,))
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the matrix-product rate of a dtype; of the slowest known dtype for one that was not measured."""

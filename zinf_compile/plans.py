@@ -204,6 +204,7 @@ class Plan:
     prefetch_nbytes: int  # how far transfers may run ahead of compute
     step: StepPlan
     tiers: tuple[TierPlan, ...]
+    num_ranks: int = 1  # that train the model together, each by this plan
     notes: tuple[str, ...] = ()  # sentences on how it was made that a reader should know
     # The planner's Request that it was made from, to ask questions of; not part of its value, and not saved with it.
     request: object = field(default=None, compare=False, repr=False)

@@ -3,20 +3,24 @@
 Compute runs its spans in order. A route moves one transfer at a time, in issue order; routes that share a lane take turns
 on it, as reads and writes of one disk do. A span that first reads a transfer goes on when the transfer has landed; the
 difference is its stall. A gradient leaves the device behind compute; backward ends when the last one is home. A value
-that is swapped out leaves behind compute too, and compute waits at the tick by which it has to be gone.
+that is swapped out leaves behind compute too, and compute waits at the tick by which it has to be gone. Of several ranks,
+which all do the same, one is simulated: its shards move over its routes, and full values and gradients over the links.
 
 What is simulated is one of many equal steps. An overlapped optimizer step is therefore that of the step before: its updates
 move whenever the disk has nothing else to do, in the order of first use, and a gather waits for those of its parameters.
 Inside backward an update begins when its gradient leaves. What is left of updates at the end is the step's stall.
 """
 
+import math
 from collections import defaultdict
 
 from zinf_compile.plans import ActivationSwap, ComputeSpan, GatherTransfer, GradientSink, Plan
+from zinf_compile.simulation.journeys import Journeys
 from zinf_compile.simulation.lanes import Lanes
 from zinf_compile.simulation.timeline import COMPUTE_LANE, Event, MemoryPoint, TickTime, Timeline
 from zinf_compile.simulation.updates import Updates
 from zinf_compile.terms import Phase, StepTiming, Tier
+from zinf_compile.world import Leg, World
 
 __all__ = ["COMPUTE_LANE", "Event", "MemoryPoint", "Timeline", "simulate"]
 
@@ -54,8 +58,10 @@ class _Walk:
         self.lanes = Lanes(plan.hardware)
         self._plan = plan
         self._after: tuple[int, ...] = ()  # the nodes after which compute goes on
+        self._world = World(hardware=plan.hardware, num_ranks=plan.num_ranks)
+        self._journeys = Journeys(self.lanes)
         self._swapped_out: dict[str, int] = {}
-        self._last_sink: int | None = None  # the one that lands last
+        self._last_sinks: list[int] = []  # journeys
         self._updates = Updates(plan, self.lanes)
         self._timing = plan.step.timing
         if self._timing is StepTiming.OVERLAPPED and plan.step.num_chunks == 0:
@@ -65,17 +71,19 @@ class _Walk:
             for placement in sorted(plan.placements, key=lambda item: first_use.get(item.parameter, plan.num_ticks)):
                 self._updates.queue(placement, (), with_gradient=True)
         self._placements = {placement.parameter: placement for placement in plan.placements}
+        moved = {name for transfer in plan.transfers for name in transfer.parameters}
+        self._resident = {use.parameter for use in plan.uses} - moved
         self._sunk: dict[int, list[GradientSink]] = defaultdict(list)
         self._leaving: dict[int, list[ActivationSwap]] = defaultdict(list)
         self._issued: dict[int, list[GatherTransfer]] = defaultdict(list)
         self._returning: dict[int, list[ActivationSwap]] = defaultdict(list)
-        self._awaited: dict[int, list[int]] = defaultdict(list)  # nodes that have to have ended, as they were issued
+        self._awaited: dict[int, list[int]] = defaultdict(list)  # journeys that have to have ended, as they began
         visits = set()
         for transfer in plan.transfers:
             self._issued[transfer.issue].append(transfer)
             visits.add(transfer.need_by)
         for sink in plan.sinks:
-            if sink.destination is not Tier.DEVICE:
+            if sink.destination is not Tier.DEVICE or plan.num_ranks > 1:
                 self._sunk[sink.tick + 1].append(sink)
         for swap in plan.swaps:
             self._leaving[swap.out + 1].append(swap)
@@ -106,8 +114,10 @@ class _Walk:
         """Sink what the last op has made, and wait until all gradients are home."""
         for tick in reversed(self._visits):
             self._visit(tick)
-        if self._last_sink is not None:
-            self._wait(self._last_sink)
+        self._journeys.advance(math.inf)
+        nodes = [self._journeys.finish(sink) for sink in self._last_sinks]
+        if nodes:
+            self._wait(max(nodes, key=lambda node: self.lanes.nodes[node].end_seconds))
 
     def step(self) -> float:
         """Append the optimizer step, or what is left of it, and return its seconds."""
@@ -122,6 +132,7 @@ class _Walk:
 
     def _compute(self, name: str, end: float) -> bool:
         """Compute until ``end``, or longer by what updates take meanwhile; return whether they have taken anything."""
+        self._journeys.advance(end)
         lost = self._updates.advance(end)
         is_late = lost > 0
         while lost > 0:
@@ -137,23 +148,24 @@ class _Walk:
         for sink in self._sunk.get(tick, ()):
             self._sink(sink)
         for swap in self._leaving.get(tick, ()):
-            node = self.lanes.move(Tier.DEVICE, swap.destination, f"{swap.value} out", swap.nbytes, self._after)
-            self._swapped_out[swap.value] = node
-            self._awaited[swap.gone].append(node)
+            leg = Leg(self._plan.hardware.route(Tier.DEVICE, swap.destination), swap.nbytes)
+            journey = self._journeys.start(f"{swap.value} out", (leg,), self._after)
+            self._swapped_out[swap.value] = self._journeys.finish(journey)
+            self._awaited[swap.gone].append(journey)
         for transfer in self._issued.get(tick, ()):
             updates = self._updates.finish(transfer.parameters)
             # Too early for the host: at run time such a gather waits for its update too, the moves of its state to nvme
             # included. Placement does not weigh that yet, and would make more memory cost time.
             after = self._after if transfer.source is Tier.HOST else (*self._after, *updates)
-            node = self.lanes.move(transfer.source, Tier.DEVICE, transfer.name, transfer.nbytes, after)
-            self._awaited[transfer.need_by].append(node)
+            legs = self._world.gather_legs(transfer.source, transfer.nbytes)
+            self._awaited[transfer.need_by].append(self._journeys.start(transfer.name, legs, after))
         for swap in self._returning.get(tick, ()):
             after = (*self._after, self._swapped_out[swap.value])
-            node = self.lanes.move(swap.destination, Tier.DEVICE, f"{swap.value} back", swap.nbytes, after)
-            self._awaited[swap.need_by].append(node)
+            leg = Leg(self._plan.hardware.route(swap.destination, Tier.DEVICE), swap.nbytes)
+            self._awaited[swap.need_by].append(self._journeys.start(f"{swap.value} back", (leg,), after))
         has_waited = False
-        for node in self._awaited.get(tick, ()):
-            has_waited |= self._wait(node)
+        for journey in self._awaited.get(tick, ()):
+            has_waited |= self._wait(self._journeys.finish(journey))
         if has_waited:
             self.ticks.append(TickTime(tick, self.clock))
         return has_waited
@@ -161,14 +173,17 @@ class _Walk:
     def _sink(self, sink: GradientSink) -> None:
         """Append a gradient's way home, or the update that takes it."""
         taken_by = self._placements[sink.parameter] if self._timing is StepTiming.IN_BACKWARD else None
-        if taken_by is not None and taken_by.update_nbytes_written:
-            self._updates.queue(taken_by, self._after, with_gradient=False)
-            return
-        node = self.lanes.move(Tier.DEVICE, sink.destination, f"gradient {sink.parameter}", sink.nbytes, self._after)
+        is_read = taken_by is not None and taken_by.update_nbytes_written > 0  # at once, on its way to the home
+        home = Tier.DEVICE if is_read else sink.destination
+        legs = self._world.gradient_legs(home, sink.nbytes, is_resident=sink.parameter in self._resident)
+        after = self._after
+        if legs:
+            journey = self._journeys.start(f"gradient {sink.parameter}", legs, after)
+            self._last_sinks.append(journey)
+            if taken_by is not None:
+                after = (self._journeys.finish(journey),)
         if taken_by is not None:
-            self._updates.queue(taken_by, (node,), with_gradient=False)
-        if self._last_sink is None or self.lanes.end_of((node,)) > self.lanes.end_of((self._last_sink,)):
-            self._last_sink = node
+            self._updates.queue(taken_by, after, with_gradient=False)
 
     def _wait(self, node: int) -> bool:
         """Let compute go on after a node; return whether it has to wait for it."""

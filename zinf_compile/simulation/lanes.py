@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from zinf_compile.hardware import Hardware, route_name
 from zinf_compile.simulation.timeline import COMPUTE_LANE, UPDATE_LANE, Event
 from zinf_compile.terms import Tier
+from zinf_compile.world import Leg
 
 
 class Lanes:
@@ -34,9 +35,11 @@ class Lanes:
 
     def move(self, source: Tier, destination: Tier, name: str, nbytes: int, after: tuple[int, ...]) -> int:
         """Append a transfer that begins after some nodes, when its route is free; KeyError for an unknown route."""
-        route = self._routes[source, destination]
-        seconds = route.latency_seconds + nbytes / route.bytes_per_second
-        return self._append(route.name, route.lanes, name, seconds, nbytes, after)
+        return self.travel(Leg(self._routes[source, destination], nbytes), name, after)
+
+    def travel(self, leg: Leg, name: str, after: tuple[int, ...]) -> int:
+        """Append a leg that begins after some nodes, when all its lanes are free."""
+        return self._append(leg.route.name, leg.route.lanes, name, leg.seconds, leg.nbytes, after)
 
     def start_of(self, source: Tier, destination: Tier, after: tuple[int, ...]) -> float:
         """Return when a transfer between two tiers would begin."""

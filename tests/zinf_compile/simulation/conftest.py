@@ -28,8 +28,11 @@ from zinf_compile.terms import ActivationPolicy, LiveRange, Phase, StepTiming, T
 ROUTES = tuple((source, destination) for source in Tier for destination in Tier if source is not destination)
 
 
-def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False) -> Plan:
-    """Return a plan that need not be verified, only be simulated: random homes, ticks, bytes and rates."""
+def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False, num_ranks: int = 1) -> Plan:
+    """Return a plan that need not be verified, only be simulated: random homes, ticks, bytes and rates.
+
+    Two ranks share a node.
+    """
     random = Random(seed)
     num_forward = random.randint(3, 20)
     num_ticks = num_forward + random.randint(3, 30)
@@ -134,6 +137,10 @@ def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False) 
             ),
             optimizer_elements_per_second=100.0,
             updates_take_of_compute=random.choice((0.0, 1.0)),
+            devices_per_node=2,
+            num_nodes=max(1, num_ranks // 2),
+            device_link_bytes_per_second=random.uniform(20, 200),
+            node_link_bytes_per_second=random.uniform(20, 200),
         ),
         num_forward_ticks=num_forward,
         num_ticks=num_ticks,
@@ -159,6 +166,7 @@ def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False) 
             num_elements=sum(placement.gradient_nbytes // 2 for placement in trained),
         ),
         tiers=(),
+        num_ranks=num_ranks,
     )
     return replace(plan, tiers=tuple(_make_tier(plan, tier) for tier in Tier))
 

@@ -23,12 +23,15 @@ Function = Callable[..., Any]
 many = settings(max_examples=150, deadline=None, derandomize=True)
 seeds = st.integers(0, 10**6)
 timings = st.sampled_from(list(StepTiming))
+worlds = st.sampled_from((1, 2, 8))
 
 
 @many
-@given(seed=seeds, timing=timings, is_duplex=st.booleans())
-def test_a_lane_does_one_thing_at_a_time(random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool) -> None:
-    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex))
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), num_ranks=worlds)
+def test_a_lane_does_one_thing_at_a_time(
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, num_ranks: int
+) -> None:
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks))
     lanes_of = {route.name: route.lanes for route in timeline.plan.hardware.routes}
     lanes: dict[str, list[Event]] = defaultdict(list)
     for event in (*timeline.nodes, *timeline.stalls):
@@ -43,12 +46,12 @@ def test_a_lane_does_one_thing_at_a_time(random_plan: Function, seed: int, timin
 
 
 @many
-@given(seed=seeds, timing=timings, is_duplex=st.booleans())
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), num_ranks=worlds)
 def test_the_graph_says_the_same_as_the_walk(
-    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, num_ranks: int
 ) -> None:
     """Every node starts when the last that it came after ends; networkx finds the step's length in the graph alone."""
-    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex))
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks))
     graph = build_step_graph(timeline)
     for index in nx.topological_sort(graph):
         node = timeline.nodes[index]
@@ -62,9 +65,11 @@ def test_the_graph_says_the_same_as_the_walk(
 
 
 @many
-@given(seed=seeds, timing=timings, is_duplex=st.booleans())
-def test_the_critical_path_is_the_step(random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool) -> None:
-    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex))
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), num_ranks=worlds)
+def test_the_critical_path_is_the_step(
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, num_ranks: int
+) -> None:
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks))
     path = critical_path(timeline)
     assert path[0].start_seconds == 0
     assert all(before.end_seconds == after.start_seconds for before, after in pairwise(path))
@@ -73,11 +78,11 @@ def test_the_critical_path_is_the_step(random_plan: Function, seed: int, timing:
 
 
 @many
-@given(seed=seeds, timing=timings, is_duplex=st.booleans())
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), num_ranks=worlds)
 def test_a_step_takes_as_long_as_its_busiest_lane(
-    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, num_ranks: int
 ) -> None:
-    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex))
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks))
     assert floor_seconds(timeline) == max(lane.seconds for lane in busy_lanes(timeline))
     assert floor_seconds(timeline) <= timeline.step_seconds * (1 + 1e-9)
 
