@@ -46,13 +46,10 @@ class Placement:
 
     def nbytes_on(self, tier: Tier) -> int:
         """Return the bytes this parameter keeps on a tier between uses."""
-        homes = (
-            (self.compute, self.compute_nbytes),
-            (self.master, self.master_nbytes),
-            (self.gradient, self.gradient_nbytes),
-            (self.optimizer_state, self.optimizer_state_nbytes),
-        )
-        return sum(nbytes for home, nbytes in homes if home is tier)
+        total = self.compute_nbytes if self.compute is tier else 0
+        total += self.master_nbytes if self.master is tier else 0
+        total += self.gradient_nbytes if self.gradient is tier else 0
+        return total + (self.optimizer_state_nbytes if self.optimizer_state is tier else 0)
 
     @property
     def update_nbytes_read(self) -> int:

@@ -19,6 +19,13 @@ class BoundValues:
     swaps: tuple[ActivationSwap, ...]
     nbytes: int
 
+    def moved(self, nbytes: int) -> tuple[BoundValue, ...]:
+        """Return the values so many bytes further on."""
+        return tuple(
+            BoundValue(name=value.name, offset=nbytes + value.offset, nbytes=value.nbytes, live=value.live)
+            for value in self.values
+        )
+
 
 def unbound_values(graph: GraphFacts) -> list[ValueFact]:
     """Return the values torch allocates: saved and returned ones, and results of ops that cannot write elsewhere."""

@@ -34,17 +34,30 @@ class ArenaLayout:
 def plan_arena(pieces: Sequence[Piece]) -> ArenaLayout:
     """Return offsets for pieces: largest first, each into the smallest gap left by those it overlaps in time."""
     order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].nbytes, pieces[index].live.start, index))
+    overlapping = _overlapping(pieces)
     offsets: dict[int, int] = {}
     for index in order:
-        piece = pieces[index]
         taken = sorted(
-            (offset, offset + align(pieces[other].nbytes))
-            for other, offset in offsets.items()
-            if pieces[other].live.overlaps(piece.live)
+            (offsets[other], offsets[other] + align(pieces[other].nbytes))
+            for other in overlapping[index]
+            if other in offsets
         )
-        offsets[index] = _best_gap(taken, align(piece.nbytes))
+        offsets[index] = _best_gap(taken, align(pieces[index].nbytes))
     needed = max((offset + align(pieces[index].nbytes) for index, offset in offsets.items()), default=0)
     return ArenaLayout(offsets=tuple(offsets[index] for index in range(len(pieces))), nbytes=needed)
+
+
+def _overlapping(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Return for each piece the others that are live at some tick with it: one sweep, which sees only neighbours."""
+    found: list[list[int]] = [[] for _ in pieces]
+    live: list[int] = []
+    for index in sorted(range(len(pieces)), key=lambda index: pieces[index].live.start):
+        live = [other for other in live if pieces[other].live.end > pieces[index].live.start]
+        for other in live:
+            found[index].append(other)
+            found[other].append(index)
+        live.append(index)
+    return found
 
 
 def plan_sequential(pieces: Sequence[Piece]) -> ArenaLayout:

@@ -1,18 +1,17 @@
 """Where every copy of every parameter lives: device until its budget is used, then host, then nvme.
 
-What moves most often per byte gets the fastest home first. Per byte and step a compute copy is read twice and written
-once, a gradient written and read once, a master copy and optimizer state read and written once; the compute copies of
-parameters that are used in several places come first of all.
+What costs most seconds of transfers per byte gets the fastest home first (``HomePrices``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
-from zinf_compile.facts import ParameterFact
+from zinf_compile.facts import ParameterFact, UseFact
 from zinf_compile.passes.planning.arena import align
 from zinf_compile.passes.planning.optimizer_step import plan_step
+from zinf_compile.passes.planning.prices import COMPUTE, MASTER, ROLES, USUAL_PRICES, HomePrices
 from zinf_compile.plans import Placement
 from zinf_compile.terms import Tier, format_bytes
 
@@ -29,66 +28,127 @@ def plan_placement(
     config: Config,
     *,
     resident_nbytes: int | None = None,
-    num_uses: Mapping[str, int] | None = None,
+    spare_nbytes: int = 0,
+    uses: Sequence[UseFact] | None = None,
+    prices: HomePrices = USUAL_PRICES,
 ) -> tuple[Placement, ...]:
-    """Return the homes of all parameters, in the order given.
+    """Return the homes of all parameters, in the order given. See ``Placer.place``."""
+    return Placer(parameters, uses).place(
+        config, resident_nbytes=resident_nbytes, spare_nbytes=spare_nbytes, prices=prices
+    )
 
-    ``resident_nbytes`` is what the device has room for between uses; None before a graph has been seen, when only small
-    parameters become resident. Raises CapacityError when host and nvme together cannot hold the rest.
+
+class Placer:
+    """Places the same parameters again and again, with other budgets and prices.
+
+    ``uses`` are those of a graph; before one is known, each compute copy counts as read in forward and in backward.
     """
-    device_left = config.device_memory // _SMALL_SHARE if resident_nbytes is None else resident_nbytes
-    host_left = config.host_memory - config.staging_memory
-    uses = num_uses or {}
-    placements = {
-        parameter.name: Placement(
-            parameter=parameter.name,
-            compute=Tier.NVME,
-            master=Tier.NVME,
-            gradient=Tier.NVME,
-            optimizer_state=Tier.NVME,
-            compute_dtype=parameter.compute_dtype,
-            compute_nbytes=parameter.compute_nbytes,
-            master_nbytes=parameter.master_nbytes if parameter.has_two_copies else 0,
-            gradient_nbytes=parameter.gradient_nbytes,
-            gradient_dtype=parameter.gradient_dtype,
-            optimizer_state_nbytes=parameter.optimizer_state_nbytes,
-        )
-        for parameter in parameters
-    }
 
-    def settle(name: str, **homes: Tier) -> None:
-        placement = replace(placements[name], **homes)  # type: ignore[arg-type]  # every field named here is a Tier
-        if placement.master_nbytes == 0:
-            placement = replace(placement, master=placement.compute)
-        placements[name] = placement
+    def __init__(self, parameters: Sequence[ParameterFact], uses: Sequence[UseFact] | None = None) -> None:
+        self._parameters = parameters
+        by_name = {use.parameter: use for use in uses or ()}
+        self._uses = [2 if uses is None else 0] * len(parameters)
+        self._read = [COMPUTE] * len(parameters)  # the copy that is gathered
+        for index, parameter in enumerate(parameters):
+            if parameter.name in by_name:
+                use = by_name[parameter.name]
+                self._uses[index] = len(use.ticks)
+                if parameter.has_two_copies and use.dtype != parameter.compute_dtype:
+                    self._read[index] = MASTER
+        self._nbytes = [_slot_nbytes(parameter) for parameter in parameters]
+        everyone = range(len(parameters))
+        self._small = [index for index in everyone if parameters[index].compute_nbytes <= RESIDENT_THRESHOLD]
+        large = [index for index in everyone if parameters[index].compute_nbytes > RESIDENT_THRESHOLD]
+        self._large = sorted(large, key=lambda index: -self._uses[index])
+        self._orders: dict[HomePrices, list[tuple[int, int]]] = {}
+        self._made: dict[tuple[int, tuple[Tier, ...]], Placement] = {}
 
-    def by_use(parameter: ParameterFact) -> int:
-        return -uses.get(parameter.name, 0)
+    def place(
+        self,
+        config: Config,
+        *,
+        resident_nbytes: int | None = None,
+        spare_nbytes: int = 0,
+        prices: HomePrices = USUAL_PRICES,
+    ) -> tuple[Placement, ...]:
+        """Return the homes of all parameters, in the order given.
 
-    small = [parameter for parameter in parameters if parameter.compute_nbytes <= RESIDENT_THRESHOLD]
-    large = [parameter for parameter in parameters if parameter.compute_nbytes > RESIDENT_THRESHOLD]
-    for parameter in [*small, *(sorted(large, key=by_use) if resident_nbytes is not None else ())]:
-        if parameter.compute_nbytes <= device_left:
-            device_left -= parameter.compute_nbytes
-            settle(parameter.name, compute=Tier.DEVICE)
+        ``resident_nbytes`` is what the device has room for compute copies between uses; None before a graph has been
+        seen, when only small parameters become resident. In ``spare_nbytes`` of the device rests what the host had no
+        room for. Raises CapacityError when all tiers together cannot hold the rest.
+        """
+        device_left = config.device_memory // _SMALL_SHARE if resident_nbytes is None else resident_nbytes
+        host_left = config.host_memory - config.staging_memory
+        homes = [[Tier.NVME] * len(ROLES) for _ in self._parameters]
+        smallest_first = sorted(self._small, key=lambda index: self._nbytes[index][self._read[index]])
+        for index in self._small if resident_nbytes is None else [*smallest_first, *self._large]:
+            read = self._read[index]
+            if self._nbytes[index][read] <= device_left:
+                device_left -= self._nbytes[index][read]
+                homes[index][read] = Tier.DEVICE
+        # Small parameters keep all they have in memory: chunks of a few bytes are what a disk is worst at.
+        for index in self._small:
+            read = self._read[index]
+            rest = sum(self._nbytes[index]) - self._nbytes[index][read]
+            if homes[index][read] is Tier.DEVICE and rest <= host_left:
+                host_left -= rest
+                homes[index] = [Tier.DEVICE if role == read else Tier.HOST for role in range(len(ROLES))]
+        for tier, left in ((Tier.HOST, host_left), (Tier.DEVICE, spare_nbytes)):
+            for index, role in self._by_price(prices):
+                nbytes = self._nbytes[index][role]
+                may_move = homes[index][role] is Tier.NVME and (tier is Tier.HOST or role != self._read[index])
+                if nbytes <= left and nbytes and may_move:
+                    left -= nbytes
+                    homes[index][role] = tier
+        result = tuple(self._placement(index, tuple(each)) for index, each in enumerate(homes))
+        _check_nvme(result, config)
+        return result
 
-    # Small parameters keep all they have in memory: chunks of a few bytes are what a disk is worst at.
-    for parameter in small:
-        placement = placements[parameter.name]
-        rest = placement.gradient_nbytes + placement.master_nbytes + placement.optimizer_state_nbytes
-        if placement.compute is Tier.DEVICE and rest <= host_left:
-            host_left -= rest
-            settle(parameter.name, master=Tier.HOST, gradient=Tier.HOST, optimizer_state=Tier.HOST)
-    for role in ("compute", "gradient", "master", "optimizer_state"):
-        for parameter in sorted(parameters, key=by_use):
-            placement = placements[parameter.name]
-            nbytes = getattr(placement, f"{role}_nbytes")
-            if getattr(placement, role) is Tier.NVME and 0 < nbytes <= host_left:
-                host_left -= nbytes
-                settle(parameter.name, **{role: Tier.HOST})
-    result = tuple(placements[parameter.name] for parameter in parameters)
-    _check_nvme(result, config)
-    return result
+    def _by_price(self, prices: HomePrices) -> list[tuple[int, int]]:
+        """Return every copy, as the indices of its parameter and role, dearest first."""
+        if prices not in self._orders:
+            self._orders[prices] = sorted(
+                ((index, role) for role in range(len(ROLES)) for index in range(len(self._parameters))),
+                key=lambda item: -self._price(prices, *item),
+            )
+        return self._orders[prices]
+
+    def _price(self, prices: HomePrices, index: int, role: int) -> float:
+        parameter = self._parameters[index]
+        gathers = self._uses[index] if role == self._read[index] else 0
+        # A compute copy that is the master copy too is updated like one.
+        is_updated = role != COMPUTE or (parameter.trainable and not parameter.has_compute_copy)
+        moved_by_step: float = getattr(prices, ROLES[MASTER if role == COMPUTE else role]) if is_updated else 0.0
+        return prices.gather * gathers + moved_by_step
+
+    def _placement(self, index: int, homes: tuple[Tier, ...]) -> Placement:
+        if (index, homes) not in self._made:
+            self._made[index, homes] = _make_placement(self._parameters[index], homes)
+        return self._made[index, homes]
+
+
+def _slot_nbytes(parameter: ParameterFact) -> tuple[int, ...]:
+    """Return the bytes of each copy, by role; a master copy that is the compute copy has none of its own."""
+    master = parameter.master_nbytes if parameter.has_two_copies else 0
+    return parameter.compute_nbytes, parameter.gradient_nbytes, master, parameter.optimizer_state_nbytes
+
+
+def _make_placement(parameter: ParameterFact, homes: Sequence[Tier]) -> Placement:
+    compute_nbytes, gradient_nbytes, master_nbytes, state_nbytes = _slot_nbytes(parameter)
+    compute, gradient, master, optimizer_state = homes
+    return Placement(
+        parameter=parameter.name,
+        compute=compute,
+        master=master if master_nbytes else compute,
+        gradient=gradient,
+        optimizer_state=optimizer_state,
+        compute_dtype=parameter.compute_dtype,
+        compute_nbytes=compute_nbytes,
+        master_nbytes=master_nbytes,
+        gradient_nbytes=gradient_nbytes,
+        gradient_dtype=parameter.gradient_dtype,
+        optimizer_state_nbytes=state_nbytes,
+    )
 
 
 def place_thawed(

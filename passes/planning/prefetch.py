@@ -1,17 +1,23 @@
 """Which parameters move together, when each transfer starts, and when its bytes are free again.
 
 Parameters of one block that come from the same tier move as one transfer, as large as ``group_nbytes`` allows. A
-transfer starts when compute begins with the transfer so many bytes ahead of it: ``prefetch_nbytes`` of look-ahead.
+transfer starts no more than ``prefetch_nbytes`` of transfers ahead of compute, and as late as it still arrives in time.
 """
 
+import bisect
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zinf_compile.facts import GraphFacts, ParameterFact
+from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.arena import ArenaLayout, Piece, align, plan_arena
 from zinf_compile.plans import GatherTransfer, Placement
 from zinf_compile.terms import LiveRange, Phase, Tier
+
+# A transfer is started so many times earlier than the measured rates ask for: a shared disk is at times half as fast.
+_MARGIN = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,24 @@ class TransferPlan:
 
     transfers: tuple[GatherTransfer, ...]
     arena_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkTime:
+    """How long the gradient that is complete after a tick occupies the lanes it leaves by."""
+
+    tick: int
+    seconds: float
+    lanes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """When compute reaches each tick if it never waits, and what else occupies the lanes, by tick."""
+
+    reached_seconds: tuple[float, ...]
+    sinks: tuple[SinkTime, ...]
+    hardware: Hardware
 
 
 def plan_residencies(
@@ -117,21 +141,61 @@ def _split(ticks: Sequence[int], first_needs: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def plan_transfers(residencies: Sequence[Residency], *, prefetch_nbytes: int) -> TransferPlan:
-    """Return one transfer per residency with its issue tick and its arena offsets.
-
-    A transfer is issued at the need-by tick of the earliest transfer from which at most ``prefetch_nbytes`` lie ahead,
-    itself included, in the same phase: nothing crosses from forward into backward, where other programs may run.
-    """
+def _earliest_issues(residencies: Sequence[Residency], prefetch_nbytes: int) -> list[int]:
     issues: list[int] = []
     for index, residency in enumerate(residencies):
         ahead, issue = residency.nbytes, residency.need_by
-        for before in reversed(residencies[:index]):
+        for position in range(index - 1, -1, -1):
+            before = residencies[position]
             if before.phase is not residency.phase or ahead > prefetch_nbytes:
                 break
             issue = min(issue, before.need_by)
             ahead += before.nbytes
         issues.append(issue)
+    return issues
+
+
+def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> list[int]:
+    """Return the last tick at which each transfer may start: backwards over each lane from the last need-by.
+
+    A gradient that leaves over the same lane takes its share of it.
+    """
+    issues = [residency.need_by for residency in residencies]
+    sinks = list(pace.sinks)
+    free: dict[str, float] = {}  # until when a lane may be taken by what is needed earlier
+    phase = None
+    for index in reversed(range(len(residencies))):
+        residency = residencies[index]
+        if residency.phase is not phase:
+            phase, free = residency.phase, {}
+        while sinks and sinks[-1].tick >= residency.need_by:
+            sink = sinks.pop()
+            for lane in free.keys() & set(sink.lanes):
+                free[lane] -= _MARGIN * sink.seconds
+        route = pace.hardware.route(residency.source, Tier.DEVICE)
+        seconds = route.latency_seconds + residency.nbytes / route.bytes_per_second
+        landed = min(pace.reached_seconds[residency.need_by], *(free.get(lane, math.inf) for lane in route.lanes))
+        free.update(dict.fromkeys(route.lanes, landed - _MARGIN * seconds))
+        latest = bisect.bisect_right(pace.reached_seconds, landed - _MARGIN * seconds) - 1
+        issues[index] = min(residency.need_by, max(0, latest))
+    return issues
+
+
+def plan_transfers(
+    residencies: Sequence[Residency],
+    *,
+    prefetch_nbytes: int,
+    pace: Pace | None = None,
+) -> TransferPlan:
+    """Return one transfer per residency with its issue tick and its arena offsets.
+
+    A transfer is issued no earlier than the need-by tick of the earliest transfer from which at most ``prefetch_nbytes``
+    lie ahead, itself included, in the same phase: nothing crosses from forward into backward, where other programs may
+    run. With a ``pace``, it is issued as late as it still arrives in time.
+    """
+    issues = _earliest_issues(residencies, prefetch_nbytes)
+    if pace is not None:
+        issues = [max(pair) for pair in zip(issues, _latest_issues(residencies, pace), strict=True)]
     layout: ArenaLayout = plan_arena(
         [
             Piece(nbytes=residency.nbytes, live=LiveRange(start=issue, end=residency.release))

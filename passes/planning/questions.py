@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from zinf_compile.config import Config, parse_size
-from zinf_compile.errors import CapacityError, ConfigError, UnsupportedError
+from zinf_compile.errors import ConfigError, UnsupportedError
 from zinf_compile.facts import GraphFacts, at_sizes, join_sizes
 from zinf_compile.hardware_rates import RATE_NAMES, with_rates
 from zinf_compile.passes.planning.arena import ARENA_ALIGN
-from zinf_compile.passes.planning.planner import Request, make_plan, minimum_device_memory
+from zinf_compile.passes.planning.planner import Request, does_fit, make_plan, minimum_device_memory
 from zinf_compile.plans import Plan
 from zinf_compile.terms import Tier
 
@@ -67,7 +67,7 @@ def largest_batch(plan: Plan) -> int:
             f"{plan.name} was captured for one batch only: the first dimension of its inputs is a fixed number, or not the "
             f"same for all{others}; plan it for other inputs"
         )
-    return largest_that_fits(lambda batch: _fits(_with_sizes(request, {_BATCH: batch})))
+    return largest_that_fits(lambda batch: does_fit(_with_sizes(request, {_BATCH: batch})))
 
 
 def smallest_device_memory(plan: Plan) -> int:
@@ -75,7 +75,7 @@ def smallest_device_memory(plan: Plan) -> int:
     request = replace(request_of(plan), placements=None)
 
     def fits(pages: int) -> bool:
-        return _fits(replace(request, config=replace(request.config, device_memory=pages * ARENA_ALIGN)))
+        return does_fit(replace(request, config=replace(request.config, device_memory=pages * ARENA_ALIGN)))
 
     low, high = 0, -(-minimum_device_memory(request) // ARENA_ALIGN)
     if not fits(high):  # it is not the device that lacks room
@@ -116,21 +116,13 @@ def describe_largest(request: Request, sizes: Mapping[str, int]) -> str:
 
         def fits(size: int, name: str = symbol.name) -> bool:
             graph = join_sizes(planned, at_sizes(captured, {**sizes, name: size}))
-            return _fits(replace(request, candidates=(graph,)))
+            return does_fit(replace(request, candidates=(graph,)))
 
         others = ", ".join(f"{name}={size}" for name, size in sizes.items() if name != symbol.name)
         largest = largest_that_fits(fits)
         found = f"is {largest}" if largest else "is none"
         sentences.append(f"the largest {symbol.name} that fits{f' with {others}' if others else ''} {found}")
     return "; ".join(sentences)
-
-
-def _fits(request: Request) -> bool:
-    try:
-        make_plan(request)
-    except CapacityError:
-        return False
-    return True
 
 
 def _with_sizes(request: Request, sizes: Mapping[str, int]) -> Request:

@@ -261,7 +261,7 @@ def test_frozen_weights_keep_both_copies_and_thaw(parity):
             optimizer.zero_grad()
             trace.record_model(model, None)
         if hasattr(next(model.parameters()), "_zinf_record"):
-            frozen = set(narrowed(model)) - {"layers.2.weight"}
+            frozen = (set(narrowed(model)) & set(BLOCKS)) - {"layers.2.weight"}  # a bias that streams is trained
             assert frozen
             placements = {item.parameter: item for item in zinf_compile.report(model).plans[-1].placements}
             for name in frozen:

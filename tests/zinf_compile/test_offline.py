@@ -58,7 +58,8 @@ class Layers(nn.Module):
         return y
 
 
-def test_the_plan_is_the_one_that_the_model_itself_gets(tmp_path: Path) -> None:
+def test_the_plan_is_the_one_that_the_model_itself_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zinf_compile.session.measure_hardware", lambda *_: HARDWARE)  # what is best depends on rates
     budgets: dict[str, Any] = {"device_memory": "1500KiB", "host_memory": "1MiB", "compute_dtype": torch.bfloat16}
     model = make_gpt(hidden=128)
     offline = zinf_compile.plan(model, (tokens(), tokens()), hardware=HARDWARE, recompute=True, **budgets)

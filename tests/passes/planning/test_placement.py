@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
+from zinf_compile.facts import UseFact
 from zinf_compile.passes.planning.placement import (
     MIN_STAGING,
     RESIDENT_THRESHOLD,
@@ -33,6 +34,10 @@ def make_config(device: int, host: int, *, nvme: str | None = "/disk", nvme_memo
     config = Config(device_memory=device, host_memory=2 * host, nvme=nvme, nvme_memory=nvme_memory)
     assert config.host_memory - config.staging_memory == host
     return config
+
+
+def use_of(name: str, num_ticks: int) -> UseFact:
+    return UseFact(parameter=name, dtype="float32", ticks=tuple(range(num_ticks)))
 
 
 def homes(placement: Placement) -> tuple[Tier, Tier, Tier, Tier]:
@@ -115,8 +120,8 @@ def test_a_frozen_parameter_has_only_a_compute_copy(parameter: Function) -> None
 
 def test_what_is_used_more_often_comes_first(parameter: Function) -> None:
     parameters = [parameter(f"{name}.weight", ELEMENTS) for name in "abc"]
-    uses = {"a.weight": 2, "b.weight": 4, "c.weight": 2}
-    placements = plan_placement(parameters, make_config(0, NBYTES), resident_nbytes=NBYTES, num_uses=uses)
+    uses = [use_of("a.weight", 2), use_of("b.weight", 4), use_of("c.weight", 2)]
+    placements = plan_placement(parameters, make_config(0, NBYTES), resident_nbytes=NBYTES, uses=uses)
     assert [placement.compute for placement in placements] == [HOST, DEVICE, NVME]
 
 
@@ -144,7 +149,7 @@ def test_small_parameters_take_an_eighth_of_the_device_at_most(parameter: Functi
 
 def test_placements_are_in_the_order_given(parameter: Function) -> None:
     parameters = [parameter(f"{name}.weight", size) for name, size in (("z", ELEMENTS), ("a", 16), ("m", ELEMENTS))]
-    placements = plan_placement(parameters, make_config(2**20, 2**26), num_uses={"m.weight": 9})
+    placements = plan_placement(parameters, make_config(2**20, 2**26), uses=[use_of("m.weight", 9)])
     assert [placement.parameter for placement in placements] == ["z.weight", "a.weight", "m.weight"]
 
 

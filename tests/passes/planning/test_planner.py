@@ -25,7 +25,6 @@ from zinf_compile.terms import ActivationPolicy, LiveRange, Tier
 
 Function = Callable[..., Any]
 MIB = 2**20
-MAX_SLOWER = 1.15  # the worst of 900 random models and budgets was 12.6 % slower with a tenth more memory
 seeds = st.integers(0, 10**6)
 hosts = st.sampled_from((MIB, 4 * MIB, 64 * MIB))  # less than 1 MiB is too little for staging
 few = settings(max_examples=40, deadline=None, derandomize=True)
@@ -74,14 +73,13 @@ def test_the_minimum_is_enough_and_less_is_not(request_of: Function, seed: int, 
 
 @few
 @given(seed=seeds, host=hosts)
-def test_more_device_memory_hardly_costs_time(request_of: Function, seed: int, host: int) -> None:
+def test_more_device_memory_never_costs_time(request_of: Function, seed: int, host: int) -> None:
     request = request_of(seed, host=host)
     seconds = [
         simulate(make_plan(with_share(request, share))).step_seconds for share in (1, 1.1, 1.3, 1.6, 2, 3, 5, 100)
     ]
-    for index, before in enumerate(seconds):
-        assert max(seconds[index:]) <= before * MAX_SLOWER
-    assert seconds[-1] == min(seconds)
+    nanoseconds = [round(1e9 * each) for each in seconds]  # plans are compared in whole ones
+    assert nanoseconds == sorted(nanoseconds, reverse=True)
 
 
 @few
@@ -271,7 +269,19 @@ def test_spans_cover_every_tick_and_split_at_backward(graph: Function) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["activations", "arena", "costs", "optimizer_step", "placement", "planner", "prefetch"]
+    "name",
+    [
+        "activations",
+        "arena",
+        "build",
+        "costs",
+        "optimizer_step",
+        "placement",
+        "planner",
+        "prefetch",
+        "prices",
+        "search",
+    ],
 )
 def test_planning_needs_no_torch(name: str) -> None:
     code = f"import sys, zinf_compile.passes.planning.{name}; assert 'torch' not in sys.modules"

@@ -1,0 +1,274 @@
+"""A choice made into a plan: which homes and transfers follow from it, and whether they fit. Decides nothing by itself.
+
+What does not depend on choices (bound values, spans, activations) is worked out once for each graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from zinf_compile.config import Config
+from zinf_compile.facts import GradientFact, GraphFacts, ParameterFact
+from zinf_compile.hardware import Hardware
+from zinf_compile.passes.planning.activations import bind_values, plan_activations
+from zinf_compile.passes.planning.arena import ARENA_ALIGN
+from zinf_compile.passes.planning.costs import op_seconds, plan_spans
+from zinf_compile.passes.planning.optimizer_step import plan_step
+from zinf_compile.passes.planning.placement import Placer
+from zinf_compile.passes.planning.prefetch import Pace, SinkTime, TransferPlan, plan_residencies, plan_transfers
+from zinf_compile.passes.planning.prices import price_homes
+from zinf_compile.plans import PLAN_VERSION, GradientSink, Placement, Plan, TierPlan
+from zinf_compile.sizes import Size
+from zinf_compile.terms import StepTiming, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """All that a plan is made from. ``candidates`` are the same graph under different activation policies."""
+
+    name: str
+    candidates: tuple[GraphFacts, ...]
+    parameters: tuple[ParameterFact, ...]
+    config: Config
+    hardware: Hardware
+    captured: tuple[GraphFacts[Size], ...] = ()  # the candidates in symbols, to ask about other sizes
+    placements: tuple[Placement, ...] | None = None  # where other plans of the model have put its parameters already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAhead:
+    """How far transfers run ahead of compute, and how much of a block moves at once."""
+
+    prefetch_nbytes: int
+    group_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What is left to decide when a graph and the bytes of the device are given."""
+
+    look_ahead: LookAhead
+    is_eager: bool = False  # transfers start as early as the look-ahead allows, not as late as they arrive in time
+    resident_share: float = 1.0  # of the room for parameters; the rest is for gradients and optimizer state
+    are_transfers_hidden: bool = False  # by compute, so that the host is rather for what the step moves
+    uses_host: bool = True  # False: what is not on the device is on nvme
+    is_filled: bool = True  # False: nothing is resident but small parameters, though there may be room
+    small_nbytes: int | None = None  # for small parameters, before all else; None: an eighth of the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Homes:
+    """Placements that fit, with the transfers that they ask for."""
+
+    placements: tuple[Placement, ...]
+    moved: TransferPlan
+
+
+class PlanBuilder:
+    """Plans of one graph, for any choice and device budget; each only once."""
+
+    def __init__(self, request: Request, graph: GraphFacts) -> None:
+        self._request = request
+        self._graph = graph
+        self._activations = plan_activations(graph)
+        self._spans = plan_spans(graph, request.hardware)
+        self._reached = (0.0, *accumulate(op_seconds(op, request.hardware) for op in graph.ops))
+        read = {use.parameter: use.dtype for use in graph.uses}
+        # What kernels take beside their outputs: a matrix product may repack its largest weight.
+        self._workspace = max(
+            (item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0
+        )
+        self._read_nbytes = sum(
+            item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
+        )
+        self._placer = Placer(request.parameters, graph.uses)
+        self._bound = bind_values(graph, base=0)
+        self._seen: set[_Homes] = set()
+        self._least: dict[tuple[LookAhead, bool], _Homes] = {}
+        self._sink_times: dict[tuple[GradientFact, Tier], SinkTime] = {}
+        self._uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))
+        self._gradients = tuple(sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter)))
+        self.floor_nbytes = (
+            self._bound.nbytes + self._activations.peak_nbytes + self._workspace + request.config.reserve_memory
+        )
+
+    @property
+    def busy_seconds(self) -> float:
+        """Return how long forward and backward compute."""
+        return self._reached[-1]
+
+    @property
+    def tiny_nbytes(self) -> int:
+        """Return the bytes of parameters so small that a page of the arena for each would cost more than they do."""
+        sizes = (parameter.compute_nbytes for parameter in self._request.parameters)
+        return sum(size for size in sizes if size <= ARENA_ALIGN // 4)
+
+    @property
+    def all_resident_nbytes(self) -> int:
+        """Return the device bytes with which every copy that is read is resident."""
+        return self.floor_nbytes + self._read_nbytes
+
+    def least_nbytes(self, placements: Sequence[Placement], look_ahead: LookAhead) -> int:
+        """Return the device bytes that a plan with these homes takes at the most."""
+        arena = self._transfers(placements, Choice(look_ahead=look_ahead, is_eager=True)).arena_nbytes
+        return self.floor_nbytes + arena + _nbytes_on(placements, Tier.DEVICE)
+
+    def build(self, choice: Choice, device_memory: int) -> Plan | None:
+        """Return the plan of a choice with as much resident as fits; None if it does not fit, or was returned before.
+
+        Raises CapacityError when the other tiers cannot hold the rest.
+        """
+        homes = self._fill(choice, device_memory)
+        if homes is None or homes in self._seen:
+            return None
+        plan = self._assemble(homes, choice)
+        self._seen.add(homes)
+        return plan
+
+    def build_at(self, placements: tuple[Placement, ...], choice: Choice) -> Plan | None:
+        """Return the plan with these homes, or None if it does not fit the device budget of the request."""
+        moved = self._transfers(placements, choice)
+        needed = self.floor_nbytes + moved.arena_nbytes + _nbytes_on(placements, Tier.DEVICE)
+        if needed > self._request.config.device_memory:
+            return None
+        return self._assemble(_Homes(placements=placements, moved=moved), choice)
+
+    def _fill(self, choice: Choice, device_memory: int) -> _Homes | None:
+        room = device_memory - self.floor_nbytes
+        if room < 0:
+            return None
+        config = self._config(choice, device_memory)
+        if device_memory >= self.all_resident_nbytes:
+            spare = device_memory - self.all_resident_nbytes
+            everything = self._place(choice, config, resident_nbytes=room, spare_nbytes=spare)
+            return _Homes(placements=everything, moved=self._transfers(everything, choice))
+        placements = self._placer.place(config, resident_nbytes=choice.small_nbytes)
+        key = choice.look_ahead, choice.is_eager
+        if key not in self._least or self._least[key].placements != placements:  # they are the same for most budgets
+            self._least[key] = _Homes(placements=placements, moved=self._transfers(placements, choice))
+        moved = self._least[key].moved
+        if moved.arena_nbytes + _nbytes_on(placements, Tier.DEVICE) > room:
+            return None
+        small = _nbytes_on(placements, Tier.DEVICE)
+        # What becomes resident is not transferred, so that the arena shrinks and leaves more room: once more round.
+        for _ in range(2 if choice.is_filled else 0):
+            left = room - moved.arena_nbytes
+            resident = max(small, int(left * choice.resident_share))
+            more = self._place(choice, config, resident_nbytes=resident, spare_nbytes=left - resident)
+            more_moved = self._transfers(more, choice)
+            if more == placements or more_moved.arena_nbytes + _nbytes_on(more, Tier.DEVICE) > room:
+                break
+            placements, moved = more, more_moved
+        return _Homes(placements=placements, moved=moved)
+
+    def _config(self, choice: Choice, device_memory: int) -> Config:
+        config = replace(self._request.config, device_memory=device_memory)
+        return config if choice.uses_host else replace(config, host_memory=config.staging_memory)
+
+    def _place(
+        self, choice: Choice, config: Config, *, resident_nbytes: int, spare_nbytes: int
+    ) -> tuple[Placement, ...]:
+        request = self._request
+        hidden = choice.are_transfers_hidden
+        return self._placer.place(
+            config,
+            resident_nbytes=resident_nbytes,
+            spare_nbytes=spare_nbytes,
+            prices=price_homes(request.hardware, config.step_timing, are_transfers_hidden=hidden),
+        )
+
+    def _transfers(self, placements: Sequence[Placement], choice: Choice) -> TransferPlan:
+        look_ahead = choice.look_ahead
+        residencies = plan_residencies(
+            self._graph, self._request.parameters, placements, group_nbytes=look_ahead.group_nbytes
+        )
+        return plan_transfers(
+            residencies,
+            prefetch_nbytes=look_ahead.prefetch_nbytes,
+            pace=None if choice.is_eager or not look_ahead.prefetch_nbytes else self._pace(placements),
+        )
+
+    def _pace(self, placements: Sequence[Placement]) -> Pace:
+        homes = {placement.parameter: placement for placement in placements}
+        timing = self._request.config.step_timing
+        sinks = (
+            self._sink_time(gradient, _sink_home(homes[gradient.parameter], timing)) for gradient in self._gradients
+        )
+        return Pace(
+            reached_seconds=self._reached,
+            sinks=tuple(sink for sink in sinks if sink is not None),
+            hardware=self._request.hardware,
+        )
+
+    def _sink_time(self, gradient: GradientFact, home: Tier) -> SinkTime | None:
+        if home is Tier.DEVICE:
+            return None
+        if (gradient, home) not in self._sink_times:
+            route = self._request.hardware.route(Tier.DEVICE, home)
+            seconds = route.latency_seconds + gradient.nbytes / route.bytes_per_second
+            self._sink_times[gradient, home] = SinkTime(tick=gradient.tick, seconds=seconds, lanes=route.lanes)
+        return self._sink_times[gradient, home]
+
+    def _assemble(self, homes: _Homes, choice: Choice) -> Plan:
+        request, graph, config = self._request, self._graph, self._request.config
+        placements, moved = homes.placements, homes.moved
+        arena_nbytes = moved.arena_nbytes + self._bound.nbytes
+        home_of = {placement.parameter: placement for placement in placements}
+        staging = config.staging_memory
+        parts = {
+            Tier.DEVICE: (
+                ("residents", _nbytes_on(placements, Tier.DEVICE)),
+                ("arena", arena_nbytes),
+                ("activations", self._activations.peak_nbytes),
+                ("workspace", self._workspace),
+                ("reserve", config.reserve_memory),
+            ),
+            Tier.HOST: (("homes", _nbytes_on(placements, Tier.HOST)), ("staging", staging)),
+            Tier.NVME: (("homes", _nbytes_on(placements, Tier.NVME)),),
+        }
+        capacity = {Tier.DEVICE: config.device_memory, Tier.HOST: config.host_memory, Tier.NVME: config.nvme_memory}
+        return Plan(
+            version=PLAN_VERSION,
+            name=request.name,
+            compute_dtype=config.compute_dtype,
+            hardware=request.hardware,
+            num_forward_ticks=graph.num_forward_ticks,
+            num_ticks=graph.num_ticks,
+            placements=placements,
+            uses=self._uses,
+            transfers=moved.transfers,
+            bound=self._bound.moved(moved.arena_nbytes),  # behind the bytes that transfers use
+            swaps=(),
+            sinks=tuple(
+                GradientSink(
+                    parameter=gradient.parameter,
+                    tick=gradient.tick,
+                    destination=_sink_home(home_of[gradient.parameter], config.step_timing),
+                    nbytes=gradient.nbytes,
+                )
+                for gradient in self._gradients
+            ),
+            spans=self._spans,
+            activations=self._activations,
+            arena_nbytes=arena_nbytes,
+            prefetch_nbytes=choice.look_ahead.prefetch_nbytes,
+            step=plan_step(request.parameters, placements, staging_nbytes=staging, timing=config.step_timing),
+            tiers=tuple(
+                TierPlan(
+                    tier=tier,
+                    capacity=capacity[tier],
+                    predicted_peak=sum(nbytes for _, nbytes in parts[tier]),
+                    parts=parts[tier],
+                )
+                for tier in Tier
+            ),
+        )
+
+
+def _nbytes_on(placements: Sequence[Placement], tier: Tier) -> int:
+    return sum(placement.nbytes_on(tier) for placement in placements)
+
+
+def _sink_home(placement: Placement, timing: StepTiming) -> Tier:
+    is_taken = timing is StepTiming.IN_BACKWARD and placement.gradient is Tier.NVME
+    return Tier.HOST if is_taken else placement.gradient

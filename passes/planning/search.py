@@ -1,0 +1,257 @@
+"""The search for the plan of one graph: greedy filling, and steps to neighbouring choices, judged by the simulator.
+
+Budgets are climbed on a ladder from the smallest that works. Which rungs there are, and what is tried on each, does not
+depend on the budget of the request: with more memory the search goes on where it ended with less, and keeps what it had.
+So more device memory never makes a plan slower.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from zinf_compile.config import Config
+from zinf_compile.errors import CapacityError
+from zinf_compile.facts import GraphFacts
+from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
+from zinf_compile.passes.planning.placement import plan_placement, with_device_memory
+from zinf_compile.plans import Plan
+from zinf_compile.simulate import simulate
+from zinf_compile.terms import Tier
+
+_MIB = 2**20
+# Widest first. A group is a quarter of the look-ahead, so that several transfers are in flight; the last entry moves
+# every parameter alone, at the moment it is needed: the least memory a plan can do with.
+_LOOK_AHEADS = (
+    *(LookAhead(prefetch_nbytes=size * _MIB, group_nbytes=size * _MIB // 4) for size in (256, 128, 64, 32, 16, 8)),
+    LookAhead(prefetch_nbytes=0, group_nbytes=0),
+)
+# Rungs lie so close by what is beyond the smallest budget. What lies above the highest rung below a budget is not used: on
+# average 8 % of what is beyond.
+_RUNGS_PER_DOUBLING = 4
+_FIRST_RUNG = 64  # of the smallest budget, beyond it
+_STEPS_PER_RUNG = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How good a plan is: the seconds of its step; then the bytes it moves, which may be late; then what it takes."""
+
+    nanoseconds: int
+    nbytes_moved: int
+    nbytes_away: int  # of compute copies that are not resident: another graph may read them
+    peak_nbytes: int
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """Return what the best plan has the least of."""
+        return self.nanoseconds, self.nbytes_moved, self.nbytes_away, self.peak_nbytes
+
+
+def score_plan(plan: Plan) -> Score:
+    """Return the score of a plan, by the simulator."""
+    return Score(
+        nanoseconds=round(simulate(plan).step_seconds * 1e9),
+        nbytes_moved=sum(transfer.nbytes for transfer in plan.transfers)
+        + sum(sink.nbytes for sink in plan.sinks if sink.destination is not Tier.DEVICE),
+        nbytes_away=sum(item.compute_nbytes for item in plan.placements if item.compute is not Tier.DEVICE),
+        peak_nbytes=plan.tier(Tier.DEVICE).predicted_peak,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan with the choice that led to it."""
+
+    choice: Choice
+    plan: Plan
+    score: Score
+
+
+def search_plan(request: Request, graph: GraphFacts) -> Found | None:
+    """Return the best plan found for one graph, or None if none fits the device.
+
+    Raises CapacityError when host and nvme cannot hold what the device does not.
+    """
+    builder = PlanBuilder(request, graph)
+    plan_placement(request.parameters, request.config)  # of all it leaves the most to host and nvme
+    if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
+        return kept
+    best: Found | None = None
+    turn = 0
+    starts = _starts(request, builder)
+    for memory in _rungs(request, builder, starts):
+        choices = [choice for start in starts if start.nbytes == memory for choice in start.choices]
+        if best is not None:
+            choices += _neighbours(best.choice, request.config, turn)
+            turn += _STEPS_PER_RUNG
+        for choice in choices:
+            best = _better(best, _try(builder, choice, memory))
+    if best is None:  # the other tiers hold the rest only beside all of this device, if at all
+        return find_plan(request, graph)
+    return best
+
+
+def find_plan(request: Request, graph: GraphFacts) -> Found | None:
+    """Return some plan for one graph, without a search, or None if none fits the device.
+
+    Raises CapacityError when host and nvme cannot hold what the device does not.
+    """
+    builder = PlanBuilder(request, graph)
+    if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
+        return kept
+    for start in sorted(_starts(request, builder), key=lambda start: start.nbytes):
+        for choice in (choice for choice in start.choices if choice.uses_host):
+            plan = builder.build(choice, request.config.device_memory)
+            if plan is not None:
+                return Found(choice=choice, plan=plan, score=score_plan(plan))
+    return None
+
+
+def minimum_memory(request: Request, graph: GraphFacts) -> int:
+    """Return the bytes of the smallest device budget in which some plan of a graph fits."""
+    return min(start.nbytes for start in _starts(request, PlanBuilder(request, graph)))
+
+
+def _bare_nbytes(request: Request, builder: PlanBuilder, look_ahead: LookAhead, small_nbytes: int) -> int:
+    """Return the smallest device budget for a look-ahead when nothing is resident but so many bytes of small parameters."""
+    config = with_device_memory(request.config, builder.floor_nbytes)
+    return builder.least_nbytes(plan_placement(request.parameters, config, resident_nbytes=small_nbytes), look_ahead)
+
+
+def _is_held_elsewhere(request: Request, small_nbytes: int) -> bool:
+    """Return whether host and nvme have room for all but so many bytes of small parameters."""
+    try:
+        plan_placement(request.parameters, request.config, resident_nbytes=small_nbytes)
+    except CapacityError:
+        return False
+    return True
+
+
+def _streaming_nbytes(request: Request, builder: PlanBuilder, look_ahead: LookAhead) -> int:
+    """Return the smallest device budget for a look-ahead when nothing is resident but the small parameters.
+
+    They may take an eighth of the budget, so the budget they are counted under is searched for.
+    """
+    needed = builder.floor_nbytes
+    while True:
+        placements = plan_placement(request.parameters, with_device_memory(request.config, needed))
+        least = builder.least_nbytes(placements, look_ahead)
+        if least <= needed:
+            return needed
+        needed = least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Simple plans to start from, at the smallest budget that they fit in: the search is never worse than any of them."""
+
+    nbytes: int
+    choices: tuple[Choice, ...]
+
+
+def _starts(request: Request, builder: PlanBuilder) -> list[_Start]:
+    """Return one start for each look-ahead: all streamed, as early as may be or as late as can be, from host or nvme.
+
+    Before them those that may take the least: hardly a small parameter is resident, or all are.
+    """
+    narrowest = _look_aheads(request.config)[-1]
+    starts = [
+        *(
+            _Start(
+                nbytes=_bare_nbytes(request, builder, narrowest, small_nbytes),
+                choices=(Choice(look_ahead=narrowest, is_filled=False, small_nbytes=small_nbytes),),
+            )
+            for small_nbytes in (0, builder.tiny_nbytes)
+            if _is_held_elsewhere(request, small_nbytes)
+        ),
+        # Of tiny parameters, which would take whole pages of the arena, this may be less.
+        _Start(nbytes=builder.all_resident_nbytes, choices=(Choice(look_ahead=narrowest),)),
+    ]
+    for look_ahead in _look_aheads(request.config):
+        choice = Choice(look_ahead=look_ahead, is_eager=True, is_filled=False)  # takes the most
+        lazy = replace(choice, is_eager=False)
+        starts.append(
+            _Start(
+                nbytes=_streaming_nbytes(request, builder, look_ahead),
+                choices=(choice, lazy, replace(choice, uses_host=False), replace(lazy, uses_host=False)),
+            )
+        )
+    return starts
+
+
+def _rungs(request: Request, builder: PlanBuilder, starts: Sequence[_Start]) -> Iterator[int]:
+    """Yield the device budgets to plan for, up to that of the request.
+
+    Geometric, and those in which a start fits, and those at which compute copies, then all else, may be resident.
+    """
+    states = sum(
+        item.gradient_nbytes + item.optimizer_state_nbytes + item.trainable * item.master_nbytes
+        for item in request.parameters
+    )
+    highest = builder.all_resident_nbytes + states
+    smallest = min(start.nbytes for start in starts)
+    rungs = {highest, *(start.nbytes for start in starts)}
+    beyond = smallest / _FIRST_RUNG
+    while smallest + beyond < highest:
+        rungs.add(int(smallest + beyond))
+        beyond *= 2 ** (1 / _RUNGS_PER_DOUBLING)
+    yield from (rung for rung in sorted(rungs) if rung <= request.config.device_memory)
+
+
+def _look_aheads(config: Config) -> Sequence[LookAhead]:
+    if config.prefetch_memory is None:
+        return _LOOK_AHEADS
+    return (LookAhead(prefetch_nbytes=config.prefetch_memory, group_nbytes=config.prefetch_memory // 4),)
+
+
+def _keep_homes(request: Request, builder: PlanBuilder) -> Found | None:
+    """Return the best plan with the homes other graphs of the model run with, so that nothing has to move."""
+    assert request.placements is not None
+    best: Found | None = None
+    for look_ahead in _look_aheads(request.config):
+        choice = Choice(look_ahead=look_ahead)
+        plan = builder.build_at(request.placements, choice)
+        if plan is not None:
+            best = _better(best, Found(choice=choice, plan=plan, score=score_plan(plan)))
+    return best
+
+
+def _neighbours(choice: Choice, config: Config, turn: int) -> Iterator[Choice]:
+    """Yield the choice itself, to be filled again, and some of those that differ from it in one thing, in turn."""
+    yield replace(choice, is_filled=True)
+    choice = replace(choice, is_filled=True, small_nbytes=None)
+    look_aheads = _look_aheads(config)
+    position = next((index for index, each in enumerate(look_aheads) if each == choice.look_ahead), 0)
+    near = [
+        replace(choice, look_ahead=look_aheads[other])
+        for other in (position - 1, position + 1)
+        if 0 <= other < len(look_aheads)
+    ]
+    near += [
+        replace(choice, is_eager=not choice.is_eager),
+        replace(choice, are_transfers_hidden=not choice.are_transfers_hidden),
+        *(replace(choice, resident_share=share) for share in (1.0, 0.5, 0.0) if share != choice.resident_share),
+        replace(choice, uses_host=not choice.uses_host),
+    ]
+    if config.prefetch_memory is None:
+        group = choice.look_ahead.group_nbytes
+        near += [
+            replace(choice, look_ahead=replace(choice.look_ahead, group_nbytes=size))
+            for size in (group // 4, group * 2)
+        ]
+    for step in range(_STEPS_PER_RUNG):
+        yield near[(turn + step) % len(near)]
+
+
+def _try(builder: PlanBuilder, choice: Choice, device_memory: int) -> Found | None:
+    with suppress(CapacityError):  # with less on the device there may be too much for the other tiers
+        plan = builder.build(choice, device_memory)
+        if plan is not None:
+            return Found(choice=choice, plan=plan, score=score_plan(plan))
+    return None
+
+
+def _better(one: Found | None, other: Found | None) -> Found | None:
+    if one is None or other is None:
+        return one or other
+    return other if other.score.key < one.score.key else one

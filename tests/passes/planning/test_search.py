@@ -1,0 +1,57 @@
+"""The search: never worse than the simple plans that fit, however they are chosen."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinf_compile.facts import GraphFacts
+from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
+from zinf_compile.passes.planning.placement import plan_placement
+from zinf_compile.passes.planning.planner import make_plan, minimum_device_memory
+from zinf_compile.passes.planning.search import score_plan
+from zinf_compile.plans import Plan
+from zinf_compile.terms import Tier
+
+Function = Callable[..., Any]
+MIB = 2**20
+
+
+def simple_plans(request: Request, graph: GraphFacts) -> Iterator[Plan]:
+    """Yield the plans of one graph that need no search, as far as they fit: all streamed, and all resident.
+
+    Streamed are they from nvme, or from the host what fits there, with a few look-aheads.
+    """
+    builder = PlanBuilder(request, graph)
+    for prefetch in (256 * MIB, 16 * MIB, 0):
+        look_ahead = LookAhead(prefetch_nbytes=prefetch, group_nbytes=prefetch // 4)
+        config = request.config
+        streamed = plan_placement(request.parameters, config)
+        from_nvme = plan_placement(request.parameters, replace(config, host_memory=config.staging_memory))
+        for placements in (streamed, from_nvme):
+            for is_eager in (False, True):
+                choice = Choice(look_ahead=look_ahead, is_eager=is_eager)
+                if (plan := builder.build_at(placements, choice)) is not None:
+                    yield plan
+    resident = tuple(replace(item, compute=Tier.DEVICE) for item in streamed)
+    if (plan := builder.build_at(resident, choice)) is not None:
+        yield plan
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    host=st.sampled_from((MIB, 4 * MIB, 64 * MIB)),
+    share=st.floats(1, 8),
+)
+def test_never_worse_than_a_simple_plan(request_of: Function, seed: int, host: int, share: float) -> None:
+    request = request_of(seed, host=host)
+    device = int(minimum_device_memory(request) * share)
+    request = replace(request, config=replace(request.config, device_memory=device))
+    found = score_plan(make_plan(request))
+    for graph in request.candidates:
+        for plan in simple_plans(request, graph):
+            assert plan.tier(Tier.DEVICE).predicted_peak <= device
+            assert found.nanoseconds <= score_plan(plan).nanoseconds
