@@ -59,6 +59,14 @@ def test_every_hardware_profile_is_in_the_wheel() -> None:
     assert profiles <= installed
 
 
+def test_the_style_and_script_of_pages_are_in_the_wheel() -> None:
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["zinf_compile.views.html"]
+    folder = ROOT / "zinf_compile" / "views" / "html"
+    installed = {path.name for pattern in patterns for path in folder.glob(pattern)}
+    assert installed == {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
+    assert installed == {"page.css", "page.js"}
+
+
 def test_every_source_that_is_compiled_at_run_time_is_in_the_wheel() -> None:
     patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["zinf_compile.runtime"]
     installed = {path for pattern in patterns for path in (ROOT / "runtime").glob(pattern)}

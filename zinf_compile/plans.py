@@ -271,6 +271,12 @@ class Plan:
 
         return explain(self, name)
 
+    def to_html(self, path: str | Path) -> None:
+        """Write one page that works without a network: memory of each tier, the timeline, what bounds the step, values."""
+        from zinf_compile.views.html.page import save_html_page
+
+        save_html_page(self, path)
+
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write the predicted timeline as a Chrome trace: lanes for compute and each route, counters for each tier."""
         from zinf_compile.views.chrome_trace import save_chrome_trace

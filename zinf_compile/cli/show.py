@@ -22,6 +22,7 @@ class _View(NamedTuple):
 
 
 _VIEWS = (
+    _View("html", Plan.to_html, "a page about the plan, with charts, for any browser", "open it in a browser"),
     _View(
         "trace",
         Plan.to_chrome_trace,
