@@ -40,6 +40,7 @@ def make_figure(timeline: Timeline, *, height: int) -> Figure:
             "range": [0, timeline.step_seconds],
             "tickformat": "~s",
             "ticksuffix": "s",
+            "hoverformat": ".3~s",
             "nticks": 6,
             **_AXIS,
         },

@@ -1,10 +1,11 @@
 """The page has all that it is made of in it, names as text, and says what the simulation says."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,7 +15,6 @@ from zinf_compile.plans import Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.simulation.summary import tell_bound
 from zinf_compile.terms import Tier
-from zinf_compile.views.html import page as page_module
 from zinf_compile.views.html.page import make_page
 
 
@@ -140,13 +140,22 @@ def test_the_command_writes_it(small_plan: Plan, tmp_path: Path, capsys: pytest.
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == make_page(small_plan)
 
 
+def test_plotly_is_imported_when_a_page_is_made_and_torch_never(small_plan: Plan, tmp_path: Path) -> None:
+    small_plan.save(tmp_path / "plan.json")
+    script = (
+        "import sys; from zinf_compile.cli.main import main; main(['show', 'plan.json']); "
+        "assert not {'plotly', 'torch'} & set(sys.modules); main(['show', 'plan.json', '--html', 'plan.html']); "
+        "assert {'plotly', 'torch'} & set(sys.modules) == {'plotly'}"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_missing_plotly_and_a_path_that_cannot_be_written_are_errors(
     small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="the page cannot be written to"):
         small_plan.to_html(tmp_path / "absent" / "plan.html")
-    finder = ModuleType("finder")
-    finder.find_spec = lambda name: None  # type: ignore[attr-defined]
-    monkeypatch.setattr(page_module.importlib, "util", finder)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ConfigError, match="plotly, which is not installed; pip install 'plotly>=6'"):
         small_plan.to_html(tmp_path / "plan.html")
