@@ -45,6 +45,7 @@ def plan(
     loss: Callable[[Any], Tensor] | None = None,
     train: bool = True,
     dynamic: bool = False,
+    world: int = 1,
     **options: object,
 ) -> Plan:
     """Return the plan of one call of ``model`` on ``hardware``, and of the backward and the optimizer step after it.
@@ -65,6 +66,9 @@ def plan(
         train: False to plan a forward alone, of the model in eval mode, without gradients.
         dynamic: True to let batch and sequence, the first two dimensions of the inputs, be symbols, so that the plan can be
             asked about others: ``plan.what_if(batch=8)``, ``plan.max_batch()``. Capture takes longer.
+        world: how many ranks train the model together, one on each device of as many nodes as they fill. Inputs and
+            budgets are of one rank, which keeps its shard of parameters, gradients and optimizer state (ZeRO-3). Planning
+            only: nothing runs on several ranks yet.
         compute_dtype, reserve_memory, prefetch_memory, recompute, overlap_step, step_in_backward: as in ``optimize``.
 
     A model that is captured as several graphs has the plan of the one whose backward gives the most gradients; the plan's
@@ -76,7 +80,7 @@ def plan(
     if not isinstance(model, Module):
         raise ConfigError(f"plan takes a torch.nn.Module, not {type(model).__name__}")
     refuse_optimized(model)
-    hardware = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    hardware = (hardware if isinstance(hardware, Hardware) else load_hardware(hardware)).with_world(world)
     config = _make_config(options, hardware)
     name = type(model).__name__
     called = replace(_make_inputs(inputs), loss=loss)
@@ -86,7 +90,7 @@ def plan(
     )
     _check_result(trace, name, train=train, has_loss=loss is not None)
     parameters = _parameter_facts(model, config, optimizer if train else None)
-    return _plan_all(trace, name, parameters, config, hardware)
+    return _plan_all(trace, parameters, config, hardware, world)
 
 
 def _policies(config: Config) -> tuple[ActivationPolicy, ...]:
@@ -183,7 +187,7 @@ def _describe(result: object) -> str:
 
 
 def _plan_all(
-    trace: Trace, name: str, parameters: tuple[ParameterFact, ...], config: Config, hardware: Hardware
+    trace: Trace, parameters: tuple[ParameterFact, ...], config: Config, hardware: Hardware, num_ranks: int
 ) -> Plan:
     """Return the plan of the main graph, with notes about the others, which keep the homes that it chooses."""
     main = max(trace.graphs, key=lambda graph: (len(graph.candidates[0].gradients), len(graph.candidates[0].uses)))
@@ -197,6 +201,7 @@ def _plan_all(
                 parameters=parameters,
                 config=config,
                 hardware=hardware,
+                num_ranks=num_ranks,
                 placements=placements,
             )
         )

@@ -79,7 +79,8 @@ def _verify_transfer(plan: Plan, transfer: GatherTransfer, read: Mapping[str, st
         if name not in read:
             raise VerifyError(f"{where}: '{name}' moves, and nothing reads it")
         placement = plan.placement(name)
-        home, nbytes = placement.home_read(read[name]), placement.nbytes_read(read[name])
+        # What it keeps is this rank's shard; what lands are the shards of all ranks.
+        home, nbytes = placement.home_read(read[name]), plan.num_ranks * placement.nbytes_read(read[name])
         if home is not transfer.source:
             raise VerifyError(f"{where}: '{name}' lives on {home}, not on {transfer.source}")
         if offset < cursor or offset + nbytes > transfer.offset + transfer.nbytes:

@@ -13,6 +13,7 @@ from zinf_compile.views.arena_chart import bound_region, dump_arena, offset_unit
 from zinf_compile.views.plan_names import NamePattern, cut_name, join_name, name_pattern, summarize_names
 from zinf_compile.views.step_summary import dump_live_set, dump_summary
 from zinf_compile.views.text_layout import Folded, clip, fold_rows, join_unbroken, make_table
+from zinf_compile.world import shard_size
 
 _ROLES = ("compute", "master", "gradient", "optimizer_state")
 
@@ -44,11 +45,23 @@ def _dump_header(plan: Plan, width: int) -> list[str]:
     return [
         f"plan v{plan.version}  {plan.name}  {kind}",
         f"  compute in {dtype}; {ticks}; rates of {plan.hardware.name}",
+        *_dump_world(plan),
         *(
             line
             for note in plan.notes
             for line in textwrap.wrap(note, width, initial_indent="  ", subsequent_indent="    ")
         ),
+    ]
+
+
+def _dump_world(plan: Plan) -> list[str]:
+    """Return what several ranks have to do with the plan; nothing for one."""
+    if plan.num_ranks == 1:
+        return []
+    nodes = f"{plan.hardware.num_nodes} node{'s' if plan.hardware.num_nodes > 1 else ''}"
+    return [
+        f"  of one of {plan.num_ranks:,} ranks on {nodes}, which keeps its shard of what is not resident, and gathers",
+        f"  the full value over the {plan.hardware.links(plan.num_ranks).name}",
     ]
 
 
@@ -102,15 +115,17 @@ def _dump_transfers(plan: Plan, width: int) -> list[str]:
                 f"{row.issue:>5} -> {row.need_by:>7} -> {row.release:>7}",
                 route_name(row.source, Tier.DEVICE),
                 row.name,
+                *((format_bytes(shard_size(row.nbytes, plan.num_ranks)),) if plan.num_ranks > 1 else ()),
                 format_bytes(row.nbytes),
                 f"[{', '.join(offsets)})",
             )
         )
-    header = ("issue -> need by -> release", "route", "name", "bytes", f"arena, {unit.name}")
+    sizes = ("bytes",) if plan.num_ranks == 1 else ("shard", "full")
+    header = ("issue -> need by -> release", "route", "name", *sizes, f"arena, {unit.name}")
     ahead = format_bytes(plan.prefetch_nbytes)
     return [
         f"transfers  {len(plan.transfers)} of {total} in all, at most {ahead} ahead of compute",
-        *make_table(header, rows, align="<<<><", width=width, flexible=2, indent="  "),
+        *make_table(header, rows, align=f"<<<{'>' * len(sizes)}<", width=width, flexible=2, indent="  "),
     ]
 
 

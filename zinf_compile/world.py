@@ -6,10 +6,11 @@ is reduced over the links before its shard leaves. ZeRO stage 3 and bandwidth-ce
 arXiv 1910.02054 (section 5) and 2104.07857 (section 6.1).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from zinf_compile.facts import ParameterFact
 from zinf_compile.hardware import Hardware, Route, route_name
 from zinf_compile.terms import Tier
 
@@ -58,6 +59,21 @@ class World:
         if home is Tier.DEVICE:
             return reduced
         return (*reduced, Leg(self.routes[route_name(Tier.DEVICE, home)], shard_size(nbytes, self.num_ranks)))
+
+
+def shard_parameter(parameter: ParameterFact, num_ranks: int) -> ParameterFact:
+    """Return the fact of what one rank keeps of a parameter."""
+    if num_ranks == 1:
+        return parameter
+    num_elements = shard_size(parameter.num_elements, num_ranks)
+    whole = max(1, parameter.num_elements)
+    return replace(
+        parameter,
+        num_elements=num_elements,
+        master_nbytes=num_elements * (parameter.master_nbytes // whole),
+        compute_nbytes=num_elements * (parameter.compute_nbytes // whole),
+        state_nbytes=-(-num_elements * parameter.state_nbytes // whole),
+    )
 
 
 def shard_size(size: int, num_ranks: int) -> int:

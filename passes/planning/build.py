@@ -5,7 +5,7 @@ What does not depend on choices (bound values, spans, activations) is worked out
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from zinf_compile.config import Config
 from zinf_compile.facts import GradientFact, GraphFacts, ParameterFact
@@ -20,6 +20,7 @@ from zinf_compile.passes.planning.prices import price_homes
 from zinf_compile.plans import PLAN_VERSION, GradientSink, Placement, Plan, TierPlan
 from zinf_compile.sizes import Size
 from zinf_compile.terms import StepTiming, Tier
+from zinf_compile.world import World, shard_parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Request:
     config: Config
     hardware: Hardware
     captured: tuple[GraphFacts[Size], ...] = ()  # the candidates in symbols, to ask about other sizes
+    num_ranks: int = 1  # that train the model together, each with its shard of what the parameters say in full
     placements: tuple[Placement, ...] | None = None  # where other plans of the model have put its parameters already
 
 
@@ -73,7 +75,7 @@ class PlanBuilder:
         self._activations = plan_activations(graph)
         self._spans = plan_spans(graph, request.hardware)
         self._reached = (0.0, *accumulate(op_seconds(op, request.hardware) for op in graph.ops))
-        read = {use.parameter: use.dtype for use in graph.uses}
+        self._read = read = {use.parameter: use.dtype for use in graph.uses}
         # What kernels take beside their outputs: a matrix product may repack its largest weight.
         self._workspace = max(
             (item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0
@@ -81,11 +83,13 @@ class PlanBuilder:
         self._read_nbytes = sum(
             item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
         )
-        self._placer = Placer(request.parameters, graph.uses)
+        self._placer = Placer(request.parameters, graph.uses, num_ranks=request.num_ranks)
+        self._shards = [shard_parameter(parameter, request.num_ranks) for parameter in request.parameters]
+        self._world = World(hardware=request.hardware, num_ranks=request.num_ranks)
         self._bound = bind_values(graph, base=0)
         self._seen: set[_Homes] = set()
         self._least: dict[tuple[LookAhead, bool], _Homes] = {}
-        self._sink_times: dict[tuple[GradientFact, Tier], SinkTime] = {}
+        self._sink_times: dict[tuple[GradientFact, Tier, bool], tuple[SinkTime, ...]] = {}
         self._uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))
         self._gradients = tuple(sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter)))
         self.floor_nbytes = (
@@ -180,7 +184,11 @@ class PlanBuilder:
     def _transfers(self, placements: Sequence[Placement], choice: Choice) -> TransferPlan:
         look_ahead = choice.look_ahead
         residencies = plan_residencies(
-            self._graph, self._request.parameters, placements, group_nbytes=look_ahead.group_nbytes
+            self._graph,
+            self._request.parameters,
+            placements,
+            group_nbytes=look_ahead.group_nbytes,
+            num_ranks=self._request.num_ranks,
         )
         return plan_transfers(
             residencies,
@@ -191,23 +199,23 @@ class PlanBuilder:
     def _pace(self, placements: Sequence[Placement]) -> Pace:
         homes = {placement.parameter: placement for placement in placements}
         timing = self._request.config.step_timing
-        sinks = (
-            self._sink_time(gradient, _sink_home(homes[gradient.parameter], timing)) for gradient in self._gradients
-        )
+        sinks = (self._times_of_sink(gradient, homes[gradient.parameter], timing) for gradient in self._gradients)
         return Pace(
             reached_seconds=self._reached,
-            sinks=tuple(sink for sink in sinks if sink is not None),
-            hardware=self._request.hardware,
+            sinks=tuple(chain.from_iterable(sinks)),
+            world=self._world,
         )
 
-    def _sink_time(self, gradient: GradientFact, home: Tier) -> SinkTime | None:
-        if home is Tier.DEVICE:
-            return None
-        if (gradient, home) not in self._sink_times:
-            route = self._request.hardware.route(Tier.DEVICE, home)
-            seconds = route.latency_seconds + gradient.nbytes / route.bytes_per_second
-            self._sink_times[gradient, home] = SinkTime(tick=gradient.tick, seconds=seconds, lanes=route.lanes)
-        return self._sink_times[gradient, home]
+    def _times_of_sink(self, gradient: GradientFact, placement: Placement, timing: StepTiming) -> tuple[SinkTime, ...]:
+        home = _sink_home(placement, timing)
+        is_resident = placement.home_read(self._read.get(gradient.parameter, placement.compute_dtype)) is Tier.DEVICE
+        key = gradient, home, is_resident
+        if key not in self._sink_times:
+            legs = self._world.gradient_legs(home, gradient.nbytes, is_resident=is_resident)
+            self._sink_times[key] = tuple(
+                SinkTime(tick=gradient.tick, seconds=leg.seconds, lanes=leg.route.lanes) for leg in legs
+            )
+        return self._sink_times[key]
 
     def _assemble(self, homes: _Homes, choice: Choice) -> Plan:
         request, graph, config = self._request, self._graph, self._request.config
@@ -252,7 +260,7 @@ class PlanBuilder:
             activations=self._activations,
             arena_nbytes=arena_nbytes,
             prefetch_nbytes=choice.look_ahead.prefetch_nbytes,
-            step=plan_step(request.parameters, placements, staging_nbytes=staging, timing=config.step_timing),
+            step=plan_step(self._shards, placements, staging_nbytes=staging, timing=config.step_timing),
             tiers=tuple(
                 TierPlan(
                     tier=tier,
@@ -262,6 +270,7 @@ class PlanBuilder:
                 )
                 for tier in Tier
             ),
+            num_ranks=request.num_ranks,
         )
 
 

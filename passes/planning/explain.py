@@ -1,7 +1,7 @@
 """``plan.explain``: where one parameter or value lives, when it moves, what that costs, and what other homes would cost."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zinf_compile.errors import ConfigError
 from zinf_compile.facts import GraphFacts, OpFact, ValueFact
@@ -13,6 +13,7 @@ from zinf_compile.plans import GatherTransfer, Placement, Plan
 from zinf_compile.simulate import Timeline, simulate
 from zinf_compile.sizes import Size
 from zinf_compile.terms import Tier, format_bytes
+from zinf_compile.world import Leg, World
 
 
 def explain(plan: Plan, name: str) -> str:
@@ -58,23 +59,22 @@ def _explain_parameter(plan: Plan, placement: Placement) -> Iterator[str]:
         yield f"  {_explain_transfer(plan, timeline, transfer)}"
     for sink in plan.sinks:
         if sink.parameter == placement.parameter:
-            seconds = _route_seconds(plan.hardware, Tier.DEVICE, sink.destination, sink.nbytes)
-            route = route_name(Tier.DEVICE, sink.destination)
-            yield f"  gradient: leaves after tick {sink.tick}, {route} in {seconds:.3g} s"
+            legs = _world(plan).gradient_legs(sink.destination, sink.nbytes, is_resident=not moved)
+            yield f"  gradient: leaves after tick {sink.tick}, {_tell_way(legs) or 'and stays on the device'}"
     if not any(use.parameter == placement.parameter for use in plan.uses):
         yield "  this graph does not read it"
     elif not moved:
-        saved = _route_seconds(plan.hardware, Tier.HOST, Tier.DEVICE, placement.compute_nbytes)
+        legs = _world(plan).gather_legs(Tier.HOST, placement.compute_nbytes)
+        saved = sum(leg.seconds for leg in legs)
         yield f"  it is resident, so nothing moves; each gather from host would take {saved:.3g} s"
 
 
 def _explain_transfer(plan: Plan, timeline: Timeline, transfer: GatherTransfer) -> str:
-    seconds = _route_seconds(plan.hardware, transfer.source, Tier.DEVICE, transfer.nbytes)
+    way = _tell_way(_world(plan).gather_legs(transfer.source, transfer.nbytes))
     stalls = sum(stall.seconds for stall in timeline.stalls_in(transfer.phase) if stall.name == transfer.name)
     together = f" with {len(transfer.parameters) - 1} more" if len(transfer.parameters) > 1 else ""
     return (
-        f"{transfer.phase}: moves{together}, {format_bytes(transfer.nbytes)} {route_name(transfer.source, Tier.DEVICE)} in "
-        f"{seconds:.3g} s, issued at {timeline.seconds_at(transfer.issue):.3g} s, needed at "
+        f"{transfer.phase}: moves{together}, {way}, issued at {timeline.seconds_at(transfer.issue):.3g} s, needed at "
         f"{timeline.seconds_at(transfer.need_by):.3g} s, {f'stalls {stalls:.3g} s' if stalls else 'stalls nothing'}"
     )
 
@@ -100,6 +100,15 @@ def _explain_value(plan: Plan, graph: GraphFacts, value: ValueFact, op: OpFact[S
                 away = _route_seconds(plan.hardware, Tier.DEVICE, tier, value.nbytes)
                 back = _route_seconds(plan.hardware, tier, Tier.DEVICE, value.nbytes)
                 yield f"  swapping it to {tier} would take {away + back:.3g} s on the way there and back"
+
+
+def _world(plan: Plan) -> World:
+    return World(hardware=plan.hardware, num_ranks=plan.num_ranks)
+
+
+def _tell_way(legs: Sequence[Leg]) -> str:
+    """Return what moves over which routes, one after another, and how long it takes."""
+    return ", then ".join(f"{format_bytes(leg.nbytes)} {leg.route.name} in {leg.seconds:.3g} s" for leg in legs)
 
 
 def _elsewhere(plan: Plan, home: Tier, nbytes: int) -> str:

@@ -14,6 +14,7 @@ from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.prices import COMPUTE, MASTER, ROLES, USUAL_PRICES, HomePrices
 from zinf_compile.plans import Placement
 from zinf_compile.terms import Tier, format_bytes
+from zinf_compile.world import shard_parameter
 
 # A parameter this small costs a transfer more in latency than its bytes are worth: 64 KiB is under 0.1 ms of disk time.
 RESIDENT_THRESHOLD = 64 * 2**10
@@ -31,9 +32,10 @@ def plan_placement(
     spare_nbytes: int = 0,
     uses: Sequence[UseFact] | None = None,
     prices: HomePrices = USUAL_PRICES,
+    num_ranks: int = 1,
 ) -> tuple[Placement, ...]:
     """Return the homes of all parameters, in the order given. See ``Placer.place``."""
-    return Placer(parameters, uses).place(
+    return Placer(parameters, uses, num_ranks=num_ranks).place(
         config, resident_nbytes=resident_nbytes, spare_nbytes=spare_nbytes, prices=prices
     )
 
@@ -41,10 +43,13 @@ def plan_placement(
 class Placer:
     """Places the same parameters again and again, with other budgets and prices.
 
-    ``uses`` are those of a graph; before one is known, each compute copy counts as read in forward and in backward.
+    ``uses`` are those of a graph; before one is known, each compute copy counts as read in forward and in backward. Each of
+    several ranks keeps its shard of everything, but all of a copy that is gathered where that is resident.
     """
 
-    def __init__(self, parameters: Sequence[ParameterFact], uses: Sequence[UseFact] | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[ParameterFact], uses: Sequence[UseFact] | None = None, *, num_ranks: int = 1
+    ) -> None:
         self._parameters = parameters
         by_name = {use.parameter: use for use in uses or ()}
         self._uses = [2 if uses is None else 0] * len(parameters)
@@ -55,7 +60,10 @@ class Placer:
                 self._uses[index] = len(use.ticks)
                 if parameter.has_two_copies and use.dtype != parameter.compute_dtype:
                     self._read[index] = MASTER
-        self._nbytes = [_slot_nbytes(parameter) for parameter in parameters]
+        self._nbytes = [_slot_nbytes(shard_parameter(parameter, num_ranks)) for parameter in parameters]
+        self._full_nbytes = [  # of the copy that is gathered
+            _slot_nbytes(parameter)[read] for parameter, read in zip(parameters, self._read, strict=True)
+        ]
         everyone = range(len(parameters))
         self._small = [index for index in everyone if parameters[index].compute_nbytes <= RESIDENT_THRESHOLD]
         large = [index for index in everyone if parameters[index].compute_nbytes > RESIDENT_THRESHOLD]
@@ -80,11 +88,11 @@ class Placer:
         device_left = config.device_memory // _SMALL_SHARE if resident_nbytes is None else resident_nbytes
         host_left = config.host_memory - config.staging_memory
         homes = [[Tier.NVME] * len(ROLES) for _ in self._parameters]
-        smallest_first = sorted(self._small, key=lambda index: self._nbytes[index][self._read[index]])
+        smallest_first = sorted(self._small, key=self._full_nbytes.__getitem__)
         for index in self._small if resident_nbytes is None else [*smallest_first, *self._large]:
             read = self._read[index]
-            if self._nbytes[index][read] <= device_left:
-                device_left -= self._nbytes[index][read]
+            if self._full_nbytes[index] <= device_left:
+                device_left -= self._full_nbytes[index]
                 homes[index][read] = Tier.DEVICE
         # Small parameters keep all they have in memory: chunks of a few bytes are what a disk is worst at.
         for index in self._small:
@@ -123,7 +131,10 @@ class Placer:
 
     def _placement(self, index: int, homes: tuple[Tier, ...]) -> Placement:
         if (index, homes) not in self._made:
-            self._made[index, homes] = _make_placement(self._parameters[index], homes)
+            nbytes, read = list(self._nbytes[index]), self._read[index]
+            if homes[read] is Tier.DEVICE:
+                nbytes[read] = self._full_nbytes[index]
+            self._made[index, homes] = _make_placement(self._parameters[index], homes, nbytes)
         return self._made[index, homes]
 
 
@@ -133,8 +144,8 @@ def _slot_nbytes(parameter: ParameterFact) -> tuple[int, ...]:
     return parameter.compute_nbytes, parameter.gradient_nbytes, master, parameter.optimizer_state_nbytes
 
 
-def _make_placement(parameter: ParameterFact, homes: Sequence[Tier]) -> Placement:
-    compute_nbytes, gradient_nbytes, master_nbytes, state_nbytes = _slot_nbytes(parameter)
+def _make_placement(parameter: ParameterFact, homes: Sequence[Tier], nbytes: Sequence[int]) -> Placement:
+    compute_nbytes, gradient_nbytes, master_nbytes, state_nbytes = nbytes
     compute, gradient, master, optimizer_state = homes
     return Placement(
         parameter=parameter.name,

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zinf_compile.facts import GraphFacts, ParameterFact
-from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.arena import ArenaLayout, Piece, align, plan_arena
 from zinf_compile.plans import GatherTransfer, Placement
 from zinf_compile.terms import LiveRange, Phase, Tier
+from zinf_compile.world import World
 
 # A transfer is started so many times earlier than the measured rates ask for: a shared disk is at times half as fast.
 _MARGIN = 2.0
@@ -48,7 +48,7 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkTime:
-    """How long the gradient that is complete after a tick occupies the lanes it leaves by."""
+    """How long the gradient that is complete after a tick occupies the lanes of a leg of its way."""
 
     tick: int
     seconds: float
@@ -61,7 +61,7 @@ class Pace:
 
     reached_seconds: tuple[float, ...]
     sinks: tuple[SinkTime, ...]
-    hardware: Hardware
+    world: World
 
 
 def plan_residencies(
@@ -70,6 +70,7 @@ def plan_residencies(
     placements: Sequence[Placement],
     *,
     group_nbytes: int,
+    num_ranks: int = 1,
 ) -> tuple[Residency, ...]:
     """Return when which parameters must be on the device, by need-by tick. Resident parameters do not appear.
 
@@ -79,7 +80,11 @@ def plan_residencies(
     uses = {use.parameter: use.ticks for use in graph.uses}
     dtypes = {use.parameter: use.dtype for use in graph.uses}
     homes = {item.parameter: item.home_read(dtypes[item.parameter]) for item in placements if item.parameter in uses}
-    sizes = {item.name: align(item.nbytes_read(dtypes[item.name])) for item in parameters if item.name in uses}
+    sizes = {
+        item.parameter: align(num_ranks * item.nbytes_read(dtypes[item.parameter]))
+        for item in placements
+        if item.parameter in uses
+    }
     groups = _group(
         [parameter for parameter in parameters if homes.get(parameter.name, Tier.DEVICE) is not Tier.DEVICE],
         homes,
@@ -134,7 +139,7 @@ def _split(ticks: Sequence[int], first_needs: Sequence[int]) -> list[list[int]]:
     """Return the ticks in runs, cut where two or more other residencies begin in between."""
     runs = [[ticks[0]]]
     for before, after in itertools.pairwise(ticks):
-        others = sum(before < need < after for need in first_needs)
+        others = bisect.bisect_left(first_needs, after) - bisect.bisect_right(first_needs, before)
         if others >= 2:
             runs.append([])
         runs[-1].append(after)
@@ -172,11 +177,12 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> list[int]:
             sink = sinks.pop()
             for lane in free.keys() & set(sink.lanes):
                 free[lane] -= _MARGIN * sink.seconds
-        route = pace.hardware.route(residency.source, Tier.DEVICE)
-        seconds = route.latency_seconds + residency.nbytes / route.bytes_per_second
-        landed = min(pace.reached_seconds[residency.need_by], *(free.get(lane, math.inf) for lane in route.lanes))
-        free.update(dict.fromkeys(route.lanes, landed - _MARGIN * seconds))
-        latest = bisect.bisect_right(pace.reached_seconds, landed - _MARGIN * seconds) - 1
+        due = pace.reached_seconds[residency.need_by]
+        for leg in reversed(pace.world.gather_legs(residency.source, residency.nbytes)):
+            landed = min(due, *(free.get(lane, math.inf) for lane in leg.route.lanes))
+            due = landed - _MARGIN * leg.seconds
+            free.update(dict.fromkeys(leg.route.lanes, due))
+        latest = bisect.bisect_right(pace.reached_seconds, due) - 1
         issues[index] = min(residency.need_by, max(0, latest))
     return issues
 

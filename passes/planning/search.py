@@ -12,19 +12,24 @@ from dataclasses import dataclass, replace
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import GraphFacts
+from zinf_compile.passes.planning.arena import align
 from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planning.placement import plan_placement, with_device_memory
-from zinf_compile.plans import Plan
+from zinf_compile.plans import Placement, Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier
+from zinf_compile.world import shard_parameter
 
 _MIB = 2**20
+
+
+def _look_ahead(nbytes: int) -> LookAhead:
+    return LookAhead(prefetch_nbytes=nbytes, group_nbytes=nbytes // 4)
+
+
 # Widest first. A group is a quarter of the look-ahead, so that several transfers are in flight; the last entry moves
 # every parameter alone, at the moment it is needed: the least memory a plan can do with.
-_LOOK_AHEADS = (
-    *(LookAhead(prefetch_nbytes=size * _MIB, group_nbytes=size * _MIB // 4) for size in (256, 128, 64, 32, 16, 8)),
-    LookAhead(prefetch_nbytes=0, group_nbytes=0),
-)
+_LOOK_AHEADS = tuple(_look_ahead(size * _MIB) for size in (256, 128, 64, 32, 16, 8, 0))
 # Rungs lie so close by what is beyond the smallest budget. What lies above the highest rung below a budget is not used: on
 # average 8 % of what is beyond.
 _RUNGS_PER_DOUBLING = 4
@@ -73,7 +78,7 @@ def search_plan(request: Request, graph: GraphFacts) -> Found | None:
     Raises CapacityError when host and nvme cannot hold what the device does not.
     """
     builder = PlanBuilder(request, graph)
-    plan_placement(request.parameters, request.config)  # of all it leaves the most to host and nvme
+    _place(request, request.config)  # of all it leaves the most to host and nvme
     if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
         return kept
     best: Found | None = None
@@ -82,7 +87,7 @@ def search_plan(request: Request, graph: GraphFacts) -> Found | None:
     for memory in _rungs(request, builder, starts):
         choices = [choice for start in starts if start.nbytes == memory for choice in start.choices]
         if best is not None:
-            choices += _neighbours(best.choice, request.config, turn)
+            choices += _neighbours(best.choice, request, turn)
             turn += _STEPS_PER_RUNG
         for choice in choices:
             best = _better(best, _try(builder, choice, memory))
@@ -112,16 +117,20 @@ def minimum_memory(request: Request, graph: GraphFacts) -> int:
     return min(start.nbytes for start in _starts(request, PlanBuilder(request, graph)))
 
 
+def _place(request: Request, config: Config, resident_nbytes: int | None = None) -> tuple[Placement, ...]:
+    return plan_placement(request.parameters, config, resident_nbytes=resident_nbytes, num_ranks=request.num_ranks)
+
+
 def _bare_nbytes(request: Request, builder: PlanBuilder, look_ahead: LookAhead, small_nbytes: int) -> int:
     """Return the smallest device budget for a look-ahead when nothing is resident but so many bytes of small parameters."""
     config = with_device_memory(request.config, builder.floor_nbytes)
-    return builder.least_nbytes(plan_placement(request.parameters, config, resident_nbytes=small_nbytes), look_ahead)
+    return builder.least_nbytes(_place(request, config, small_nbytes), look_ahead)
 
 
 def _is_held_elsewhere(request: Request, small_nbytes: int) -> bool:
     """Return whether host and nvme have room for all but so many bytes of small parameters."""
     try:
-        plan_placement(request.parameters, request.config, resident_nbytes=small_nbytes)
+        _place(request, request.config, small_nbytes)
     except CapacityError:
         return False
     return True
@@ -134,7 +143,7 @@ def _streaming_nbytes(request: Request, builder: PlanBuilder, look_ahead: LookAh
     """
     needed = builder.floor_nbytes
     while True:
-        placements = plan_placement(request.parameters, with_device_memory(request.config, needed))
+        placements = _place(request, with_device_memory(request.config, needed))
         least = builder.least_nbytes(placements, look_ahead)
         if least <= needed:
             return needed
@@ -154,7 +163,7 @@ def _starts(request: Request, builder: PlanBuilder) -> list[_Start]:
 
     Before them those that may take the least: hardly a small parameter is resident, or all are.
     """
-    narrowest = _look_aheads(request.config)[-1]
+    narrowest = _look_aheads(request)[-1]
     starts = [
         *(
             _Start(
@@ -167,7 +176,7 @@ def _starts(request: Request, builder: PlanBuilder) -> list[_Start]:
         # Of tiny parameters, which would take whole pages of the arena, this may be less.
         _Start(nbytes=builder.all_resident_nbytes, choices=(Choice(look_ahead=narrowest),)),
     ]
-    for look_ahead in _look_aheads(request.config):
+    for look_ahead in _look_aheads(request):
         choice = Choice(look_ahead=look_ahead, is_eager=True, is_filled=False)  # takes the most
         lazy = replace(choice, is_eager=False)
         starts.append(
@@ -186,7 +195,7 @@ def _rungs(request: Request, builder: PlanBuilder, starts: Sequence[_Start]) -> 
     """
     states = sum(
         item.gradient_nbytes + item.optimizer_state_nbytes + item.trainable * item.master_nbytes
-        for item in request.parameters
+        for item in (shard_parameter(parameter, request.num_ranks) for parameter in request.parameters)
     )
     highest = builder.all_resident_nbytes + states
     smallest = min(start.nbytes for start in starts)
@@ -198,17 +207,21 @@ def _rungs(request: Request, builder: PlanBuilder, starts: Sequence[_Start]) -> 
     yield from (rung for rung in sorted(rungs) if rung <= request.config.device_memory)
 
 
-def _look_aheads(config: Config) -> Sequence[LookAhead]:
-    if config.prefetch_memory is None:
+def _look_aheads(request: Request) -> Sequence[LookAhead]:
+    if request.config.prefetch_memory is not None:
+        return (_look_ahead(request.config.prefetch_memory),)
+    largest = max((align(parameter.compute_nbytes) for parameter in request.parameters), default=0)
+    if largest <= _LOOK_AHEADS[0].prefetch_nbytes:
         return _LOOK_AHEADS
-    return (LookAhead(prefetch_nbytes=config.prefetch_memory, group_nbytes=config.prefetch_memory // 4),)
+    # None of those would let a transfer of the largest parameter start before it is needed.
+    return (*(_look_ahead(times * largest) for times in (4, 2, 1)), _LOOK_AHEADS[0], _LOOK_AHEADS[-1])
 
 
 def _keep_homes(request: Request, builder: PlanBuilder) -> Found | None:
     """Return the best plan with the homes other graphs of the model run with, so that nothing has to move."""
     assert request.placements is not None
     best: Found | None = None
-    for look_ahead in _look_aheads(request.config):
+    for look_ahead in _look_aheads(request):
         choice = Choice(look_ahead=look_ahead)
         plan = builder.build_at(request.placements, choice)
         if plan is not None:
@@ -216,11 +229,11 @@ def _keep_homes(request: Request, builder: PlanBuilder) -> Found | None:
     return best
 
 
-def _neighbours(choice: Choice, config: Config, turn: int) -> Iterator[Choice]:
+def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]:
     """Yield the choice itself, to be filled again, and some of those that differ from it in one thing, in turn."""
     yield replace(choice, is_filled=True)
     choice = replace(choice, is_filled=True, small_nbytes=None)
-    look_aheads = _look_aheads(config)
+    look_aheads = _look_aheads(request)
     position = next((index for index, each in enumerate(look_aheads) if each == choice.look_ahead), 0)
     near = [
         replace(choice, look_ahead=look_aheads[other])
@@ -233,7 +246,7 @@ def _neighbours(choice: Choice, config: Config, turn: int) -> Iterator[Choice]:
         *(replace(choice, resident_share=share) for share in (1.0, 0.5, 0.0) if share != choice.resident_share),
         replace(choice, uses_host=not choice.uses_host),
     ]
-    if config.prefetch_memory is None:
+    if request.config.prefetch_memory is None:
         group = choice.look_ahead.group_nbytes
         near += [
             replace(choice, look_ahead=replace(choice.look_ahead, group_nbytes=size))

@@ -119,6 +119,17 @@ def test_a_tensor_passed_twice_is_one_input() -> None:
     assert plan.num_ticks == zinf_compile.plan(make_gpt(), (tokens(), tokens()), hardware=HARDWARE).num_ticks - 1
 
 
+def test_ranks_keep_shards_of_what_one_keeps_in_full() -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    plans = [
+        zinf_compile.plan(model, torch.zeros(2, 1024), hardware="dgx2", device_memory="24MiB", world=ranks)
+        for ranks in (1, 16)
+    ]
+    kept = [sum(item.nbytes_on(Tier.HOST) for item in plan.placements if item.compute is Tier.HOST) for plan in plans]
+    assert [plan.num_ranks for plan in plans] == [1, 16]
+    assert kept[0] == 16 * kept[1] > 0
+
+
 def test_a_preset_by_its_name() -> None:
     with torch.device("meta"):  # in which the model may be built
         plan = zinf_compile.plan(Layers(), torch.randn(8, 64), hardware="h200")

@@ -85,6 +85,27 @@ device at its peak of 752 B, tick 5  role        bytes
   1 more                                           8 B""",
         )
 
+    def test_ranks(self) -> None:
+        hardware = replace(self.plan.hardware, devices_per_node=2, device_link_bytes_per_second=100.0)
+        dump = dump_plan(replace(self.plan, num_ranks=2, hardware=hardware))
+        header, _, rest = dump.partition("\n\n")
+        transfers = next(section for section in rest.split("\n\n") if section.startswith("transfers"))
+        self.assertExpectedInline(
+            f"{header}\n\n{transfers}",
+            """\
+plan v1  small  training
+  compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
+  of one of 2 ranks on 1 node, which keeps its shard of what is not resident, and gathers
+  the full value over the device links
+
+transfers  4 of 800 B in all, at most 400 B ahead of compute
+  issue -> need by -> release  route           name      shard   full  arena, bytes
+      0 ->       1 ->       3  nvme -> device  layers.0  100 B  200 B  [  0, 200)
+      1 ->       3 ->       5  nvme -> device  layers.1  100 B  200 B  [256, 456)
+      6 ->       7 ->       9  nvme -> device  layers.1  100 B  200 B  [256, 456)
+      7 ->       9 ->      11  nvme -> device  layers.0  100 B  200 B  [  0, 200)""",
+        )
+
     def test_what_differs(self) -> None:
         moved = tuple(
             replace(item, compute=Tier.HOST, master=Tier.HOST) if item.parameter == "layers.1.weight" else item

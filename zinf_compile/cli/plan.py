@@ -30,11 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = parser.add_argument_group("the model, where it is gpt or hf:")
     for name in ("layers", "hidden", "heads", "vocab"):
         size.add_argument(f"--{name}", type=int, metavar="N", help=f"{name} of the gpt")
-    size.add_argument("--batch", type=int, metavar="N", help="sequences per step (default: 1)")
+    size.add_argument("--batch", type=int, metavar="N", help="sequences per step, of each rank (default: 1)")
     size.add_argument("--seq", type=int, metavar="N", help="tokens per sequence (default: 1024)")
     budget = parser.add_argument_group("where it runs")
     budget.add_argument(
         "--hardware", required=True, metavar="NAME", help="a preset, such as h200, or a file with a profile"
+    )
+    budget.add_argument(
+        "--world", type=int, default=1, metavar="N", help="ranks, one a device, that share the model (default: 1)"
     )
     budget.add_argument("--device-memory", metavar="SIZE", help="default: that of one device of the hardware")
     budget.add_argument("--host-memory", metavar="SIZE", help="default: one device's share of the hardware's")
@@ -64,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
                 hardware=args.hardware,
                 optimizer=optimizer,
                 train=not args.inference,
+                world=args.world,
                 **{name: getattr(args, name) for name in names},
             )
     except CapacityError as error:

@@ -54,6 +54,14 @@ def test_a_gpt_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert plan.tiers[0].capacity == 2**30
 
 
+def test_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--hardware", "dgx2", "--world", "32", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["num_ranks"], document["hardware"]["num_nodes"]) == (32, 2)
+    assert main([*GPT, "--hardware", "dgx2", "--world", "20"]) == 2
+    assert "20 ranks do not fill whole nodes of dgx2" in capsys.readouterr().err
+
+
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT, "--hardware", "laptop-16g", "--inference", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
