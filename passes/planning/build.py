@@ -16,7 +16,7 @@ from zinf_compile.passes.planning.costs import op_seconds, plan_spans
 from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.placement import Placer
 from zinf_compile.passes.planning.prefetch import Pace, SinkTime, TransferPlan, plan_residencies, plan_transfers
-from zinf_compile.passes.planning.prices import price_homes
+from zinf_compile.passes.planning.prices import USUAL_PRICES, price_homes
 from zinf_compile.plans import PLAN_VERSION, GradientSink, Placement, Plan, TierPlan
 from zinf_compile.sizes import Size
 from zinf_compile.terms import StepTiming, Tier
@@ -51,8 +51,9 @@ class Choice:
 
     look_ahead: LookAhead
     is_eager: bool = False  # transfers start as early as the look-ahead allows, not as late as they arrive in time
-    resident_share: float = 1.0  # of the room for parameters; the rest is for gradients and optimizer state
-    are_transfers_hidden: bool = False  # by compute, so that the host is rather for what the step moves
+    resident_share: float = 1.0  # of the room, all small ones first; in the rest stays what the host has no room for
+    # By compute, so that the host is rather for what the step moves; None: its room is given away at the usual prices.
+    are_transfers_hidden: bool | None = None
     uses_host: bool = True  # False: what is not on the device is on nvme
     is_filled: bool = True  # False: nothing is resident but small parameters, though there may be room
     small_nbytes: int | None = None  # for small parameters, before all else; None: an eighth of the device
@@ -153,11 +154,10 @@ class PlanBuilder:
         moved = self._least[key].moved
         if moved.arena_nbytes + _nbytes_on(placements, Tier.DEVICE) > room:
             return None
-        small = _nbytes_on(placements, Tier.DEVICE)
         # What becomes resident is not transferred, so that the arena shrinks and leaves more room: once more round.
         for _ in range(2 if choice.is_filled else 0):
             left = room - moved.arena_nbytes
-            resident = max(small, int(left * choice.resident_share))
+            resident = min(left, max(self._placer.small_nbytes, int(left * choice.resident_share)))
             more = self._place(choice, config, resident_nbytes=resident, spare_nbytes=left - resident)
             more_moved = self._transfers(more, choice)
             if more == placements or more_moved.arena_nbytes + _nbytes_on(more, Tier.DEVICE) > room:
@@ -172,13 +172,15 @@ class PlanBuilder:
     def _place(
         self, choice: Choice, config: Config, *, resident_nbytes: int, spare_nbytes: int
     ) -> tuple[Placement, ...]:
-        request = self._request
-        hidden = choice.are_transfers_hidden
+        hardware, hidden = self._request.hardware, choice.are_transfers_hidden
+        prices = USUAL_PRICES
+        if hidden is not None:
+            prices = price_homes(hardware, config.step_timing, are_transfers_hidden=hidden)
         return self._placer.place(
             config,
             resident_nbytes=resident_nbytes,
             spare_nbytes=spare_nbytes,
-            prices=price_homes(request.hardware, config.step_timing, are_transfers_hidden=hidden),
+            prices=prices,
         )
 
     def _transfers(self, placements: Sequence[Placement], choice: Choice) -> TransferPlan:

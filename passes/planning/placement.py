@@ -71,6 +71,11 @@ class Placer:
         self._orders: dict[HomePrices, list[tuple[int, int]]] = {}
         self._made: dict[tuple[int, tuple[Tier, ...]], Placement] = {}
 
+    @property
+    def small_nbytes(self) -> int:
+        """Return the bytes that all small parameters take where they are read."""
+        return sum(self._nbytes[index][self._read[index]] for index in self._small)
+
     def place(
         self,
         config: Config,
@@ -104,8 +109,7 @@ class Placer:
         for tier, left in ((Tier.HOST, host_left), (Tier.DEVICE, spare_nbytes)):
             for index, role in self._by_price(prices):
                 nbytes = self._nbytes[index][role]
-                may_move = homes[index][role] is Tier.NVME and (tier is Tier.HOST or role != self._read[index])
-                if nbytes <= left and nbytes and may_move:
+                if 0 < nbytes <= left and homes[index][role] is Tier.NVME:
                     left -= nbytes
                     homes[index][role] = tier
         result = tuple(self._placement(index, tuple(each)) for index, each in enumerate(homes))

@@ -242,7 +242,11 @@ def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]
     ]
     near += [
         replace(choice, is_eager=not choice.is_eager),
-        replace(choice, are_transfers_hidden=not choice.are_transfers_hidden),
+        *(
+            replace(choice, are_transfers_hidden=hidden)
+            for hidden in (None, False, True)
+            if hidden is not choice.are_transfers_hidden
+        ),
         *(replace(choice, resident_share=share) for share in (1.0, 0.5, 0.0) if share != choice.resident_share),
         replace(choice, uses_host=not choice.uses_host),
     ]

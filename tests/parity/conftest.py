@@ -197,7 +197,7 @@ class Parity:
             return {"device_memory": device, "host_memory": _STAGING + _PLENTY}
         assert placement == "mixed"
         return {
-            "device_memory": device + nbytes // 8,
+            "device_memory": device + nbytes // 4,
             "host_memory": _STAGING + nbytes // 2,
             "nvme": self._folder,
         }
