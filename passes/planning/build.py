@@ -17,7 +17,7 @@ from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.placement import Placer
 from zinf_compile.passes.planning.prefetch import Pace, SinkTime, TransferPlan, plan_residencies, plan_transfers
 from zinf_compile.passes.planning.prices import USUAL_PRICES, price_homes
-from zinf_compile.plans import PLAN_VERSION, GradientSink, Placement, Plan, TierPlan
+from zinf_compile.plans import PLAN_VERSION, BoundValue, GradientSink, Placement, Plan, TierPlan
 from zinf_compile.sizes import Size
 from zinf_compile.terms import StepTiming, Tier
 from zinf_compile.world import World, shard_parameter
@@ -88,8 +88,9 @@ class PlanBuilder:
         self._shards = [shard_parameter(parameter, request.num_ranks) for parameter in request.parameters]
         self._world = World(hardware=request.hardware, num_ranks=request.num_ranks)
         self._bound = bind_values(graph, base=0)
+        self._moved_bound: dict[int, tuple[BoundValue, ...]] = {}  # many choices have transfers of as many bytes
         self._seen: set[_Homes] = set()
-        self._least: dict[tuple[LookAhead, bool], _Homes] = {}
+        self._moved: dict[tuple[tuple[Placement, ...], LookAhead, bool], TransferPlan] = {}  # most are asked for again
         self._sink_times: dict[tuple[GradientFact, Tier, bool], tuple[SinkTime, ...]] = {}
         self._uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))
         self._gradients = tuple(sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter)))
@@ -113,7 +114,7 @@ class PlanBuilder:
         """Return the device bytes with which every copy that is read is resident."""
         return self.floor_nbytes + self._read_nbytes
 
-    def least_nbytes(self, placements: Sequence[Placement], look_ahead: LookAhead) -> int:
+    def least_nbytes(self, placements: tuple[Placement, ...], look_ahead: LookAhead) -> int:
         """Return the device bytes that a plan with these homes takes at the most."""
         arena = self._transfers(placements, Choice(look_ahead=look_ahead, is_eager=True)).arena_nbytes
         return self.floor_nbytes + arena + _nbytes_on(placements, Tier.DEVICE)
@@ -148,10 +149,7 @@ class PlanBuilder:
             everything = self._place(choice, config, resident_nbytes=room, spare_nbytes=spare)
             return _Homes(placements=everything, moved=self._transfers(everything, choice))
         placements = self._placer.place(config, resident_nbytes=choice.small_nbytes)
-        key = choice.look_ahead, choice.is_eager
-        if key not in self._least or self._least[key].placements != placements:  # they are the same for most budgets
-            self._least[key] = _Homes(placements=placements, moved=self._transfers(placements, choice))
-        moved = self._least[key].moved
+        moved = self._transfers(placements, choice)
         if moved.arena_nbytes + _nbytes_on(placements, Tier.DEVICE) > room:
             return None
         # What becomes resident is not transferred, so that the arena shrinks and leaves more room: once more round.
@@ -183,7 +181,13 @@ class PlanBuilder:
             prices=prices,
         )
 
-    def _transfers(self, placements: Sequence[Placement], choice: Choice) -> TransferPlan:
+    def _transfers(self, placements: tuple[Placement, ...], choice: Choice) -> TransferPlan:
+        key = placements, choice.look_ahead, choice.is_eager
+        if key not in self._moved:
+            self._moved[key] = self._plan_transfers(placements, choice)
+        return self._moved[key]
+
+    def _plan_transfers(self, placements: Sequence[Placement], choice: Choice) -> TransferPlan:
         look_ahead = choice.look_ahead
         residencies = plan_residencies(
             self._graph,
@@ -197,6 +201,12 @@ class PlanBuilder:
             prefetch_nbytes=look_ahead.prefetch_nbytes,
             pace=None if choice.is_eager or not look_ahead.prefetch_nbytes else self._pace(placements),
         )
+
+    def _bound_behind(self, nbytes: int) -> tuple[BoundValue, ...]:
+        """Return the bound values behind the bytes that transfers use."""
+        if nbytes not in self._moved_bound:
+            self._moved_bound[nbytes] = self._bound.moved(nbytes)
+        return self._moved_bound[nbytes]
 
     def _pace(self, placements: Sequence[Placement]) -> Pace:
         homes = {placement.parameter: placement for placement in placements}
@@ -247,7 +257,7 @@ class PlanBuilder:
             placements=placements,
             uses=self._uses,
             transfers=moved.transfers,
-            bound=self._bound.moved(moved.arena_nbytes),  # behind the bytes that transfers use
+            bound=self._bound_behind(moved.arena_nbytes),
             swaps=(),
             sinks=tuple(
                 GradientSink(

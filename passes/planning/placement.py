@@ -74,7 +74,7 @@ class Placer:
     @property
     def small_nbytes(self) -> int:
         """Return the bytes that all small parameters take where they are read."""
-        return sum(self._nbytes[index][self._read[index]] for index in self._small)
+        return sum(self._full_nbytes[index] for index in self._small)
 
     def place(
         self,
@@ -108,7 +108,8 @@ class Placer:
                 homes[index] = [Tier.DEVICE if role == read else Tier.HOST for role in range(len(ROLES))]
         for tier, left in ((Tier.HOST, host_left), (Tier.DEVICE, spare_nbytes)):
             for index, role in self._by_price(prices):
-                nbytes = self._nbytes[index][role]
+                is_resident = tier is Tier.DEVICE and role == self._read[index]
+                nbytes = self._full_nbytes[index] if is_resident else self._nbytes[index][role]
                 if 0 < nbytes <= left and homes[index][role] is Tier.NVME:
                     left -= nbytes
                     homes[index][role] = tier

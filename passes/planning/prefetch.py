@@ -102,7 +102,9 @@ def plan_residencies(
     residencies = []
     for group, phase, ticks in stretches:
         for run in _split(ticks, first_needs):
-            used = [item for item in group if any(run[0] <= tick <= run[-1] for tick in uses[item.name])]
+            used = group
+            if len(group) > 1:
+                used = [item for item in group if any(run[0] <= tick <= run[-1] for tick in uses[item.name])]
             residencies.append(
                 Residency(
                     name=used[0].name if len(used) == 1 else used[0].block,
