@@ -133,7 +133,10 @@ class PlanBuilder:
 
     def build_at(self, placements: tuple[Placement, ...], choice: Choice) -> Plan | None:
         """Return the plan with these homes, or None if it does not fit the device budget of the request."""
-        moved = self._transfers(placements, choice)
+        return self.build_moved(placements, self._transfers(placements, choice), choice)
+
+    def build_moved(self, placements: tuple[Placement, ...], moved: TransferPlan, choice: Choice) -> Plan | None:
+        """Return the plan with these homes and transfers, or None if it does not fit the device budget of the request."""
         needed = self.floor_nbytes + moved.arena_nbytes + _nbytes_on(placements, Tier.DEVICE)
         if needed > self._request.config.device_memory:
             return None

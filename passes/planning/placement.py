@@ -60,9 +60,9 @@ class Placer:
                 self._uses[index] = len(use.ticks)
                 if parameter.has_two_copies and use.dtype != parameter.compute_dtype:
                     self._read[index] = MASTER
-        self._nbytes = [_slot_nbytes(shard_parameter(parameter, num_ranks)) for parameter in parameters]
+        self._nbytes = [slot_nbytes(shard_parameter(parameter, num_ranks)) for parameter in parameters]
         self._full_nbytes = [  # of the copy that is gathered
-            _slot_nbytes(parameter)[read] for parameter, read in zip(parameters, self._read, strict=True)
+            slot_nbytes(parameter)[read] for parameter, read in zip(parameters, self._read, strict=True)
         ]
         everyone = range(len(parameters))
         self._small = [index for index in everyone if parameters[index].compute_nbytes <= RESIDENT_THRESHOLD]
@@ -139,17 +139,17 @@ class Placer:
             nbytes, read = list(self._nbytes[index]), self._read[index]
             if homes[read] is Tier.DEVICE:
                 nbytes[read] = self._full_nbytes[index]
-            self._made[index, homes] = _make_placement(self._parameters[index], homes, nbytes)
+            self._made[index, homes] = make_placement(self._parameters[index], homes, nbytes)
         return self._made[index, homes]
 
 
-def _slot_nbytes(parameter: ParameterFact) -> tuple[int, ...]:
+def slot_nbytes(parameter: ParameterFact) -> tuple[int, ...]:
     """Return the bytes of each copy, by role; a master copy that is the compute copy has none of its own."""
     master = parameter.master_nbytes if parameter.has_two_copies else 0
     return parameter.compute_nbytes, parameter.gradient_nbytes, master, parameter.optimizer_state_nbytes
 
 
-def _make_placement(parameter: ParameterFact, homes: Sequence[Tier], nbytes: Sequence[int]) -> Placement:
+def make_placement(parameter: ParameterFact, homes: Sequence[Tier], nbytes: Sequence[int]) -> Placement:
     compute_nbytes, gradient_nbytes, master_nbytes, state_nbytes = nbytes
     compute, gradient, master, optimizer_state = homes
     return Placement(

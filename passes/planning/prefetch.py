@@ -204,6 +204,11 @@ def plan_transfers(
     issues = _earliest_issues(residencies, prefetch_nbytes)
     if pace is not None:
         issues = [max(pair) for pair in zip(issues, _latest_issues(residencies, pace), strict=True)]
+    return bind_transfers(residencies, issues)
+
+
+def bind_transfers(residencies: Sequence[Residency], issues: Sequence[int]) -> TransferPlan:
+    """Return one transfer per residency, issued at the tick given for it, with its arena offsets."""
     layout: ArenaLayout = plan_arena(
         [
             Piece(nbytes=residency.nbytes, live=LiveRange(start=issue, end=residency.release))

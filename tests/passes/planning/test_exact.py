@@ -1,0 +1,155 @@
+"""The exact solver: it finds what trying everything finds, and no plan is faster than its bound."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinf_compile.errors import CapacityError, ConfigError
+from zinf_compile.facts import GradientFact, GraphFacts
+from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
+from zinf_compile.passes.planning.exact import plan_exactly
+from zinf_compile.passes.planning.placement import plan_placement
+from zinf_compile.passes.planning.planner import make_plan, minimum_device_memory
+from zinf_compile.passes.planning.prefetch import Residency, bind_transfers, plan_residencies
+from zinf_compile.plan_verify import verify_plan
+from zinf_compile.plans import Placement, Plan
+from zinf_compile.simulate import simulate
+from zinf_compile.terms import Tier
+
+pytest.importorskip("scipy", reason="scipy, which the package asks for, is not in this environment: make setup")
+Function = Callable[..., Any]
+MIB = 2**20
+PAGE = 4096
+ROUNDING = 1e-6  # of the solver: its rows hold, and its optimum is one, up to this
+ALONE = LookAhead(prefetch_nbytes=0, group_nbytes=0)
+
+
+def with_options(request: Request, **options: object) -> Request:
+    return replace(request, config=replace(request.config, **options))
+
+
+def all_homes(parameter: Placement) -> Iterator[Placement]:
+    """Yield every way to place the copies of a parameter."""
+    roles = [
+        role for role in ("compute", "gradient", "master", "optimizer_state") if getattr(parameter, f"{role}_nbytes")
+    ]
+    for homes in product(Tier, repeat=len(roles)):
+        placed = replace(parameter, **dict(zip(roles, homes, strict=True)))
+        yield placed if parameter.master_nbytes else replace(placed, master=placed.compute)
+
+
+def all_issues(graph: GraphFacts, residencies: Sequence[Residency]) -> Iterator[tuple[int, ...]]:
+    """Yield every set of ticks at which the transfers could be issued."""
+    starts = [0 if item.need_by < graph.num_forward_ticks else graph.num_forward_ticks for item in residencies]
+    yield from product(*(range(start, item.need_by + 1) for start, item in zip(starts, residencies, strict=True)))
+
+
+def all_plans(request: Request, graph: GraphFacts) -> Iterator[Plan]:
+    """Yield every plan that fits and moves each parameter by itself: all homes, all issue ticks."""
+    builder = PlanBuilder(request, graph)
+    for placements in product(*map(all_homes, plan_placement(request.parameters, request.config))):
+        residencies = plan_residencies(graph, request.parameters, placements, group_nbytes=0)
+        for issues in all_issues(graph, residencies):
+            plan = builder.build_moved(placements, bind_transfers(residencies, issues), Choice(look_ahead=ALONE))
+            if plan is None:
+                continue
+            if all(tier.capacity is None or tier.predicted_peak <= tier.capacity for tier in plan.tiers):
+                yield plan
+
+
+@pytest.fixture
+def tiny(parameter: Function, graph: Function, request_of: Function) -> Callable[..., Request]:
+    """Return ``tiny(sizes, device, host)``: a forward and backward of layers that are each read once in both."""
+
+    def make(sizes: Sequence[int], *, device: int, host: int, num_states: int = 0) -> Request:
+        parameters = tuple(
+            parameter(f"layers.{index}.weight", size // 4, num_states=num_states, trainable=num_states > 0)
+            for index, size in enumerate(sizes)
+        )
+        last = 4 * len(sizes) - 1
+        facts = graph(
+            {item.name: [2 * index + 1, last - 2 * index] for index, item in enumerate(parameters)},
+            num_forward_ticks=2 * len(sizes),
+            num_ticks=last + 1,
+            gradients=[
+                GradientFact(parameter=item.name, tick=last - 2 * index, nbytes=item.gradient_nbytes)
+                for index, item in enumerate(parameters)
+                if item.trainable
+            ],
+        )
+        template: Request = request_of(0)
+        config = replace(template.config, compute_dtype=None, overlap_step=False, host_memory=host)
+        request = replace(template, candidates=(facts,), parameters=parameters, config=config)
+        floor = PlanBuilder(request, facts).floor_nbytes
+        return with_options(request, device_memory=floor + device)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("sizes", "device", "host", "num_states"),
+    [
+        ((4 * MIB, 4 * MIB), 4 * MIB, 0, 0),  # one after the other
+        ((4 * MIB, 4 * MIB), 8 * MIB, 0, 0),  # both fit: nothing moves
+        ((MIB, 3 * MIB), 4 * MIB - PAGE, 0, 0),
+        ((2 * MIB, 4 * MIB), 5 * MIB, 8 * MIB, 0),  # one is resident, the other comes from the host
+        ((2 * MIB, MIB, 2 * MIB), 3 * MIB, 0, 0),  # the second can come while the first or the last is there
+        ((MIB, 2 * MIB, 2 * MIB), 4 * MIB, 4 * MIB, 0),
+        ((MIB,), MIB, 4 * MIB, 1),  # what the step moves, or what gathers and gradients do
+        ((4 * MIB,), 16 * MIB, 12 * MIB, 1),
+    ],
+)
+def test_it_finds_what_trying_everything_finds(
+    tiny: Function, sizes: tuple[int, ...], device: int, host: int, num_states: int
+) -> None:
+    request = tiny(sizes, device=device, host=host, num_states=num_states)
+    (graph,) = request.candidates
+    best = min(simulate(plan).step_seconds for plan in all_plans(request, graph))
+    exact = plan_exactly(request, graph)
+    assert exact is not None
+    assert exact.is_optimal
+    assert exact.bound_seconds == pytest.approx(best, rel=ROUNDING)
+    assert exact.plan is not None
+    verify_plan(exact.plan)
+    assert simulate(exact.plan).step_seconds == pytest.approx(best, rel=ROUNDING)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    host=st.sampled_from((MIB, 4 * MIB, 64 * MIB)),
+    share=st.floats(1, 4),
+)
+def test_no_plan_is_faster_than_the_bound(request_of: Function, seed: int, host: int, share: float) -> None:
+    request = with_options(request_of(seed, host=host), overlap_step=False)
+    request = with_options(request, device_memory=int(minimum_device_memory(request) * share))
+    found = simulate(make_plan(request)).step_seconds
+    # When time runs out the bound holds all the same.
+    solved = [exact for graph in request.candidates if (exact := plan_exactly(request, graph, seconds=5))]
+    bound = min(exact.bound_seconds for exact in solved)
+    assert 0 < bound <= found * (1 + ROUNDING)
+    for exact in solved:
+        if exact.plan is not None:
+            verify_plan(exact.plan)
+            assert simulate(exact.plan).step_seconds >= exact.bound_seconds * (1 - ROUNDING)
+            for tier in exact.plan.tiers:
+                assert tier.capacity is None or tier.predicted_peak <= tier.capacity
+
+
+def test_what_does_not_fit_has_no_exact_plan(tiny: Function) -> None:
+    request = tiny((MIB, MIB), device=MIB - PAGE, host=4 * MIB)
+    with pytest.raises(CapacityError):
+        make_plan(request)
+    assert plan_exactly(request, request.candidates[0]) is None
+
+
+@pytest.mark.parametrize(("options", "ranks"), [({}, 2), ({"overlap_step": True}, 1), ({"step_in_backward": True}, 1)])
+def test_refusals(tiny: Function, options: dict[str, bool], ranks: int) -> None:
+    request = replace(with_options(tiny((MIB,), device=MIB, host=0), **options), num_ranks=ranks)
+    with pytest.raises(ConfigError, match=r"one rank with a synchronous step.*give overlap_step=False"):
+        plan_exactly(request, request.candidates[0])
