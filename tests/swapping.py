@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from zinf_compile import program
 from zinf_compile.facts import GraphFacts, ValueFact
+from zinf_compile.passes.planning import planner as planning
 from zinf_compile.passes.planning.activations import bind_values, plan_activations
 from zinf_compile.passes.planning.costs import plan_spans
 from zinf_compile.passes.planning.planner import Request
@@ -46,7 +47,7 @@ def _count(plan: Plan, tier: TierPlan) -> TierPlan:
 def swapping(choose: Destination, *, at_least: int = 64 * 2**10) -> Iterator[list[Plan]]:
     """Inside, every training graph is planned with swaps of the values of ``at_least`` bytes; gives the plans made so."""
     made: list[Plan] = []
-    planner = program.make_plan
+    planner, levels = program.make_plan, planning.leaving_levels
 
     def make_plan(request: Request) -> Plan:
         plan = planner(request)
@@ -60,7 +61,8 @@ def swapping(choose: Destination, *, at_least: int = 64 * 2**10) -> Iterator[lis
         return made[-1]
 
     program.make_plan = make_plan
+    planning.leaving_levels = lambda *_: iter(())  # those that the planner chooses stay
     try:
         yield made
     finally:
-        program.make_plan = planner
+        program.make_plan, planning.leaving_levels = planner, levels

@@ -8,7 +8,7 @@ from zinf_compile.passes.planning.arena import Piece, plan_sequential
 from zinf_compile.plans import ActivationPlan, ActivationSwap, BoundValue
 
 # Smaller values are left to torch: together they are little, and binding costs a few microseconds each.
-_MIN_BOUND_NBYTES = 64 * 2**10
+MIN_BOUND_NBYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +19,14 @@ class BoundValues:
     swaps: tuple[ActivationSwap, ...]
     nbytes: int
 
-    def moved(self, nbytes: int) -> tuple[BoundValue, ...]:
-        """Return the values so many bytes further on."""
-        return tuple(
+    def moved(self, nbytes: int) -> "BoundValues":
+        """Return the same with all offsets so many bytes further on."""
+        values = tuple(
             BoundValue(name=value.name, offset=nbytes + value.offset, nbytes=value.nbytes, live=value.live)
             for value in self.values
         )
+        swaps = tuple(replace(swap, offset=nbytes + swap.offset) for swap in self.swaps)
+        return BoundValues(values=values, swaps=swaps, nbytes=self.nbytes)
 
 
 def unbound_values(graph: GraphFacts) -> list[ValueFact]:
@@ -65,4 +67,4 @@ def plan_activations(graph: GraphFacts) -> ActivationPlan:
 
 
 def _is_bound(value: ValueFact) -> bool:
-    return value.bindable and value.nbytes >= _MIN_BOUND_NBYTES
+    return value.bindable and value.nbytes >= MIN_BOUND_NBYTES

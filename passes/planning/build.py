@@ -10,14 +10,16 @@ from itertools import accumulate, chain
 from zinf_compile.config import Config
 from zinf_compile.facts import GradientFact, GraphFacts, ParameterFact
 from zinf_compile.hardware import Hardware
-from zinf_compile.passes.planning.activations import bind_values, plan_activations
+from zinf_compile.passes.planning.activations import BoundValues, bind_values, plan_activations
 from zinf_compile.passes.planning.arena import ARENA_ALIGN
 from zinf_compile.passes.planning.costs import op_seconds, plan_spans
+from zinf_compile.passes.planning.leaving import count_resting
 from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.placement import Placer
 from zinf_compile.passes.planning.prefetch import Pace, SinkTime, TransferPlan, plan_residencies, plan_transfers
 from zinf_compile.passes.planning.prices import USUAL_PRICES, price_homes
-from zinf_compile.plans import PLAN_VERSION, BoundValue, GradientSink, Placement, Plan, TierPlan
+from zinf_compile.passes.planning.swaps import without_swapped
+from zinf_compile.plans import PLAN_VERSION, SWAPPED_PART, ActivationSwap, GradientSink, Placement, Plan, TierPlan
 from zinf_compile.sizes import Size
 from zinf_compile.terms import StepTiming, Tier
 from zinf_compile.world import World, shard_parameter
@@ -25,7 +27,10 @@ from zinf_compile.world import World, shard_parameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """All that a plan is made from. ``candidates`` are the same graph under different activation policies."""
+    """All that a plan is made from. ``candidates`` are the same graph under different activation policies.
+
+    Where activations leave the device, what they take of the other tiers is not in ``config`` any more.
+    """
 
     name: str
     candidates: tuple[GraphFacts, ...]
@@ -68,13 +73,15 @@ class _Homes:
 
 
 class PlanBuilder:
-    """Plans of one graph, for any choice and device budget; each only once."""
+    """Plans of one graph with the same activations leaving the device, for any choice and device budget; each only once."""
 
-    def __init__(self, request: Request, graph: GraphFacts) -> None:
+    def __init__(self, request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = ()) -> None:
         self._request = request
         self._graph = graph
-        self._activations = plan_activations(graph)
-        self._spans = plan_spans(graph, request.hardware)
+        self._resting = count_resting(swaps)
+        staying = without_swapped(graph, swaps) if swaps else graph
+        self._activations = plan_activations(staying)
+        self._spans = plan_spans(staying, request.hardware)
         self._reached = (0.0, *accumulate(op_seconds(op, request.hardware) for op in graph.ops))
         self._read = read = {use.parameter: use.dtype for use in graph.uses}
         # What kernels take beside their outputs: a matrix product may repack its largest weight.
@@ -87,8 +94,8 @@ class PlanBuilder:
         self._placer = Placer(request.parameters, graph.uses, num_ranks=request.num_ranks)
         self._shards = [shard_parameter(parameter, request.num_ranks) for parameter in request.parameters]
         self._world = World(hardware=request.hardware, num_ranks=request.num_ranks)
-        self._bound = bind_values(graph, base=0)
-        self._moved_bound: dict[int, tuple[BoundValue, ...]] = {}  # many choices have transfers of as many bytes
+        self._bound = bind_values(staying, base=0, swaps=swaps)
+        self._moved_bound: dict[int, BoundValues] = {}  # many choices have transfers of as many bytes
         self._seen: set[_Homes] = set()
         self._moved: dict[tuple[tuple[Placement, ...], LookAhead, bool], TransferPlan] = {}  # most are asked for again
         self._sink_times: dict[tuple[GradientFact, Tier, bool], tuple[SinkTime, ...]] = {}
@@ -205,7 +212,7 @@ class PlanBuilder:
             pace=None if choice.is_eager or not look_ahead.prefetch_nbytes else self._pace(placements),
         )
 
-    def _bound_behind(self, nbytes: int) -> tuple[BoundValue, ...]:
+    def _bound_behind(self, nbytes: int) -> BoundValues:
         """Return the bound values behind the bytes that transfers use."""
         if nbytes not in self._moved_bound:
             self._moved_bound[nbytes] = self._bound.moved(nbytes)
@@ -235,7 +242,8 @@ class PlanBuilder:
     def _assemble(self, homes: _Homes, choice: Choice) -> Plan:
         request, graph, config = self._request, self._graph, self._request.config
         placements, moved = homes.placements, homes.moved
-        arena_nbytes = moved.arena_nbytes + self._bound.nbytes
+        bound = self._bound_behind(moved.arena_nbytes)
+        arena_nbytes = moved.arena_nbytes + bound.nbytes
         home_of = {placement.parameter: placement for placement in placements}
         staging = config.staging_memory
         parts = {
@@ -246,10 +254,15 @@ class PlanBuilder:
                 ("workspace", self._workspace),
                 ("reserve", config.reserve_memory),
             ),
-            Tier.HOST: (("homes", _nbytes_on(placements, Tier.HOST)), ("staging", staging)),
-            Tier.NVME: (("homes", _nbytes_on(placements, Tier.NVME)),),
+            Tier.HOST: (
+                ("homes", _nbytes_on(placements, Tier.HOST)),
+                ("staging", staging),
+                *_resting_part(self._resting.host),
+            ),
+            Tier.NVME: (("homes", _nbytes_on(placements, Tier.NVME)), *_resting_part(self._resting.nvme)),
         }
-        capacity = {Tier.DEVICE: config.device_memory, Tier.HOST: config.host_memory, Tier.NVME: config.nvme_memory}
+        whole = self._resting.returned_to(config)
+        capacity = {Tier.DEVICE: whole.device_memory, Tier.HOST: whole.host_memory, Tier.NVME: whole.nvme_memory}
         return Plan(
             version=PLAN_VERSION,
             name=request.name,
@@ -260,8 +273,8 @@ class PlanBuilder:
             placements=placements,
             uses=self._uses,
             transfers=moved.transfers,
-            bound=self._bound_behind(moved.arena_nbytes),
-            swaps=(),
+            bound=bound.values,
+            swaps=bound.swaps,
             sinks=tuple(
                 GradientSink(
                     parameter=gradient.parameter,
@@ -291,6 +304,10 @@ class PlanBuilder:
 
 def _nbytes_on(placements: Sequence[Placement], tier: Tier) -> int:
     return sum(placement.nbytes_on(tier) for placement in placements)
+
+
+def _resting_part(nbytes: int) -> tuple[tuple[str, int], ...]:
+    return ((SWAPPED_PART, nbytes),) if nbytes else ()
 
 
 def _sink_home(placement: Placement, timing: StepTiming) -> Tier:

@@ -1,21 +1,38 @@
 """Facts, budgets and rates in; the Plan out. Pure: the same input gives the same plan on every machine and rank.
 
-Of the candidate graphs, each under its own activation policy, the one whose plan has the shortest simulated step is taken.
+Of the candidate graphs, each under its own activation policy and with none, half or all of its activations leaving the
+device, the one whose plan has the shortest simulated step is taken.
 """
 
+import math
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zinf_compile.errors import CapacityError
-from zinf_compile.facts import working_set
+from zinf_compile.facts import GraphFacts, working_set
 from zinf_compile.passes.planning.build import Request
-from zinf_compile.passes.planning.search import find_plan, minimum_memory, search_plan
-from zinf_compile.plans import Plan
+from zinf_compile.passes.planning.leaving import count_resting, leaving_levels
+from zinf_compile.passes.planning.search import Found, find_plan, minimum_memory, search_plan
+from zinf_compile.passes.planning.swaps import without_swapped
+from zinf_compile.plans import ActivationSwap, Plan
+from zinf_compile.simulate import simulate
 from zinf_compile.terms import format_bytes
 
 __all__ = ["Request", "does_fit", "make_plan", "minimum_device_memory"]
 
 _MIB = 2**20
+# Of a step. Where compute waits for no more than this, activations stay: to move them would wear the disk for nothing.
+NEGLIGIBLE_STALLS = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Level:
+    """A graph with some of its activations leaving the device, and what is left to plan the rest of it with."""
+
+    request: Request
+    graph: GraphFacts
+    swaps: tuple[ActivationSwap, ...]
 
 
 def make_plan(request: Request) -> Plan:
@@ -23,32 +40,80 @@ def make_plan(request: Request) -> Plan:
 
     Raises CapacityError, with the smallest budgets that work, when none does.
     """
-    found = [best for graph in request.candidates if (best := search_plan(request, graph)) is not None]
-    if not found:
-        raise _capacity_error(request)
-    return replace(min(found, key=lambda best: best.score.key).plan, request=request)
+    best: Found | None = None
+    failure: CapacityError | None = None
+    for graph in request.candidates:
+        for level in _levels(request, graph):
+            try:
+                found = search_plan(level.request, graph, level.swaps)
+            except CapacityError as error:
+                if not level.swaps:  # with less of the other tiers there is no more to say
+                    failure = failure or error
+                continue
+            best = min((item for item in (best, found) if item is not None), key=_score, default=None)
+            if found is not None and _waits_for_little(found.plan):
+                break
+    if best is not None:
+        return replace(best.plan, request=request)
+    raise failure or _capacity_error(request)
 
 
 def does_fit(request: Request) -> bool:
     """Return whether ``make_plan`` succeeds, without looking for the best plan."""
-    with suppress(CapacityError):
-        return any(find_plan(request, graph) is not None for graph in request.candidates)
+    for level in _all_levels(request):
+        with suppress(CapacityError):
+            if find_plan(level.request, level.graph, level.swaps) is not None:
+                return True
     return False
 
 
 def minimum_device_memory(request: Request) -> int:
     """Return the bytes of the smallest device budget with which ``make_plan`` succeeds."""
-    return min(minimum_memory(request, graph) for graph in request.candidates)
+    return int(min(map(_minimum, _all_levels(request))))  # of what stays on the device it is finite
+
+
+def _levels(request: Request, graph: GraphFacts) -> Iterator[_Level]:
+    yield _Level(request=request, graph=graph, swaps=())
+    for swaps in leaving_levels(graph, request.config, request.hardware):
+        config = count_resting(swaps).taken_from(request.config)
+        yield _Level(request=replace(request, config=config), graph=graph, swaps=swaps)
+
+
+def _all_levels(request: Request) -> Iterator[_Level]:
+    for graph in request.candidates:
+        yield from _levels(request, graph)
+
+
+def _minimum(level: _Level) -> float:
+    """Return the smallest device budget for a level; infinity if what leaves would take the room of other things."""
+    nbytes = minimum_memory(level.request, level.graph, level.swaps)
+    if level.swaps:
+        config = replace(level.request.config, device_memory=nbytes)
+        with suppress(CapacityError):
+            if find_plan(replace(level.request, config=config), level.graph, level.swaps) is not None:
+                return nbytes
+        return math.inf
+    return nbytes
+
+
+def _waits_for_little(plan: Plan) -> bool:
+    timeline = simulate(plan)
+    return timeline.stall_seconds <= NEGLIGIBLE_STALLS * timeline.step_seconds
+
+
+def _score(found: Found) -> tuple[int, int, int, int]:
+    return found.score.key
 
 
 def _capacity_error(request: Request) -> CapacityError:
-    graph = min(request.candidates, key=lambda candidate: minimum_memory(request, candidate))
+    level = min(_all_levels(request), key=_minimum)
+    graph = without_swapped(level.graph, level.swaps)
     live = working_set(graph.values, graph.num_ticks)
     peak_tick = max(range(len(live)), key=live.__getitem__)
     at_peak = [value for value in graph.values if value.live.start <= peak_tick < value.live.end]
     largest = sorted(at_peak, key=lambda value: (-value.nbytes, value.name))[:3]
     peak_op = next(op for op in graph.ops if op.tick == peak_tick)
-    minimum = minimum_memory(request, graph)
+    minimum = int(_minimum(level))
     return CapacityError(
         f"{request.name} needs {format_bytes(minimum)} on device, device_memory is "
         f"{format_bytes(request.config.device_memory)}; its activations alone peak at {format_bytes(live[peak_tick])} "

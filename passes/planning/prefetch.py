@@ -138,7 +138,7 @@ def _group(
 
 
 def _split(ticks: Sequence[int], first_needs: Sequence[int]) -> list[list[int]]:
-    """Return the ticks in runs, cut where two or more other residencies begin in between."""
+    """Return the ticks in runs, cut where two or more other residencies begin in between; ``first_needs`` are sorted."""
     runs = [[ticks[0]]]
     for before, after in itertools.pairwise(ticks):
         others = bisect.bisect_left(first_needs, after) - bisect.bisect_right(first_needs, before)

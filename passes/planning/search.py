@@ -15,7 +15,7 @@ from zinf_compile.facts import GraphFacts
 from zinf_compile.passes.planning.arena import align
 from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planning.placement import plan_placement, with_device_memory
-from zinf_compile.plans import Placement, Plan
+from zinf_compile.plans import ActivationSwap, Placement, Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier
 from zinf_compile.world import shard_parameter
@@ -33,6 +33,7 @@ _LOOK_AHEADS = tuple(_look_ahead(size * _MIB) for size in (256, 128, 64, 32, 16,
 # Rungs lie so close by what is beyond the smallest budget. What lies above the highest rung below a budget is not used: on
 # average 8 % of what is beyond.
 _RUNGS_PER_DOUBLING = 4
+_FEW_RUNGS_PER_DOUBLING = 1  # where activations leave the device: one search of several for the same graph
 _FIRST_RUNG = 64  # of the smallest budget, beyond it
 _STEPS_PER_RUNG = 3
 
@@ -72,19 +73,21 @@ class Found:
     score: Score
 
 
-def search_plan(request: Request, graph: GraphFacts) -> Found | None:
+def search_plan(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = ()) -> Found | None:
     """Return the best plan found for one graph, or None if none fits the device.
 
     Raises CapacityError when host and nvme cannot hold what the device does not.
     """
-    builder = PlanBuilder(request, graph)
+    builder = PlanBuilder(request, graph, swaps)
     _place(request, request.config)  # of all it leaves the most to host and nvme
     if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
         return kept
     best: Found | None = None
     turn = 0
     starts = _starts(request, builder)
-    for memory in _rungs(request, builder, starts):
+    for memory in _rungs(
+        request, builder, starts, per_doubling=_FEW_RUNGS_PER_DOUBLING if swaps else _RUNGS_PER_DOUBLING
+    ):
         choices = [choice for start in starts if start.nbytes == memory for choice in start.choices]
         if best is not None:
             choices += _neighbours(best.choice, request, turn)
@@ -92,16 +95,16 @@ def search_plan(request: Request, graph: GraphFacts) -> Found | None:
         for choice in choices:
             best = _better(best, _try(builder, choice, memory))
     if best is None:  # the other tiers hold the rest only beside all of this device, if at all
-        return find_plan(request, graph)
+        return find_plan(request, graph, swaps)
     return best
 
 
-def find_plan(request: Request, graph: GraphFacts) -> Found | None:
+def find_plan(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = ()) -> Found | None:
     """Return some plan for one graph, without a search, or None if none fits the device.
 
     Raises CapacityError when host and nvme cannot hold what the device does not.
     """
-    builder = PlanBuilder(request, graph)
+    builder = PlanBuilder(request, graph, swaps)
     if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
         return kept
     for start in sorted(_starts(request, builder), key=lambda start: start.nbytes):
@@ -112,9 +115,9 @@ def find_plan(request: Request, graph: GraphFacts) -> Found | None:
     return None
 
 
-def minimum_memory(request: Request, graph: GraphFacts) -> int:
+def minimum_memory(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = ()) -> int:
     """Return the bytes of the smallest device budget in which some plan of a graph fits."""
-    return min(start.nbytes for start in _starts(request, PlanBuilder(request, graph)))
+    return min(start.nbytes for start in _starts(request, PlanBuilder(request, graph, swaps)))
 
 
 def _place(request: Request, config: Config, resident_nbytes: int | None = None) -> tuple[Placement, ...]:
@@ -188,7 +191,7 @@ def _starts(request: Request, builder: PlanBuilder) -> list[_Start]:
     return starts
 
 
-def _rungs(request: Request, builder: PlanBuilder, starts: Sequence[_Start]) -> Iterator[int]:
+def _rungs(request: Request, builder: PlanBuilder, starts: Sequence[_Start], *, per_doubling: int) -> Iterator[int]:
     """Yield the device budgets to plan for, up to that of the request.
 
     Geometric, and those in which a start fits, and those at which compute copies, then all else, may be resident.
@@ -203,7 +206,7 @@ def _rungs(request: Request, builder: PlanBuilder, starts: Sequence[_Start]) -> 
     beyond = smallest / _FIRST_RUNG
     while smallest + beyond < highest:
         rungs.add(int(smallest + beyond))
-        beyond *= 2 ** (1 / _RUNGS_PER_DOUBLING)
+        beyond *= 2 ** (1 / per_doubling)
     yield from (rung for rung in sorted(rungs) if rung <= request.config.device_memory)
 
 

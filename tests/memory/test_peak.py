@@ -26,7 +26,7 @@ from pathlib import Path
 folder, examples, result, *budgets = sys.argv[1:]
 device_memory, host_memory, reserve_memory = map(int, budgets)
 sys.path.insert(0, examples)
-import torch, torch._dynamo, zinf_compile
+import torch, torch._dynamo, zinf_compile, zinf_compile.terms
 from gpt import GPT, GPTConfig
 
 torch.set_num_threads(2)
@@ -111,10 +111,10 @@ placements = {placement.parameter: placement for placement in plan.placements}
 record["losses"] = losses
 record["planned read"] = plan.step.nbytes_read + sum(
     transfer.nbytes for transfer in plan.transfers if transfer.source == "nvme"
-)
+) + plan.swapped_nbytes(zinf_compile.terms.Tier.NVME)
 record["planned write"] = plan.step.nbytes_written + sum(
     sink.nbytes for sink in plan.sinks if sink.destination == "nvme"
-)
+) + plan.swapped_nbytes(zinf_compile.terms.Tier.NVME)
 record["states"] = sum(
     getattr(placement, role) for placement in plan.placements
     for role in ("compute_nbytes", "master_nbytes", "gradient_nbytes", "optimizer_state_nbytes")

@@ -115,7 +115,10 @@ def _make_random_graph(rng: random.Random, parameters: Sequence[ParameterFact], 
         nbytes = rng.randrange(1, 200_000)
         live = LiveRange(start=tick, end=max(end, tick + 1))
         bindable = not saved and (tick < half) == (live.end <= half) and rng.random() < 0.5
-        values.append(ValueFact(name=f"value_{tick}", nbytes=nbytes, live=live, saved=saved, bindable=bindable))
+        idle = LiveRange(start=tick + 1, end=live.end - 1) if saved and tick + 2 < half else None
+        values.append(
+            ValueFact(name=f"value_{tick}", nbytes=nbytes, live=live, saved=saved, bindable=bindable, idle=idle)
+        )
     return make_graph(
         uses,
         num_forward_ticks=half,

@@ -17,7 +17,8 @@ from zinf_compile.facts import ValueFact
 from zinf_compile.hardware import Hardware, OpKind, OpRate, Rate, make_route
 from zinf_compile.passes.planning.costs import op_seconds, plan_spans
 from zinf_compile.passes.planning.placement import check_budgets, plan_placement
-from zinf_compile.passes.planning.planner import Request, make_plan, minimum_device_memory
+from zinf_compile.passes.planning.planner import NEGLIGIBLE_STALLS, Request, make_plan, minimum_device_memory
+from zinf_compile.passes.planning.search import search_plan
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.plans import Plan
 from zinf_compile.simulate import simulate
@@ -78,8 +79,20 @@ def test_more_device_memory_never_costs_time(request_of: Function, seed: int, ho
     seconds = [
         simulate(make_plan(with_share(request, share))).step_seconds for share in (1, 1.1, 1.3, 1.6, 2, 3, 5, 100)
     ]
-    nanoseconds = [round(1e9 * each) for each in seconds]  # plans are compared in whole ones
-    assert nanoseconds == sorted(nanoseconds, reverse=True)
+    # Where activations stay because compute hardly waits, this little may have been gained with less memory.
+    least = seconds[0]
+    for each in seconds:
+        assert each * (1 - NEGLIGIBLE_STALLS) <= least + 1e-9  # plans are compared in whole nanoseconds
+        least = min(least, each)
+    whole = [_nanoseconds_staying(with_share(request, share)) for share in (1, 1.1, 1.3, 1.6, 2, 3, 5, 100)]
+    fitting = [each for each in whole if each is not None]
+    assert fitting == sorted(fitting, reverse=True)
+
+
+def _nanoseconds_staying(request: Request) -> int | None:
+    """Return the simulated step with no activation leaving the device; None if that does not fit."""
+    found = [best for graph in request.candidates if (best := search_plan(request, graph)) is not None]
+    return min((best.score.nanoseconds for best in found), default=None)
 
 
 @few
