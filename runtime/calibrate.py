@@ -25,7 +25,7 @@ _TOKENS, _HIDDEN, _INNER = 512, 512, 1024  # of a linear layer: 0.5 GFLOP a prod
 _HEADS, _HEAD_WIDTH, _CONTEXT = 8, 64, 256
 _COPY_ELEMENTS = 16 * 2**20  # 64 MiB of fp32: beyond most caches, even of servers
 _OP_SHAPE = (512, 2048)  # what a block of that width has between two products
-_OPTIMIZER_ELEMENTS = 2**20
+_OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all: a model's do not stay in the cache either
 _DISK_NBYTES = 32 * 2**20
 _DUPLEX_SHARE = 0.75  # of both rates together, from which on reads and writes count as not in each other's way
 _NUM_CALLS = 100
@@ -115,6 +115,9 @@ def _measure_op(kind: OpKind, dtype: torch.dtype, repeats: int) -> float:
         return 3 * x.nbytes / _best_seconds(lambda: torch.mul(x, x, out=out), repeats)
     if kind is OpKind.TRANSCENDENTAL:
         return 2 * x.nbytes / _best_seconds(lambda: torch.ops.aten.gelu.out(x, out=out), repeats)
+    if kind is OpKind.RANDOM:
+        with torch.random.fork_rng(devices=()):  # the model's own numbers stay as they would be
+            return (2 * x.nbytes + x.numel()) / _best_seconds(lambda: torch.native_dropout(x, 0.1, True), repeats)
     return x.nbytes / _best_seconds(lambda: x.mean(-1), repeats)
 
 

@@ -1,5 +1,6 @@
 """What really happened: bytes moved per route, seconds waited per transfer, seconds per phase."""
 
+import itertools
 import threading
 import time
 from collections import defaultdict
@@ -30,6 +31,7 @@ class Meter:
         self._thread = threading.local()
         self.num_eager_gathers = 0  # outside of captured graphs
         self._phase_seconds: dict[Phase, list[float]] = defaultdict(list)
+        self._step_starts: list[float] = []
 
     def add_moved(self, source: Tier, destination: Tier, nbytes: int) -> None:
         """Count bytes that moved between two tiers."""
@@ -55,6 +57,8 @@ class Meter:
     def phase(self, phase: Phase) -> Iterator[None]:
         """Record the time spent inside as one run of a phase."""
         start = time.perf_counter()
+        if phase is Phase.STEP:
+            self._step_starts.append(start)
         yield
         self._phase_seconds[phase].append(time.perf_counter() - start)
 
@@ -73,3 +77,8 @@ class Meter:
     def phase_seconds(self, phase: Phase) -> tuple[float, ...]:
         """Return the seconds of each run of a phase, in order."""
         return tuple(self._phase_seconds[phase])
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """Return the seconds from each optimizer step to the next, in order."""
+        return tuple(after - before for before, after in itertools.pairwise(self._step_starts))

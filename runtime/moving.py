@@ -52,6 +52,7 @@ def _move(record: StoredParameter, role: str, tier: Tier) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             record.parameter.data = moved.tensor
     setattr(record, role, moved)
+    _give_back(record.store, slot)
 
 
 def _move_state(record: StoredParameter, key: str, tier: Tier) -> None:
@@ -64,6 +65,17 @@ def _move_state(record: StoredParameter, key: str, tier: Tier) -> None:
     state = owner.state.get(record.parameter, {})
     if moved is not slot and slot.shown is not None and state.get(key) is slot.shown:
         state[key] = HomeTensor.show(moved, record)
+    if moved is not slot:
+        _give_back(record.store, slot)
+
+
+def _give_back(store: Store, slot: Slot) -> None:
+    """Let a slot's extent be used again, now that its value has moved.
+
+    Not if somebody holds an alias of the old mapping, who would read, or write, whatever came to lie there.
+    """
+    if slot.extent is not None and slot.is_forgotten:
+        store.layout.free(slot.extent)
 
 
 def _moved_slot(store: Store, slot: Slot, tier: Tier) -> Slot:
@@ -82,7 +94,5 @@ def _moved_slot(store: Store, slot: Slot, tier: Tier) -> Slot:
             store.transfers.write_value(moved, slot.tensor)
             store.transfers.wait_writes()
         else:
-            # Its extent is not used again: somebody may hold an alias of the old mapping, and would read, or write,
-            # whatever came to lie there.
             store.transfers.read_value(slot, moved.tensor)
     return moved

@@ -101,6 +101,7 @@ class StreamedStep:
                 for record in in_sight:
                     self._store.check_usable(record)  # waits
             self._store.sample_memory()
+            self._store.settle_memory()
 
     def _may_overlap(self) -> bool:
         """Return whether it may go on while compute does, and has bytes to move meanwhile."""

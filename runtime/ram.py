@@ -9,35 +9,53 @@ from pathlib import Path
 
 
 class DeviceRam:
-    """The peak of the anonymous memory that is neither the host tier's nor was there before the first graph ran.
+    """The peak of the anonymous memory that is neither the host tier's nor something else's than the model's.
+
+    What was there before the first graph ran is not ours: Python, torch, captured graphs. Nor is what the first step has
+    made for good: the kernels that libraries keep for every shape they have met, half a MiB each, and threads' stacks.
 
     glibc keeps freed memory for later, and under the aligned allocations of tensors its heap comes to hold several times
-    what is live. Whenever a sample is over the budget, it is told to give that back.
+    what is live. Whenever a sample is over what is promised, or over the budget, it is told to give that back.
     """
 
     def __init__(self, *, budget: int) -> None:
         self.peak = 0
         self._budget = budget
-        self._not_ours: int | None = None  # Python, torch and captured graphs
+        self._promised = budget
+        self._before: int | None = None  # what was held before the first graph ran
+        self._made = 0  # by the first step, beside that
+        self._is_settled = False
+
+    def promise(self, nbytes: int) -> None:
+        """Stay within so many bytes from now on: what the plans say that the device tier takes."""
+        self._promised = nbytes
 
     def begin(self, homes_nbytes: int, *, after_capture: bool) -> None:
         """Take what is held now, beside ``homes_nbytes`` of ours, as not ours. Only the first call counts."""
-        if self._not_ours is None:
+        if self._before is None:
             if after_capture:  # which leaves cycles of nodes and fake tensors behind
                 gc.collect()
                 return_freed_memory()
-            self._not_ours = anonymous_rss() - homes_nbytes
+            self._before = anonymous_rss() - homes_nbytes
+
+    def settle(self, ours_nbytes: int) -> None:
+        """Take what is held now, beside ``ours_nbytes``, as not ours either. Only the first call after ``begin`` counts."""
+        if self._before is None or self._is_settled:
+            return
+        self._is_settled = True
+        return_freed_memory()
+        self._made = max(0, anonymous_rss() - ours_nbytes - self._before)
+        self.peak = max(0, self.peak - self._made)
 
     def sample(self, host_nbytes: int) -> None:
         """Look at what is held now; all of ours beyond ``host_nbytes`` is the device tier's."""
-        if self._not_ours is None:
+        if self._before is None:
             return
-        others = self._not_ours + host_nbytes
-        held = anonymous_rss() - others
-        if held > self._budget:
+        held = anonymous_rss() - self._before - host_nbytes
+        if held > self._budget or held - self._made > self._promised:
             return_freed_memory()
-            held = anonymous_rss() - others
-        self.peak = max(self.peak, held)
+            held = anonymous_rss() - self._before - host_nbytes
+        self.peak = max(self.peak, held - self._made)
 
 
 def anonymous_rss() -> int:

@@ -3,7 +3,8 @@
 import mmap
 import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -139,6 +140,16 @@ class StagingPool:
                 self._idle.append(memory)
                 self._idle_nbytes += len(memory)
             self._condition.notify_all()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Let the peak be afterwards what it was before, and hold nothing that is not leased."""
+        peak = self._peak_nbytes
+        try:
+            yield
+        finally:
+            self.drop_idle()
+            self._peak_nbytes = peak
 
     def drop_idle(self) -> None:
         """Give the cached memory back to the system; later leases take it again."""

@@ -23,7 +23,7 @@ from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.home import refuse_gradient, torn_error
 from zinf_compile.runtime.home_gradient import settle_gradient
 from zinf_compile.runtime.meter import Meter
-from zinf_compile.runtime.nvme.engine import ALIGN, Engine
+from zinf_compile.runtime.nvme.engine import Engine
 from zinf_compile.runtime.nvme.layout import FileLayout
 from zinf_compile.runtime.nvme.posix import PosixEngine
 from zinf_compile.runtime.ram import DeviceRam
@@ -123,8 +123,7 @@ class Store:
     def reserve(self, placements: Sequence[Placement]) -> None:
         """Reserve the disk space of what is placed next, so that a disk too small is an error before anything moves."""
         if self.engine is not None:
-            on_nvme = sum(_padded_nbytes(placement) for placement in placements)
-            self.engine.reserve(self.layout.end + on_nvme)
+            self.engine.reserve(self.layout.end + sum(placement.file_nbytes for placement in placements))
 
     def reserve_growth(self, placements: Sequence[Placement]) -> None:
         """Reserve the disk space that parameters take more of at these homes than at those they have."""
@@ -342,6 +341,10 @@ class Store:
         """Look at what the process holds now; what is neither explained nor on the host tier is the device's."""
         self.ram.sample(self._host_nbytes())
 
+    def settle_memory(self) -> None:
+        """Take what this process holds beside our homes and the arena as not ours. Called behind a step: no graph runs."""
+        self.ram.settle(self.nbytes_on(Tier.DEVICE) + self.arena.nbytes + self._host_nbytes())
+
     def _host_nbytes(self) -> int:
         return self.nbytes_on(Tier.HOST) + self.staging.held_nbytes + self.activations.host_nbytes
 
@@ -351,13 +354,6 @@ def _room_for_activations(config: Config, homes_nbytes: Mapping[Tier, int], tier
     if tier is Tier.HOST:
         return config.host_memory - max(config.staging_memory, 0) - homes_nbytes[tier]
     return None if config.nvme_memory is None else config.nvme_memory - homes_nbytes[tier]
-
-
-def _padded_nbytes(placement: Placement) -> int:
-    """Return the file bytes a parameter takes on nvme; every tensor is rounded up to whole sectors."""
-    num_tensors = 5  # compute and master copy, gradient, two moments: at most one sector is lost on each
-    on_nvme = placement.nbytes_on(Tier.NVME)
-    return on_nvme + num_tensors * ALIGN if on_nvme else 0
 
 
 def _close(updates: UpdateQueue, transfers: Transfers, staging: StagingPool, engine: Engine | None) -> None:

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from zinf_compile.config import make_config
 from zinf_compile.errors import ConfigError
-from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, TierReport
+from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, StepReport, TierReport
 from zinf_compile.runtime.accessors import Forward, install_accessors, refuse_optimized
 from zinf_compile.runtime.lending import Site, check_room, lend_values
 from zinf_compile.runtime.slots import owner_of, record_of
@@ -114,9 +114,16 @@ def report(model: Module) -> Report:
         Tier.HOST: session.config.host_memory,
         Tier.NVME: session.config.nvme_memory,
     }
-    phases = []
+    phases, step = [], None
     longest = max(plans, key=lambda plan: plan.num_ticks, default=None)
-    for phase, seconds in simulate(longest).phase_seconds if longest is not None else ():
+    timeline = simulate(longest) if longest is not None else None
+    if timeline is not None and meter.step_seconds:
+        step = StepReport(
+            predicted_seconds=timeline.step_seconds,
+            measured_seconds=statistics.median(meter.step_seconds),
+            count=len(meter.step_seconds),
+        )
+    for phase, seconds in timeline.phase_seconds if timeline is not None else ():
         runs = meter.phase_seconds(phase)
         if runs:
             phases.append(
@@ -140,6 +147,7 @@ def report(model: Module) -> Report:
             for tier in Tier
         ),
         phases=tuple(phases),
+        step=step,
         moved=tuple(RouteReport(route=route, nbytes=nbytes) for route, nbytes in meter.moved),
         stalls=tuple(
             StallReport(transfer=stall.name, seconds=stall.seconds, count=stall.count) for stall in meter.stalls

@@ -23,6 +23,7 @@ class OpKind(StrEnum):
     ELEMENTWISE = "elementwise"  # add, mul
     TRANSCENDENTAL = "transcendental"  # gelu, tanh, softmax: bounded by arithmetic that no FLOP formula counts
     REDUCTION = "reduction"  # sum, mean, layer norm
+    RANDOM = "random"  # dropout: bounded by drawing numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

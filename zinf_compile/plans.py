@@ -12,6 +12,8 @@ from zinf_compile.hardware import Hardware
 from zinf_compile.terms import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
 
 PLAN_VERSION = 1
+SECTOR_NBYTES = 4096  # of the store file: what O_DIRECT asks for on disks of 4 KiB sectors
+_NUM_STATES = 2  # tensors that an optimizer keeps of a parameter, as Adam does
 SWAPPED_PART = "swapped activations"  # the part of host and of nvme that activations rest in
 
 
@@ -50,6 +52,18 @@ class Placement:
         total += self.master_nbytes if self.master is tier else 0
         total += self.gradient_nbytes if self.gradient is tier else 0
         return total + (self.optimizer_state_nbytes if self.optimizer_state is tier else 0)
+
+    @property
+    def file_nbytes(self) -> int:
+        """Return what this parameter takes of the file on nvme, where each tensor begins at a sector of its own."""
+        half_state = self.optimizer_state_nbytes // _NUM_STATES
+        homes = (
+            (self.compute, self.compute_nbytes),
+            (self.master, self.master_nbytes),
+            (self.gradient, self.gradient_nbytes),
+            *((self.optimizer_state, half_state) for _ in range(_NUM_STATES)),
+        )
+        return sum(-(-nbytes // SECTOR_NBYTES) * SECTOR_NBYTES for home, nbytes in homes if home is Tier.NVME)
 
     @property
     def update_nbytes_read(self) -> int:

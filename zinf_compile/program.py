@@ -237,6 +237,7 @@ class Program:
         by_first_use = sorted(plan.uses, key=lambda use: use.ticks[0])
         self._session.store.update_order = {use.parameter: position for position, use in enumerate(by_first_use)}
         self.plan = plan
+        self._session.promise(plan)
         self._lower(plan)
 
     def _lower(self, plan: Plan) -> None:

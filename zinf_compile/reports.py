@@ -15,12 +15,26 @@ class TierReport:
     predicted_peak: int
     measured_peak: int
 
+    @property
+    def is_exceeded(self) -> bool:
+        """Return whether more was measured than was promised."""
+        return self.measured_peak > self.predicted_peak
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
     """One phase's predicted seconds beside the median of the measured ones."""
 
     phase: Phase
+    predicted_seconds: float
+    measured_seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """A whole step's predicted seconds beside the median of those from one ``optimizer.step()`` to the next."""
+
     predicted_seconds: float
     measured_seconds: float
     count: int
@@ -51,6 +65,7 @@ class Report:
     plans: tuple[Plan, ...]
     tiers: tuple[TierReport, ...]
     phases: tuple[PhaseReport, ...]
+    step: StepReport | None  # None before the second step
     moved: tuple[RouteReport, ...]
     stalls: tuple[StallReport, ...]
     graph_breaks: tuple[str, ...]  # "file:line: reason"
@@ -59,17 +74,20 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {len(self.plans)} captured graph(s), {len(self.graph_breaks)} graph break(s)", ""]
-        lines.append(f"{'tier':8}{'capacity':>12}{'predicted':>12}{'measured':>12}")
+        lines.append(f"{'tier':8}{'capacity':>12}{'predicted':>12}{'measured':>12}{'ratio':>8}")
         for tier in self.tiers:
             capacity = "-" if tier.capacity is None else format_bytes(tier.capacity)
             peaks = (format_bytes(tier.predicted_peak), format_bytes(tier.measured_peak))
-            lines.append(f"{tier.tier:8}{capacity:>12}{peaks[0]:>12}{peaks[1]:>12}")
+            ratio = _format_ratio(tier.measured_peak, tier.predicted_peak)
+            lines.append(f"{tier.tier:8}{capacity:>12}{peaks[0]:>12}{peaks[1]:>12}{ratio:>8}")
+        for tier in self.tiers:
+            if self.plans and tier.is_exceeded:
+                lines.append(f"{tier.tier}: exceeded by {format_bytes(tier.measured_peak - tier.predicted_peak)}")
         if self.phases:
-            lines += ["", f"{'phase':10}{'predicted':>11}{'measured':>11}   runs"]
-        for phase in self.phases:
-            lines.append(
-                f"{phase.phase:10}{phase.predicted_seconds:10.3f}s{phase.measured_seconds:10.3f}s   {phase.count}"
-            )
+            lines += ["", f"{'phase':10}{'predicted':>11}{'measured':>11}{'ratio':>8}   runs"]
+        lines += [_format_seconds(phase.phase, phase) for phase in self.phases]
+        if self.step is not None:
+            lines.append(_format_seconds("in all", self.step))
         if self.moved:
             lines += ["", "moved"]
         lines += [f"  {moved.route:18}{format_bytes(moved.nbytes):>12}" for moved in self.moved]
@@ -92,3 +110,14 @@ class Report:
                 "TORCH_LOGS=graph_breaks tells what Dynamo could not capture",
             ]
         return "\n".join(lines)
+
+
+def _format_seconds(name: str, seconds: PhaseReport | StepReport) -> str:
+    ratio = _format_ratio(seconds.measured_seconds, seconds.predicted_seconds)
+    times = f"{seconds.predicted_seconds:10.3f}s{seconds.measured_seconds:10.3f}s"
+    return f"{name:10}{times}{ratio:>8}   {seconds.count}"
+
+
+def _format_ratio(measured: float, predicted: float) -> str:
+    """Return measured over predicted; "-" where nothing was predicted."""
+    return f"{measured / predicted:.2f}" if predicted else "-"

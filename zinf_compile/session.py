@@ -16,7 +16,7 @@ from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture import compile_graph, describe_break, refuse_writes_to_parameters
 from zinf_compile.passes.planning.placement import check_budgets, place_narrowed, place_thawed, plan_placement
-from zinf_compile.plans import Placement
+from zinf_compile.plans import Placement, Plan
 from zinf_compile.program import Program
 from zinf_compile.runtime.accessors import Forward
 from zinf_compile.runtime.adoption import NamedParameter, adopt_parameters
@@ -30,7 +30,7 @@ from zinf_compile.runtime.slots import StoredParameter, torch_dtype
 from zinf_compile.runtime.step_hooks import install_step_hooks
 from zinf_compile.runtime.store import Store, find_record
 from zinf_compile.runtime.thawing import thaw_parameter
-from zinf_compile.terms import format_bytes
+from zinf_compile.terms import Tier, format_bytes
 
 _MAX_DESCRIPTORS = 65536  # Linux allows a process 65530 mappings by default
 
@@ -84,7 +84,8 @@ class Session:
         facts = [*self.facts, *(item.fact for item in named)]
         placements = plan_placement(facts, self.config)
         check_budgets(facts, placements, self.config)
-        adopt_parameters(self.store, named, placements[len(self.facts) :], as_home=as_home, with_values=with_values)
+        with self.store.staging.uncounted():  # what a step takes is what plans speak of
+            adopt_parameters(self.store, named, placements[len(self.facts) :], as_home=as_home, with_values=with_values)
         self.placements = tuple(self.store.placements.values())
 
     def prefixed(self, parameters: Mapping[str, Parameter], model_name: str) -> dict[str, Parameter]:
@@ -167,7 +168,8 @@ class Session:
             found = {record.compute.tensor.dtype for record in self.store.records.values()}
             floating = frozenset(dtype for dtype in found if dtype.is_floating_point)
             dtypes = floating or frozenset({torch.float32})
-            self._hardware = find_measured(self.config.nvme, dtypes) or measure_hardware(self.store, dtypes)
+            with self.store.staging.uncounted():
+                self._hardware = find_measured(self.config.nvme, dtypes) or measure_hardware(self.store, dtypes)
         program = Program(self, f"{self.model_name} graph {len(self.programs)}", self._hardware)
         compiled = compile_graph(graph_module, inputs, program)
         self.programs.append(program)
@@ -179,10 +181,17 @@ class Session:
 
         return call
 
+    def promise(self, plan: Plan) -> None:
+        """Keep the device tier within what the plans say, of which this is the newest."""
+        plans = [plan, *(program.plan for program in self.programs if program.plan is not None)]
+        reserve = self.config.reserve_memory  # a part of the peak that is not the tier's own
+        self.store.ram.promise(max(each.tier(Tier.DEVICE).predicted_peak for each in plans) - reserve)
+
     def settle(self) -> None:
         """Move parameters to where the newest plan wants them. Called before a graph runs, never while one is traced."""
         if self.placements != tuple(self.store.placements.values()):
-            move_homes(self.store, self.placements)
+            with self.store.staging.uncounted():
+                move_homes(self.store, self.placements)
 
 
 def session_of_store(store: Store) -> Session:

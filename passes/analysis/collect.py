@@ -11,7 +11,7 @@ from torch import fx
 
 from zinf_compile.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
 from zinf_compile.ops import GATHER, STORE_GRAD
-from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops
+from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops, count_workspace
 from zinf_compile.passes.analysis.idle import find_idle
 from zinf_compile.passes.analysis.modules import block_of, module_path
 from zinf_compile.passes.analysis.shapes import GraphShapes, find_sources, symbols_in
@@ -20,6 +20,8 @@ from zinf_compile.passes.contract import NODE_FACTS, NodeFacts, node_facts
 from zinf_compile.passes.out_forms import has_out_form
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy, LiveRange
+
+_REORDERING = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +175,22 @@ def _collect_values(
                 idle=None if is_returned else idle.get(root),
             )
         )
+    values += _workspaces(nodes, shapes)
     return tuple(sorted(values, key=lambda value: (value.live.start, value.name)))
+
+
+def _workspaces(nodes: list[fx.Node], shapes: GraphShapes) -> list[ValueFact[Size]]:
+    """Return what convolutions allocate and free again: their kernels want every tensor in a layout of their own."""
+    return [
+        ValueFact(
+            name=f"{node.name}_workspace",
+            nbytes=shapes.size(count_workspace(node)),
+            live=LiveRange(start=_tick(node), end=_tick(node) + 1),
+            saved=False,
+        )
+        for node in nodes
+        if node.target in _REORDERING
+    ]
 
 
 def _collect_uses(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) -> tuple[UseFact, ...]:

@@ -246,6 +246,9 @@ class PlanBuilder:
         arena_nbytes = moved.arena_nbytes + bound.nbytes
         home_of = {placement.parameter: placement for placement in placements}
         staging = config.staging_memory
+        on_nvme = _nbytes_on(placements, Tier.NVME)
+        # What is in memory is updated in place; inside backward, from a copy of its gradient.
+        uses_staging = on_nvme + self._resting.nvme > 0 or config.step_timing is StepTiming.IN_BACKWARD
         parts = {
             Tier.DEVICE: (
                 ("residents", _nbytes_on(placements, Tier.DEVICE)),
@@ -256,10 +259,14 @@ class PlanBuilder:
             ),
             Tier.HOST: (
                 ("homes", _nbytes_on(placements, Tier.HOST)),
-                ("staging", staging),
+                ("staging", staging if uses_staging else 0),
                 *_resting_part(self._resting.host),
             ),
-            Tier.NVME: (("homes", _nbytes_on(placements, Tier.NVME)), *_resting_part(self._resting.nvme)),
+            Tier.NVME: (
+                ("homes", on_nvme),
+                ("padding", sum(item.file_nbytes for item in placements) - on_nvme),
+                *_resting_part(self._resting.nvme),
+            ),
         }
         whole = self._resting.returned_to(config)
         capacity = {Tier.DEVICE: whole.device_memory, Tier.HOST: whole.host_memory, Tier.NVME: whole.nvme_memory}

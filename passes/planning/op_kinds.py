@@ -13,10 +13,12 @@ _REDUCTION = {
     *("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
     *("native_group_norm", "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward"),
 }
+_RANDOM = {"native_dropout", "bernoulli", "rand", "rand_like", "randn", "randn_like", "uniform", "normal_functional"}
 _KINDS = {
     **dict.fromkeys(_ELEMENTWISE, OpKind.ELEMENTWISE),
     **dict.fromkeys(_TRANSCENDENTAL, OpKind.TRANSCENDENTAL),
     **dict.fromkeys(_REDUCTION, OpKind.REDUCTION),
+    **dict.fromkeys(_RANDOM, OpKind.RANDOM),
 }
 
 

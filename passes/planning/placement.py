@@ -280,7 +280,7 @@ def with_device_memory(config: Config, nbytes: int) -> Config:
 
 
 def _check_nvme(placements: Sequence[Placement], config: Config) -> None:
-    on_nvme = sum(placement.nbytes_on(Tier.NVME) for placement in placements)
+    on_nvme = sum(placement.file_nbytes for placement in placements)
     if on_nvme == 0 or (config.nvme is not None and (config.nvme_memory is None or on_nvme <= config.nvme_memory)):
         return
     in_host = sum(placement.nbytes_on(Tier.HOST) for placement in placements)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from zinf_compile.errors import VerifyError
 from zinf_compile.runtime.nvme.engine import whole_sectors
 
+_LARGE_NBYTES = 2**18  # sixty-four sectors: what is smaller hardly adds to a file
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
@@ -35,11 +37,18 @@ class FileLayout:
         return self._end
 
     def allocate(self, nbytes: int) -> Extent:
-        """The smallest free extent that fits, the first of equals, else new bytes at the end."""
+        """The smallest free extent that fits, the first of equals, else new bytes at the end.
+
+        A small tensor divides no hole that a large one left: the next of its size would no longer fit there.
+        """
         if nbytes <= 0:
             raise VerifyError(f"cannot lay out {nbytes} bytes: an extent has at least one; skip empty values")
         reserved = whole_sectors(nbytes)
-        fitting = [(size, index) for index, size in enumerate(self._free_nbytes) if size >= reserved]
+        fitting = [
+            (size, index)
+            for index, size in enumerate(self._free_nbytes)
+            if size >= reserved and (size >= _LARGE_NBYTES) <= (reserved >= _LARGE_NBYTES)
+        ]
         if fitting:
             index = min(fitting)[1]
             offset = self._free_offsets[index]

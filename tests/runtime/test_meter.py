@@ -87,3 +87,15 @@ def test_anonymous_rss_sees_memory_that_was_touched() -> None:
     assert anonymous_rss() - before >= 0.9 * nbytes
     del held
     assert anonymous_rss() - before < 0.5 * nbytes
+
+
+def test_a_whole_step_lasts_from_one_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    meter = Meter()
+    for seconds in (2.0, 3.0, 5.0):
+        with meter.phase(Phase.FORWARD):
+            clock.seconds += seconds
+        with meter.phase(Phase.STEP):
+            clock.seconds += 1.0
+    assert meter.step_seconds == (4.0, 6.0)

@@ -39,6 +39,7 @@ def resting(stores: Sequence[Store]) -> Iterator[Sequence[Store]]:
             stack.enter_context(store.lock)
             with suppress(StoreError):  # of a step that failed before: who cares asks check_usable()
                 store.synchronize()
+            stack.enter_context(store.staging.uncounted())  # no plan knows of checkpoints
         yield stores
 
 

@@ -34,6 +34,16 @@ def test_best_fit_takes_the_smallest_hole() -> None:
     layout.check_integrity()
 
 
+def test_small_tensors_do_not_divide_the_hole_of_a_large_one() -> None:
+    layout = FileLayout()
+    large, small = layout.allocate(2**20), layout.allocate(ALIGN)
+    layout.free(large)
+    assert layout.allocate(ALIGN).offset == small.offset + ALIGN
+    assert layout.allocate(2**19).offset == 0, "a large one does"
+    assert layout.allocate(2**19).offset == 2**19
+    layout.check_integrity()
+
+
 def test_freed_neighbours_are_joined() -> None:
     layout = FileLayout()
     first, second, third, _ = [layout.allocate(ALIGN) for _ in range(4)]

@@ -1,0 +1,140 @@
+"""The plan's promise, measured in fresh processes: peaks stay within predicted ones, also in the smallest budgets named.
+
+Three models. Each trains in memory, and then in what a CapacityError says is the smallest budget of device, host and nvme.
+A thread samples memory all the time, by the rule of the report.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MODELS = ("gpt", "conv", "mlp")
+TIERS = ("device", "host", "nvme")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CLOSE = 1.10  # predicted over measured peaks of the device, at the most
+
+SCRIPT = """
+import json, re, sys, threading
+from pathlib import Path
+
+name, folder, examples, result = sys.argv[1:]
+sys.path.insert(0, examples)
+import torch, zinf_compile
+import torch.nn.functional as F
+from gpt import GPT, GPTConfig
+
+torch.set_num_threads(2)
+
+
+def gpt():
+    tokens = torch.randint(0, 1024, (2, 129))
+    model = GPT(GPTConfig(vocab_size=1024, layers=4, hidden=256, heads=4, seq=128))
+    return model, lambda: model(tokens[:, :-1], tokens[:, 1:])
+
+
+def conv():
+    images = torch.randn(8, 3, 32, 32)
+    layers = [torch.nn.Conv2d(3, 128, 3, padding=1)]
+    for _ in range(3):
+        layers += [torch.nn.Conv2d(128, 128, 3, padding=1), torch.nn.GroupNorm(8, 128), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*layers)
+    return model, lambda: model(images).square().mean()
+
+
+def mlp():
+    x = torch.randn(256, 1024)
+    model = torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())))
+    return model, lambda: model(x).square().mean()
+
+
+def train(budgets):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, loss = {"gpt": gpt, "conv": conv, "mlp": mlp}[name]()
+    zinf_compile.optimize(model, **budgets)
+    store = next(model.parameters())._zinf_record.store
+    stop = threading.Event()
+
+    def sample():
+        while not stop.wait(0.001):
+            store.sample_memory()
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(4):
+            value = loss()
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.item())
+        zinf_compile.synchronize(model)
+        return losses, {tier.tier: [tier.predicted_peak, tier.measured_peak] for tier in zinf_compile.report(model).tiers}
+    finally:
+        stop.set()
+        thread.join()
+        zinf_compile.close(model)
+
+
+ample = {"device_memory": "1GiB", "host_memory": "1GiB", "nvme": folder}
+runs = {}
+losses, tiers = train(ample)
+device_peak = tiers["device"][0]
+runs["memory"] = {"losses": losses, "tiers": tiers, "messages": []}
+for tier in ("device", "host", "nvme"):
+    option = f"{tier}_memory"
+    budgets = {"device_memory": device_peak // 2, "host_memory": "8MiB", "nvme": folder, option: "64KiB"}
+    if tier == "host":
+        budgets["nvme"] = None
+    messages = []
+    while True:
+        try:
+            losses, measured = train(budgets)
+            break
+        except zinf_compile.CapacityError as error:
+            messages.append(str(error))
+            if len(messages) > 4:
+                raise
+            named, size = re.findall(r"(\\w+_memory) to (\\d+MiB)", str(error))[0]
+            budgets[named] = size
+    runs[tier] = {"losses": losses, "tiers": measured, "messages": messages, "budget": budgets[option]}
+Path(result).write_text(json.dumps(runs))
+"""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("store")
+    result = tmp_path_factory.mktemp("result") / "runs.json"
+    command = [sys.executable, "-c", SCRIPT, request.param, str(folder), str(EXAMPLES), str(result)]
+    subprocess.run(command, check=True, timeout=300)
+    found: dict[str, Any] = json.loads(result.read_text())
+    print(json.dumps(found, indent=1))
+    return found
+
+
+@pytest.mark.parametrize("run", ["memory", *TIERS])
+def test_no_peak_is_above_its_prediction(runs: dict[str, Any], run: str) -> None:
+    for tier, (predicted, measured) in runs[run]["tiers"].items():
+        assert measured <= predicted, f"{tier}: {measured - predicted} bytes over"
+
+
+def test_predictions_are_close(runs: dict[str, Any]) -> None:
+    predicted, measured = runs["memory"]["tiers"]["device"]
+    assert predicted <= CLOSE * measured
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_smallest_budget_that_is_named_works(runs: dict[str, Any], tier: str) -> None:
+    run = runs[tier]
+    assert run["messages"], "the budget was to be too small"
+    assert run["losses"] == runs["memory"]["losses"]
+    assert run["tiers"][tier][1] <= int(run["budget"].removesuffix("MiB")) * 2**20

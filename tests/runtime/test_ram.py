@@ -1,0 +1,62 @@
+"""What counts as the device tier's memory on a CPU."""
+
+import pytest
+
+from zinf_compile.runtime import ram
+from zinf_compile.runtime.ram import DeviceRam
+
+HOMES, HOST = 30, 20
+
+
+class Machine:
+    """Memory that is held, of which some was freed and is given back when it is asked for."""
+
+    def __init__(self) -> None:
+        self.held, self.freed, self.num_asked = 100, 0, 0
+
+    def give_back(self) -> None:
+        self.held, self.freed, self.num_asked = self.held - self.freed, 0, self.num_asked + 1
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(ram, "anonymous_rss", lambda: machine.held)
+    monkeypatch.setattr(ram, "return_freed_memory", machine.give_back)
+    return machine
+
+
+def test_what_was_there_before_is_not_ours(machine: Machine) -> None:
+    device = DeviceRam(budget=1000)
+    device.begin(HOMES, after_capture=False)
+    machine.held += 50
+    device.sample(HOST)
+    assert device.peak == 100 + 50 - (100 - HOMES) - HOST
+
+
+def test_what_the_first_step_has_made_is_not_ours_either(machine: Machine) -> None:
+    device = DeviceRam(budget=1000)
+    device.begin(HOMES, after_capture=False)
+    machine.held += 50 + 7
+    device.sample(0)
+    machine.held -= 50
+    device.settle(HOMES)
+    assert device.peak == HOMES + 50
+    machine.held += 60
+    device.sample(0)
+    assert device.peak == HOMES + 60
+    machine.held += 9
+    device.settle(HOMES)
+    device.sample(0)
+    assert device.peak == HOMES + 60 + 9, "a later step keeps nothing for good"
+
+
+def test_freed_memory_is_given_back_above_what_is_promised(machine: Machine) -> None:
+    device = DeviceRam(budget=1000)
+    device.begin(0, after_capture=False)
+    device.promise(40)
+    machine.held, machine.freed = 100 + 45, 10
+    device.sample(0)
+    assert (device.peak, machine.num_asked) == (35, 1)
+    device.sample(0)
+    assert machine.num_asked == 1, "nothing is asked for below it"

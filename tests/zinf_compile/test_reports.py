@@ -1,0 +1,39 @@
+"""The report as text: predicted beside measured, and what was exceeded."""
+
+from zinf_compile.plans import Plan
+from zinf_compile.reports import PhaseReport, Report, StepReport, TierReport
+from zinf_compile.terms import Phase, Tier
+
+
+def _report(plan: Plan, *, measured_peak: int) -> Report:
+    return Report(
+        model="Net",
+        plans=(plan,),
+        tiers=(
+            TierReport(tier=Tier.DEVICE, capacity=8192, predicted_peak=4096, measured_peak=measured_peak),
+            TierReport(tier=Tier.NVME, capacity=None, predicted_peak=0, measured_peak=0),
+        ),
+        phases=(PhaseReport(phase=Phase.FORWARD, predicted_seconds=0.2, measured_seconds=0.3, count=4),),
+        step=StepReport(predicted_seconds=1.0, measured_seconds=0.9, count=3),
+        moved=(),
+        stalls=(),
+        graph_breaks=(),
+        replanned=(),
+        num_eager_gathers=0,
+    )
+
+
+def test_every_number_has_its_ratio(small_plan: Plan) -> None:
+    text = str(_report(small_plan, measured_peak=3072))
+    for row in (
+        "device       8.0 KiB     4.0 KiB     3.0 KiB    0.75",
+        "nvme               -         0 B         0 B       -",
+        "forward        0.200s     0.300s    1.50   4",
+        "in all         1.000s     0.900s    0.90   3",
+    ):
+        assert row in text
+    assert "exceeded" not in text
+
+
+def test_a_promise_that_was_not_kept_is_told(small_plan: Plan) -> None:
+    assert "device: exceeded by 1.0 KiB" in str(_report(small_plan, measured_peak=5120))
