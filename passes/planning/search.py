@@ -105,6 +105,7 @@ def find_plan(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, 
     Raises CapacityError when host and nvme cannot hold what the device does not.
     """
     builder = PlanBuilder(request, graph, swaps)
+    _place(request, request.config)  # as a search begins, so that it finds a plan whenever there is one here
     if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
         return kept
     for start in sorted(_starts(request, builder), key=lambda start: start.nbytes):
