@@ -121,9 +121,9 @@ class PlanBuilder:
         """Return the device bytes with which every copy that is read is resident."""
         return self.floor_nbytes + self._read_nbytes
 
-    def least_nbytes(self, placements: tuple[Placement, ...], look_ahead: LookAhead) -> int:
-        """Return the device bytes that a plan with these homes takes at the most."""
-        arena = self._transfers(placements, Choice(look_ahead=look_ahead, is_eager=True)).arena_nbytes
+    def least_nbytes(self, placements: tuple[Placement, ...], look_ahead: LookAhead, *, is_eager: bool = True) -> int:
+        """Return the device bytes that a plan with these homes takes; eager transfers take the most."""
+        arena = self._transfers(placements, Choice(look_ahead=look_ahead, is_eager=is_eager)).arena_nbytes
         return self.floor_nbytes + arena + _nbytes_on(placements, Tier.DEVICE)
 
     def build(self, choice: Choice, device_memory: int) -> Plan | None:

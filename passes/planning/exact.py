@@ -2,16 +2,18 @@
 
 The choices are those of ``exact_model.py``, which allows a little more than a plan may do. So there are two numbers: no plan
 of the graph is faster than ``bound_seconds``, and the plan that is made from the choices may be slower than that.
-What activations do is given with the graph, with none of them swapped: a request has a bound for each candidate.
+What is recomputed is given with the graph: a request has a bound for each candidate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zinf_compile.errors import ConfigError
 from zinf_compile.facts import GraphFacts
 from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planning.exact_model import ExactModel
+from zinf_compile.passes.planning.leaving import count_resting
 from zinf_compile.passes.planning.prefetch import bind_transfers
+from zinf_compile.passes.planning.swaps import plan_swaps
 from zinf_compile.plans import Plan
 from zinf_compile.terms import StepTiming
 
@@ -44,9 +46,10 @@ def plan_exactly(request: Request, graph: GraphFacts, *, seconds: float = 60.0) 
         return None
     plan = None
     if solution.values is not None:
-        placements = model.placements(solution)
+        swaps = plan_swaps(graph, model.destinations(solution), request.hardware)
+        left = replace(request, config=count_resting(swaps).taken_from(request.config))
         residencies = dict(model.residencies(solution))
         moved = bind_transfers(tuple(residencies), tuple(residencies.values()))
-        look_ahead = LookAhead(prefetch_nbytes=moved.arena_nbytes, group_nbytes=0)
-        plan = builder.build_moved(placements, moved, Choice(look_ahead=look_ahead))
+        choice = Choice(look_ahead=LookAhead(prefetch_nbytes=moved.arena_nbytes, group_nbytes=0))
+        plan = PlanBuilder(left, graph, swaps).build_moved(model.placements(solution), moved, choice)
     return ExactPlan(bound_seconds=solution.bound * model.unit_seconds, is_optimal=solution.is_optimal, plan=plan)

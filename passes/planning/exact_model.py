@@ -6,9 +6,11 @@ issued at tick ``a`` or later and needed by tick ``b`` moves in between, so that
 
     compute leaves b - compute comes to a  >=  seconds of what is issued from a on and needed by b
 
-which is all that a lane asks for if it may put one transfer aside for another that is due earlier. In three ways this allows
-more than a plan may do: lanes may put transfers aside; what is in the arena may lie in pieces, anywhere; and gathers have no
-latency, nor has the step, as though all moved at once.
+which is all that a lane asks for if it may put one transfer aside for another that is due earlier. In four ways this allows
+more than a plan may do: lanes may put transfers aside; what is in the arena may lie in pieces, anywhere; gathers have no
+latency, nor has the step, as though all moved at once; and an activation that leaves is gone after its last use in forward,
+though it may still be on its way, and takes nothing of the device until it is read again. What is recomputed is given with
+the graph.
 
 A transfer is issued when something has been released, or when its phase begins: between two such ticks bytes are only
 taken, so that what is issued later in between could be issued then, and would be no later.
@@ -20,8 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
-from zinf_compile.facts import GraphFacts, ParameterFact
+from zinf_compile.facts import GraphFacts, ParameterFact, ValueFact, working_set
 from zinf_compile.hardware import Route, route_name
+from zinf_compile.passes.planning.activations import bind_values, unbound_values
 from zinf_compile.passes.planning.arena import align
 from zinf_compile.passes.planning.build import Request
 from zinf_compile.passes.planning.costs import plan_spans
@@ -102,6 +105,25 @@ class _Use:
         return self.is_held + add_up(move.issued[0] - move.issued_from(end) for move in self.moves.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Swap:
+    """A value that may leave the device between forward and backward."""
+
+    value: ValueFact
+    idle: LiveRange
+    destinations: Mapping[Tier, Sum]  # whether it leaves for there
+
+    @property
+    def nbytes(self) -> int:
+        """Return what moves, and rests."""
+        return align(self.value.nbytes)
+
+    @property
+    def is_swapped(self) -> Sum:
+        """Return whether it leaves."""
+        return add_up(self.destinations.values())
+
+
 class ExactModel:
     """The program of one graph, and what its solutions mean. ``objective`` is the step, in ``unit_seconds``.
 
@@ -126,6 +148,7 @@ class ExactModel:
         self._uses = [
             use for each in graph.uses for use in self._add_uses(self._parameters[each.parameter], each.ticks)
         ]
+        self._swaps = [self._add_swap(item, item.idle) for item in graph.values if item.idle is not None]
         self._bound_memory(request, room)
         self.objective = self._add_clock()
         if is_trained:
@@ -144,6 +167,15 @@ class ExactModel:
             )
             for parameter in self._parameters.values()
         )
+
+    def destinations(self, solution: Solution) -> dict[str, Tier]:
+        """Return where the values that leave the device go in a solution."""
+        return {
+            swap.value.name: tier
+            for swap in self._swaps
+            for tier, is_there in swap.destinations.items()
+            if solution.value(is_there) > _YES
+        }
 
     def residencies(self, solution: Solution) -> Iterator[tuple[Residency, int]]:
         """Yield the residencies of a solution, one for each transfer, with the tick at which it is issued."""
@@ -213,6 +245,27 @@ class ExactModel:
             issued=issued,
         )
 
+    def _add_swap(self, value: ValueFact, idle: LiveRange) -> _Swap:
+        destinations: dict[Tier, Sum] = {
+            tier: self.program.add_binary() for tier in self._tiers if tier is not Tier.DEVICE
+        }
+        swap = _Swap(value=value, idle=idle, destinations=destinations)
+        self.program.at_least(_ONE, swap.is_swapped)
+        return swap
+
+    def _swap_moves(self) -> Iterator[_Move]:
+        """Yield the ways out and back: out from the tick after birth, until forward returns; back from there on."""
+        half = self._graph.num_forward_ticks
+        for swap in self._swaps:
+            for tier, is_there in swap.destinations.items():
+                for ends, start, due in (
+                    ((Tier.DEVICE, tier), swap.value.live.start + 1, half - 1),
+                    ((tier, Tier.DEVICE), half, swap.idle.end),
+                ):
+                    route = self._routes[route_name(*ends)]
+                    seconds = route.latency_seconds + swap.nbytes / route.bytes_per_second
+                    yield _Move(route=route, seconds=seconds, due=due, points=(start,), issued=(is_there,))
+
     def _sinks(self) -> Iterator[_Move]:
         """Yield the ways of gradients to their homes."""
         for gradient in self._graph.gradients:
@@ -246,12 +299,35 @@ class ExactModel:
             )
             for tier in Tier
         }
+        for swap in self._swaps:
+            for tier, is_there in swap.destinations.items():
+                at_home[tier] += is_there * (swap.nbytes / _PAGE)
         self._keep_within(config.host_memory - config.staging_memory, at_home[Tier.HOST])
         if config.nvme_memory is not None:
             self._keep_within(config.nvme_memory, at_home[Tier.NVME])
+        computed = self._add_computed()
         for start, end in pairwise([*self._releases, self._graph.num_ticks]):
             live = add_up(use.is_live(start, end) * (use.parameter.arena_nbytes / _PAGE) for use in self._uses)
-            self._keep_within(room, at_home[Tier.DEVICE] + live)
+            self._keep_within(room, at_home[Tier.DEVICE] + live + computed)
+
+    def _add_computed(self) -> Sum:
+        """Return the device bytes of what compute makes, beyond those when nothing leaves; what leaves takes less."""
+        if not self._swaps:
+            return Sum()
+        graph, demand = self._graph, self.program.at_least
+        unbound = working_set(unbound_values(graph), graph.num_ticks)
+        every = working_set(graph.values, graph.num_ticks)
+        peak, bound = self.program.add_real(), self.program.add_real()
+        bound_nbytes = bind_values(graph, base=0).nbytes
+        # Where nothing leaves, bound values lie as they do without swaps.
+        demand(bound, (_ONE - add_up(swap.is_swapped for swap in self._swaps)) * (bound_nbytes / _PAGE))
+        for tick in range(graph.num_ticks):
+            gone = (swap for swap in self._swaps if swap.idle.start <= tick < swap.value.live.end)
+            back = (swap for swap in self._swaps if swap.idle.end <= tick < swap.value.live.end)
+            demand(peak, Sum(constant=unbound[tick] / _PAGE) - add_up(_pages(swap.value.nbytes, swap) for swap in gone))
+            bound_now = Sum(constant=(every[tick] - unbound[tick]) / _PAGE)
+            demand(bound, bound_now + add_up(_pages(swap.nbytes, swap) for swap in back))
+        return peak + bound - (max(unbound) + bound_nbytes) / _PAGE
 
     def _keep_within(self, nbytes: int, taken: Sum) -> None:
         self.program.at_least(Sum(constant=nbytes / _PAGE), taken)
@@ -259,7 +335,7 @@ class ExactModel:
     def _add_clock(self) -> Sum:
         """Return when the last tick has ended and every gradient is home; demand the time for all that moves."""
         end = self._graph.num_ticks
-        moves = [*(move for use in self._uses for move in use.moves.values()), *self._sinks()]
+        moves = [*(move for use in self._uses for move in use.moves.values()), *self._swap_moves(), *self._sinks()]
         ticks = sorted({*self._releases, *(move.due for move in moves), *(move.points[-1] for move in moves), end})
         come, comes, leaves = Sum(), {}, {}
         for tick, following in pairwise((*ticks, end)):
@@ -303,3 +379,7 @@ class ExactModel:
             for role, nbytes in enumerate(parameter.nbytes)
             if Tier.NVME in parameter.homes[role] and parameter.is_updated(role, is_read=is_read)
         )
+
+
+def _pages(nbytes: int, swap: _Swap) -> Sum:
+    return swap.is_swapped * (nbytes / _PAGE)

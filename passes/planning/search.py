@@ -165,9 +165,11 @@ class _Start:
 def _starts(request: Request, builder: PlanBuilder) -> list[_Start]:
     """Return one start for each look-ahead: all streamed, as early as may be or as late as can be, from host or nvme.
 
-    Before them those that may take the least: hardly a small parameter is resident, or all are.
+    Before them those that may take the least: hardly a small parameter is resident, or all are. And without any resident,
+    each at what it takes itself: where the host holds all, that is everything on the host.
     """
     narrowest = _look_aheads(request)[-1]
+    bare = _place(request, request.config, 0) if _is_held_elsewhere(request, 0) else None
     starts = [
         *(
             _Start(
@@ -189,6 +191,12 @@ def _starts(request: Request, builder: PlanBuilder) -> list[_Start]:
                 choices=(choice, lazy, replace(choice, uses_host=False), replace(lazy, uses_host=False)),
             )
         )
+        if bare is not None:
+            for is_eager in (True, False):
+                without = replace(choice, is_eager=is_eager, small_nbytes=0)
+                starts.append(
+                    _Start(nbytes=builder.least_nbytes(bare, look_ahead, is_eager=is_eager), choices=(without,))
+                )
     return starts
 
 

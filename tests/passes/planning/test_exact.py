@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zinf_compile.errors import CapacityError, ConfigError
-from zinf_compile.facts import GradientFact, GraphFacts
+from zinf_compile.facts import GradientFact, GraphFacts, ValueFact
 from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planning.exact import plan_exactly
 from zinf_compile.passes.planning.placement import plan_placement
@@ -19,7 +19,7 @@ from zinf_compile.passes.planning.prefetch import Residency, bind_transfers, pla
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.plans import Placement, Plan
 from zinf_compile.simulate import simulate
-from zinf_compile.terms import Tier
+from zinf_compile.terms import LiveRange, Tier
 
 pytest.importorskip("scipy", reason="scipy, which the package asks for, is not in this environment: make setup")
 Function = Callable[..., Any]
@@ -153,3 +153,30 @@ def test_refusals(tiny: Function, options: dict[str, bool], ranks: int) -> None:
     request = replace(with_options(tiny((MIB,), device=MIB, host=0), **options), num_ranks=ranks)
     with pytest.raises(ConfigError, match=r"one rank with a synchronous step.*give overlap_step=False"):
         plan_exactly(request, request.candidates[0])
+
+
+@pytest.mark.parametrize(("room", "leave"), [(4 * MIB, set()), (3 * MIB, {"value_2", "value_6"})])
+def test_values_leave_where_there_is_no_room_for_them(
+    graph: Function, request_of: Function, room: int, leave: set[str]
+) -> None:
+    saved = [
+        ValueFact(
+            name=f"value_{tick}",
+            nbytes=MIB,
+            live=LiveRange(start=tick, end=40 - tick),
+            saved=True,
+            idle=LiveRange(start=tick + 1, end=39 - tick),
+        )
+        for tick in (2, 6)
+    ]
+    between = ValueFact(name="between", nbytes=2 * MIB, live=LiveRange(start=18, end=22), saved=True)
+    facts = graph({}, num_forward_ticks=20, num_ticks=40, values=(*saved, between))
+    request = with_options(request_of(0), compute_dtype=None, overlap_step=False, device_memory=room)
+    exact = plan_exactly(replace(request, parameters=()), facts)
+    assert exact is not None
+    assert exact.plan is not None
+    verify_plan(exact.plan)
+    assert {swap.value for swap in exact.plan.swaps} == leave
+    timeline = simulate(exact.plan)
+    assert timeline.stalls == ()
+    assert timeline.step_seconds == pytest.approx(exact.bound_seconds, rel=ROUNDING)

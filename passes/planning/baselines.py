@@ -1,0 +1,62 @@
+"""Plans that anybody could write down, which the planner is never to be worse than: all parameters on one tier.
+
+With every activation kept, or blocks recomputed: a request has a candidate for each.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from zinf_compile.errors import CapacityError
+from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
+from zinf_compile.passes.planning.placement import plan_placement
+from zinf_compile.plans import Placement, Plan
+from zinf_compile.terms import ActivationPolicy, Tier
+
+_MIB = 2**20
+_LOOK_AHEADS = tuple(nbytes * _MIB for nbytes in (256, 128, 64, 32, 16, 8, 0))
+_ANY = 2**62  # bytes: more than anything takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A simple plan that fits the budgets. What is on the device are compute copies, with all else on the host."""
+
+    home: Tier
+    policy: ActivationPolicy
+    plan: Plan
+
+
+def baseline_plans(request: Request) -> Iterator[Baseline]:
+    """Yield the baselines that fit: for each policy and tier, with several look-aheads, issued early and late."""
+    look_aheads = _LOOK_AHEADS if request.config.prefetch_memory is None else (request.config.prefetch_memory,)
+    for graph in request.candidates:
+        builder = PlanBuilder(request, graph)
+        for home in Tier:
+            placements = _place(request, home)
+            for prefetch_nbytes in look_aheads:
+                look_ahead = LookAhead(prefetch_nbytes=prefetch_nbytes, group_nbytes=prefetch_nbytes // 4)
+                for is_eager in (False, True):
+                    with suppress(CapacityError):  # there is too little staging for the step
+                        plan = builder.build_at(placements, Choice(look_ahead=look_ahead, is_eager=is_eager))
+                        if plan is not None and _does_fit(plan, has_nvme=request.config.nvme is not None):
+                            yield Baseline(home=home, policy=graph.policy, plan=plan)
+
+
+def _place(request: Request, home: Tier) -> tuple[Placement, ...]:
+    placements = plan_placement(
+        request.parameters,
+        replace(request.config, host_memory=_ANY),
+        resident_nbytes=_ANY if home is Tier.DEVICE else 0,
+        num_ranks=request.num_ranks,
+    )
+    if home is Tier.DEVICE:
+        return placements
+    return tuple(replace(item, compute=home, master=home, gradient=home, optimizer_state=home) for item in placements)
+
+
+def _does_fit(plan: Plan, *, has_nvme: bool) -> bool:
+    capacity = {tier.tier: tier.capacity for tier in plan.tiers}
+    peak = {tier.tier: tier.predicted_peak for tier in plan.tiers}
+    limits = {**capacity, Tier.NVME: capacity[Tier.NVME] if has_nvme else 0}
+    return all(limit is None or peak[tier] <= limit for tier, limit in limits.items())

@@ -1,0 +1,80 @@
+"""The planner is never worse than what anybody could write down: all on one tier, activations kept or recomputed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zinf_compile
+from examples.gpt import GPT, GPTConfig
+from zinf_compile.config import parse_size
+from zinf_compile.passes.planning.baselines import Baseline, baseline_plans
+from zinf_compile.passes.planning.planner import Request, make_plan, minimum_device_memory
+from zinf_compile.passes.planning.search import score_plan
+from zinf_compile.plan_verify import verify_plan
+from zinf_compile.terms import ActivationPolicy, Tier
+
+Function = Callable[..., Any]
+MIB = 2**20
+
+
+def with_options(request: Request, **options: object) -> Request:
+    return replace(request, config=replace(request.config, **options))
+
+
+def check_never_worse(request: Request) -> list[Baseline]:
+    """Plan; return the baselines that fit, after comparing each."""
+    found = score_plan(make_plan(request)).nanoseconds
+    baselines = list(baseline_plans(request))
+    for baseline in baselines:
+        verify_plan(baseline.plan)
+        seconds = score_plan(baseline.plan).nanoseconds
+        assert found <= seconds, f"{baseline.home}, {baseline.policy}: {seconds} ns, planned {found} ns"
+    return baselines
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    host=st.sampled_from((MIB, 4 * MIB, 16 * MIB, 64 * MIB)),
+    share=st.floats(1, 8),
+)
+def test_on_random_models(request_of: Function, seed: int, host: int, share: float, *, overlap: bool) -> None:
+    request = with_options(request_of(seed, host=host), overlap_step=overlap)
+    check_never_worse(with_options(request, device_memory=int(minimum_device_memory(request) * share)))
+
+
+def test_with_room_for_all_every_baseline_fits(request_of: Function) -> None:
+    baselines = check_never_worse(request_of(1))
+    policies = {graph.policy for graph in request_of(1).candidates}
+    assert {(item.home, item.policy) for item in baselines} == {(home, policy) for home in Tier for policy in policies}
+
+
+def test_without_nvme_nothing_is_on_it(request_of: Function) -> None:
+    assert {item.home for item in baseline_plans(request_of(1, nvme=False))} == {Tier.DEVICE, Tier.HOST}
+
+
+@pytest.mark.parametrize("share", [1.0, 1.5, 3.0])
+@pytest.mark.parametrize("host_memory", ["64MiB", "1MiB"])
+def test_on_a_captured_gpt(gpt: Request, host_memory: str, share: float) -> None:
+    request = with_options(gpt, host_memory=parse_size(host_memory, option="host_memory"))
+    baselines = check_never_worse(with_options(request, device_memory=int(minimum_device_memory(request) * share)))
+    if share == 3.0:
+        homes = {Tier.NVME} if host_memory == "1MiB" else {Tier.NVME, Tier.HOST}
+        assert {item.policy for item in baselines} == set(ActivationPolicy)
+        assert {item.home for item in baselines} >= homes
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Request:
+    """Return what a small GPT is planned with, under both policies."""
+    model = GPT(GPTConfig(vocab_size=64, layers=4, hidden=64, heads=4, seq=32))
+    tokens = torch.zeros(4, 32, dtype=torch.int64)
+    request = zinf_compile.plan(model, (tokens, tokens), hardware="laptop-16g").request
+    assert isinstance(request, Request)
+    return request
