@@ -92,7 +92,7 @@ class Activations:
 
     def swap_out(self, value: Tensor, stride: Sequence[int], name: str, destination: Tier) -> Tensor:
         """Start moving a value out, laid out in ``stride``; return its token. CapacityError where the tier has no room."""
-        self._give_back_dropped()
+        self.give_back_dropped()
         nbytes = value.numel() * value.dtype.itemsize
         self._check_room(name, nbytes, destination)
         number = next(self._numbers)
@@ -145,7 +145,7 @@ class Activations:
 
     def check_integrity(self) -> None:
         """Raise VerifyError if host memory is leased that no live token stands for."""
-        self._give_back_dropped()
+        self.give_back_dropped()
         self._memory.check_integrity(expect_idle=not self._swapped)
 
     def _find(self, token: Tensor) -> SwappedValue:
@@ -201,7 +201,7 @@ class Activations:
             return_when_done(self._transfers.staging, lease, writes)
             swapped.leaving += writes
 
-    def _give_back_dropped(self) -> None:
+    def give_back_dropped(self) -> None:
         """Give back what tokens stood for that are gone, unless something of it is still in flight."""
         for _ in range(len(self._dropped)):
             number = self._dropped.popleft()

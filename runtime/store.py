@@ -143,6 +143,7 @@ class Store:
             # Touched now, so that what a home costs is seen when it is made and not in the middle of a step.
             return Slot(name=name, tier=tier, tensor=torch.empty(shape, dtype=dtype).zero_())
         assert self.engine is not None
+        self.activations.give_back_dropped()  # what is gone may lie where this fits
         extent = self.layout.allocate(nbytes)
         self.engine.reserve(self.layout.end)
         mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
