@@ -58,7 +58,10 @@ def all_plans(request: Request, graph: GraphFacts) -> Iterator[Plan]:
             plan = builder.build_moved(placements, bind_transfers(residencies, issues), Choice(look_ahead=ALONE))
             if plan is None:
                 continue
-            if all(tier.capacity is None or tier.predicted_peak <= tier.capacity for tier in plan.tiers):
+            # Placement leaves staging its share of the host, also where nothing is staged.
+            on_host = sum(item.nbytes_on(Tier.HOST) for item in placements)
+            has_homes = on_host <= request.config.host_memory - request.config.staging_memory
+            if has_homes and all(tier.capacity is None or tier.predicted_peak <= tier.capacity for tier in plan.tiers):
                 yield plan
 
 
