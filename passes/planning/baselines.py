@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
 from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planning.placement import plan_placement
@@ -39,7 +40,7 @@ def baseline_plans(request: Request) -> Iterator[Baseline]:
                 for is_eager in (False, True):
                     with suppress(CapacityError):  # there is too little staging for the step
                         plan = builder.build_at(placements, Choice(look_ahead=look_ahead, is_eager=is_eager))
-                        if plan is not None and _does_fit(plan, has_nvme=request.config.nvme is not None):
+                        if plan is not None and _does_fit(plan, request.config):
                             yield Baseline(home=home, policy=graph.policy, plan=plan)
 
 
@@ -55,8 +56,15 @@ def _place(request: Request, home: Tier) -> tuple[Placement, ...]:
     return tuple(replace(item, compute=home, master=home, gradient=home, optimizer_state=home) for item in placements)
 
 
-def _does_fit(plan: Plan, *, has_nvme: bool) -> bool:
+def _does_fit(plan: Plan, config: Config) -> bool:
+    """Return whether every tier holds its peak. Homes leave the host its share for staging, used or not, as placement does.
+
+    A parameter that is thawed later, and a checkpoint, move through staging.
+    """
+    homes = sum(placement.nbytes_on(Tier.HOST) for placement in plan.placements)
+    if homes > config.host_memory - config.staging_memory:
+        return False
     capacity = {tier.tier: tier.capacity for tier in plan.tiers}
     peak = {tier.tier: tier.predicted_peak for tier in plan.tiers}
-    limits = {**capacity, Tier.NVME: capacity[Tier.NVME] if has_nvme else 0}
+    limits = {**capacity, Tier.NVME: 0 if config.nvme is None else capacity[Tier.NVME]}
     return all(limit is None or peak[tier] <= limit for tier, limit in limits.items())

@@ -190,9 +190,10 @@ class Parity:
         """Return the budgets with which a workload's parameters have the homes that a placement says."""
         model, _ = workload()
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        device = self.smallest_device_memory(workload, **mode)
         if placement == "nvme":
-            return {"device_memory": device, "host_memory": _STAGING, "nvme": self._folder}
+            tiers = {"host_memory": _STAGING, "nvme": self._folder}
+            return {"device_memory": self.smallest_device_memory(workload, tiers, **mode), **tiers}
+        device = self.smallest_device_memory(workload, **mode)
         if placement == "host":
             return {"device_memory": device, "host_memory": _STAGING + _PLENTY}
         assert placement == "mixed"
@@ -203,12 +204,21 @@ class Parity:
         }
 
     def smallest_device_memory(
-        self, workload: Workload, *, captured: bool, loss: Loss = plain_loss, **options: Any
+        self,
+        workload: Workload,
+        tiers: dict[str, Any] | None = None,
+        *,
+        captured: bool,
+        loss: Loss = plain_loss,
+        **options: Any,
     ) -> int:
-        """Return the device budget that the errors of ``optimize`` and of the first call ask for, to a tenth of a KiB."""
-        key = ("device_memory", workload, captured, loss, *sorted(options.items()))
+        """Return the device budget that the errors of ``optimize`` and of the first call ask for, to a tenth of a KiB.
+
+        It depends on the other ``tiers``, which are a host with plenty of room unless given: what is read ahead.
+        """
+        key = ("device_memory", workload, tiers is None, captured, loss, *sorted(options.items()))
         if key not in self._cache:
-            host = {"host_memory": _STAGING + _PLENTY}
+            host = tiers or {"host_memory": _STAGING + _PLENTY}
             model, batches = workload()
             with pytest.raises(CapacityError) as refused:
                 zinf_compile.optimize(model, device_memory=0, **host)

@@ -115,10 +115,10 @@ def test_what_is_refused_changes_nothing(parity, tmp_path):
     optimize = partial(zinf_compile.optimize, critic)
     with pytest.raises(ConfigError, match="Maker has no parameter in a store"):
         optimize(share=maker)
-    parity.optimize(maker, **BUDGETS, nvme=tmp_path, nvme_memory="80KiB", capture=False)
+    parity.optimize(maker, **BUDGETS, nvme=tmp_path, nvme_memory="160KiB", capture=False)
     with pytest.raises(ConfigError, match="leave out share, or host_memory, nvme"):
         optimize(share=maker, host_memory="1GiB", nvme=tmp_path)
-    with pytest.raises(CapacityError, match=r"nvme_memory is 80\.0 KiB; largest: "):
+    with pytest.raises(CapacityError, match=r"nvme_memory is 160\.0 KiB; largest: "):
         optimize(share=maker)
     assert type(critic) is Critic
     maker(torch.randn(4, WIDTH)).sum().backward()
