@@ -55,6 +55,7 @@ class Choice:
     """What is left to decide when a graph and the bytes of the device are given."""
 
     look_ahead: LookAhead
+    held_past: int = 1  # a copy that is used again in the same phase stays while so many others begin
     is_eager: bool = False  # transfers start as early as the look-ahead allows, not as late as they arrive in time
     resident_share: float = 1.0  # of the room, all small ones first; in the rest stays what the host has no room for
     # By compute, so that the host is rather for what the step moves; None: its room is given away at the usual prices.
@@ -97,7 +98,9 @@ class PlanBuilder:
         self._bound = bind_values(staying, base=0, swaps=swaps)
         self._moved_bound: dict[int, BoundValues] = {}  # many choices have transfers of as many bytes
         self._seen: set[_Homes] = set()
-        self._moved: dict[tuple[tuple[Placement, ...], LookAhead, bool], TransferPlan] = {}  # most are asked for again
+        self._moved: dict[
+            tuple[tuple[Placement, ...], LookAhead, int, bool], TransferPlan
+        ] = {}  # most are asked for again
         self._sink_times: dict[tuple[GradientFact, Tier, bool], tuple[SinkTime, ...]] = {}
         self._uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))
         self._gradients = tuple(sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter)))
@@ -192,7 +195,7 @@ class PlanBuilder:
         )
 
     def _transfers(self, placements: tuple[Placement, ...], choice: Choice) -> TransferPlan:
-        key = placements, choice.look_ahead, choice.is_eager
+        key = placements, choice.look_ahead, choice.held_past, choice.is_eager
         if key not in self._moved:
             self._moved[key] = self._plan_transfers(placements, choice)
         return self._moved[key]
@@ -204,6 +207,7 @@ class PlanBuilder:
             self._request.parameters,
             placements,
             group_nbytes=look_ahead.group_nbytes,
+            held_past=choice.held_past,
             num_ranks=self._request.num_ranks,
         )
         return plan_transfers(

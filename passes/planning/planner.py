@@ -101,7 +101,7 @@ def _waits_for_little(plan: Plan) -> bool:
     return timeline.stall_seconds <= NEGLIGIBLE_STALLS * timeline.step_seconds
 
 
-def _score(found: Found) -> tuple[int, int, int, int]:
+def _score(found: Found) -> tuple[int, ...]:
     return found.score.key
 
 

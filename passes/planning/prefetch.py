@@ -70,12 +70,13 @@ def plan_residencies(
     placements: Sequence[Placement],
     *,
     group_nbytes: int,
+    held_past: int = 1,
     num_ranks: int = 1,
 ) -> tuple[Residency, ...]:
     """Return when which parameters must be on the device, by need-by tick. Resident parameters do not appear.
 
-    Uses of a group in one phase are one residency as long as fewer than two other groups are first needed in between:
-    holding on that long costs less than reading again.
+    Uses of a group in one phase are one residency as long as no more than ``held_past`` other groups are first needed in
+    between: holding on past one costs less than reading again.
     """
     uses = {use.parameter: use.ticks for use in graph.uses}
     dtypes = {use.parameter: use.dtype for use in graph.uses}
@@ -101,7 +102,7 @@ def plan_residencies(
     first_needs = sorted(ticks[0] for _, _, ticks in stretches)
     residencies = []
     for group, phase, ticks in stretches:
-        for run in _split(ticks, first_needs):
+        for run in _split(ticks, first_needs, held_past):
             used = group
             if len(group) > 1:
                 used = [item for item in group if any(run[0] <= tick <= run[-1] for tick in uses[item.name])]
@@ -137,12 +138,12 @@ def _group(
     return groups
 
 
-def _split(ticks: Sequence[int], first_needs: Sequence[int]) -> list[list[int]]:
-    """Return the ticks in runs, cut where two or more other residencies begin in between; ``first_needs`` are sorted."""
+def _split(ticks: Sequence[int], first_needs: Sequence[int], held_past: int) -> list[list[int]]:
+    """Return the ticks in runs, cut where more other residencies begin in between; ``first_needs`` are sorted."""
     runs = [[ticks[0]]]
     for before, after in itertools.pairwise(ticks):
         others = bisect.bisect_left(first_needs, after) - bisect.bisect_right(first_needs, before)
-        if others >= 2:
+        if others > held_past:
             runs.append([])
         runs[-1].append(after)
     return runs

@@ -5,6 +5,7 @@ depend on the budget of the request: with more memory the search goes on where i
 So more device memory never makes a plan slower.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,21 +37,33 @@ _RUNGS_PER_DOUBLING = 4
 _FEW_RUNGS_PER_DOUBLING = 1  # where activations leave the device: one search of several for the same graph
 _FIRST_RUNG = 64  # of the smallest budget, beyond it
 _STEPS_PER_RUNG = 3
+_RESOLUTION = 1e-3  # of a step
+# A block that is recomputed uses its weights twice, with most of its other weights in between.
+_HELD_PAST = (1, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """How good a plan is: the seconds of its step; then the bytes it moves, which may be late; then what it takes."""
+    """How good a plan is: the seconds of its step; then the bytes it moves, which may be late; then what it takes.
+
+    Steps that differ by less than the simulator can tell count as equally long: then what moves less is better, since a disk
+    wears and a bus is shared.
+    """
 
     nanoseconds: int
-    nbytes_moved: int
+    nbytes_moved: int  # by transfers, gradients and updates
     nbytes_away: int  # of compute copies that are not resident: another graph may read them
     peak_nbytes: int
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
+    def length(self) -> int:
+        """Return the length of the step in parts of a thousandth, on a logarithmic scale."""
+        return math.floor(math.log1p(self.nanoseconds) / _RESOLUTION)
+
+    @property
+    def key(self) -> tuple[int, int, int, int, int]:
         """Return what the best plan has the least of."""
-        return self.nanoseconds, self.nbytes_moved, self.nbytes_away, self.peak_nbytes
+        return self.length, self.nbytes_moved, self.nanoseconds, self.nbytes_away, self.peak_nbytes
 
 
 def score_plan(plan: Plan) -> Score:
@@ -58,7 +71,9 @@ def score_plan(plan: Plan) -> Score:
     return Score(
         nanoseconds=round(simulate(plan).step_seconds * 1e9),
         nbytes_moved=sum(transfer.nbytes for transfer in plan.transfers)
-        + sum(sink.nbytes for sink in plan.sinks if sink.destination is not Tier.DEVICE),
+        + sum(sink.nbytes for sink in plan.sinks if sink.destination is not Tier.DEVICE)
+        + plan.step.nbytes_read
+        + plan.step.nbytes_written,
         nbytes_away=sum(item.compute_nbytes for item in plan.placements if item.compute is not Tier.DEVICE),
         peak_nbytes=plan.tier(Tier.DEVICE).predicted_peak,
     )
@@ -253,6 +268,7 @@ def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]
         if 0 <= other < len(look_aheads)
     ]
     near += [
+        replace(choice, held_past=_HELD_PAST[(_HELD_PAST.index(choice.held_past) + 1) % len(_HELD_PAST)]),
         replace(choice, is_eager=not choice.is_eager),
         *(
             replace(choice, are_transfers_hidden=hidden)
