@@ -24,12 +24,13 @@ from zinf_compile.passes.offline.deep import trace_deep
 from zinf_compile.passes.offline.optimizer_state import StateSizes
 from zinf_compile.passes.offline.trace import Inputs, Trace, TracedGraph
 from zinf_compile.passes.planning.planner import Request, make_plan
+from zinf_compile.passes.planning.policies import allowed_policies
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.plans import Placement, Plan
 from zinf_compile.runtime.accessors import refuse_optimized
 from zinf_compile.runtime.shadow import check_supported
 from zinf_compile.simulate import simulate
-from zinf_compile.terms import ActivationPolicy, Tier, format_bytes
+from zinf_compile.terms import Tier, format_bytes
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -86,19 +87,13 @@ def plan(
     config = _make_config(options, hardware)
     name = type(model).__name__
     called = replace(_make_inputs(inputs), loss=loss)
-    policies = _policies(config) if train else (ActivationPolicy.SAVE,)
+    policies = allowed_policies(config.recompute if train else False)
     trace = trace_deep(
         model, called, name=name, compute_dtype=config.compute_dtype, policies=policies, train=train, dynamic=dynamic
     )
     _check_result(trace, name, train=train, has_loss=loss is not None)
     parameters = _parameter_facts(model, config, optimizer if train else None)
     return _plan_all(trace, parameters, config, hardware, world)
-
-
-def _policies(config: Config) -> tuple[ActivationPolicy, ...]:
-    if config.recompute is None:
-        return (ActivationPolicy.SAVE, ActivationPolicy.RECOMPUTE_BLOCKS)
-    return (ActivationPolicy.RECOMPUTE_BLOCKS if config.recompute else ActivationPolicy.SAVE,)
 
 
 def _make_inputs(inputs: object) -> Inputs:

@@ -18,6 +18,7 @@ from zinf_compile.passes.contract import LowerInputs, node_facts
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
+from zinf_compile.passes.planning.policies import allowed_policies, least_recompute_seconds, may_be_faster
 from zinf_compile.passes.planning.questions import describe_largest
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.planned_shapes import PlannedShapes, dump_sizes
@@ -83,17 +84,15 @@ class Program:
     def choose(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Return the split to compile: the one whose plan has the shorter simulated step.
 
-        Torch's own choice of what to save comes first. Recomputing every block costs about a forward more, so it is only
-        looked at where the first does not fit, or waits longer for its transfers than that.
+        Torch's own choice of what to save comes first; others are split where they could be faster.
         """
-        recompute = self._session.config.recompute
-        first = ActivationPolicy.RECOMPUTE_BLOCKS if recompute else ActivationPolicy.SAVE
-        candidates = [self._choose_dtypes(partition, first, reads)]
-        plan = candidates[0].plan
-        if recompute is None and (plan is None or _stall_seconds(plan) > _forward_seconds(plan)):
-            narrowed = candidates[0].narrowed
-            captured = partition(ActivationPolicy.RECOMPUTE_BLOCKS, narrowed)
-            candidates.append(_Candidate(captured=captured, facts=self._analyze(captured), narrowed=narrowed))
+        first, *others = allowed_policies(self._session.config.recompute)
+        saving = self._choose_dtypes(partition, first, reads)
+        candidates = [saving]
+        if others and may_be_faster(least_recompute_seconds(at_sizes(saving.facts), self._hardware), saving.plan):
+            for policy in others:
+                captured = partition(policy, saving.narrowed)
+                candidates.append(replace(saving, captured=captured, facts=self._analyze(captured), plan=None))
         return self._adopt_best(candidates)
 
     def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
@@ -263,14 +262,3 @@ def _swapped_inputs(backward: fx.Graph, plan: Plan) -> frozenset[int]:
     swapped = {swap.value for swap in plan.swaps}
     placeholders = backward.find_nodes(op="placeholder")
     return frozenset(index for index, node in enumerate(placeholders) if node_facts(node).value in swapped)
-
-
-def _stall_seconds(plan: Plan) -> float:
-    """Return how long forward and backward wait for transfers, as simulated."""
-    timeline = simulate(plan)
-    return sum(stall.seconds for phase in (Phase.FORWARD, Phase.BACKWARD) for stall in timeline.stalls_in(phase))
-
-
-def _forward_seconds(plan: Plan) -> float:
-    """Return how long forward computes."""
-    return sum(span.seconds for span in plan.spans if span.phase is Phase.FORWARD)

@@ -13,6 +13,7 @@ from zinf_compile.errors import CapacityError
 from zinf_compile.facts import GraphFacts, working_set
 from zinf_compile.passes.planning.build import Request
 from zinf_compile.passes.planning.leaving import count_resting, leaving_levels
+from zinf_compile.passes.planning.policies import compute_seconds, may_be_faster
 from zinf_compile.passes.planning.search import Found, find_plan, minimum_memory, search_plan
 from zinf_compile.passes.planning.swaps import without_swapped
 from zinf_compile.plans import ActivationSwap, Plan
@@ -43,6 +44,8 @@ def make_plan(request: Request) -> Plan:
     best: Found | None = None
     failure: CapacityError | None = None
     for graph in request.candidates:
+        if not may_be_faster(compute_seconds(graph, request.hardware), None if best is None else best.plan):
+            continue
         for level in _levels(request, graph):
             try:
                 found = search_plan(level.request, graph, level.swaps)
