@@ -15,6 +15,12 @@ aten = torch.ops.aten
 
 _COPIES = frozenset({aten._to_copy.default, aten.clone.default})
 
+# op -> the view of its result that it copies its input to; the rest is zeros
+_PARTS: dict[object, Callable[..., Any]] = {
+    aten.select_backward.default: aten.select.int,
+    aten.slice_backward.default: aten.slice.Tensor,
+}
+
 # op -> its out variant and the name of the argument that takes the memory
 _OUT_VARIANTS: dict[object, tuple[Callable[..., Any], str]] = {
     aten.mm.default: (aten.mm.out, "out"),
@@ -54,7 +60,7 @@ class OutForm:
 
 def has_out_form(node: fx.Node) -> bool:
     """Return whether a node can write a dense result into given memory."""
-    if node.target not in _OUT_VARIANTS and node.target not in _COPIES:
+    if node.target not in _OUT_VARIANTS and node.target not in _COPIES and node.target not in _PARTS:
         return False
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and is_dense(value)
@@ -64,8 +70,17 @@ def out_form(node: fx.Node, memory: fx.Node) -> OutForm:
     """Return the call that computes ``node`` into ``memory``, a tensor of its shape, strides and dtype."""
     if node.target in _COPIES:
         return OutForm(target=aten.copy_.default, args=(memory, node.args[0]), kwargs={})
+    if node.target in _PARTS:
+        part, _, *where = node.args
+        return OutForm(target=write_part, args=(memory, part, _PARTS[node.target], *where), kwargs={})
     target, argument = _OUT_VARIANTS[node.target]
     return OutForm(target=target, args=node.args, kwargs={**node.kwargs, argument: memory})
+
+
+def write_part(memory: torch.Tensor, part: torch.Tensor, view: Callable[..., Any], *where: int) -> torch.Tensor:
+    """Fill memory with zeros, but for the view of it that ``part`` is copied to; return it."""
+    view(memory.zero_(), *where).copy_(part)
+    return memory
 
 
 def is_dense(value: torch.Tensor) -> bool:

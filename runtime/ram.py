@@ -15,20 +15,25 @@ class DeviceRam:
     made for good: the kernels that libraries keep for every shape they have met, half a MiB each, and threads' stacks.
 
     glibc keeps freed memory for later, and under the aligned allocations of tensors its heap comes to hold several times
-    what is live. Whenever a sample is over what is promised, or over the budget, it is told to give that back.
+    what is live. Whenever a sample is over what is promised, or over the budget, it is told to give that back. Samples are
+    taken between kernels: what these take for themselves meanwhile must still fit, so it is told that much earlier, unless
+    it hardly holds more than when it was told last.
     """
 
     def __init__(self, *, budget: int) -> None:
         self.peak = 0
         self._budget = budget
         self._promised = budget
+        self._workspace = 0
+        self._least_held = 0  # since memory was given back last
         self._before: int | None = None  # what was held before the first graph ran
         self._made = 0  # by the first step, beside that
         self._is_settled = False
 
-    def promise(self, nbytes: int) -> None:
-        """Stay within so many bytes from now on: what the plans say that the device tier takes."""
+    def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
+        """Stay within so many bytes from now on, of which so much is for kernels: what the plans say of the device tier."""
         self._promised = nbytes
+        self._workspace = workspace_nbytes
 
     def begin(self, homes_nbytes: int, *, after_capture: bool) -> None:
         """Take what is held now, beside ``homes_nbytes`` of ours, as not ours. Only the first call counts."""
@@ -52,9 +57,12 @@ class DeviceRam:
         if self._before is None:
             return
         held = anonymous_rss() - self._before - host_nbytes
-        if held > self._budget or held - self._made > self._promised:
+        self._least_held = min(self._least_held, held)
+        ours = held - self._made
+        leaves_no_workspace = ours > self._promised - self._workspace and held > self._least_held + self._workspace // 2
+        if held > self._budget or ours > self._promised or leaves_no_workspace:
             return_freed_memory()
-            held = anonymous_rss() - self._before - host_nbytes
+            held = self._least_held = anonymous_rss() - self._before - host_nbytes
         self.peak = max(self.peak, held - self._made)
 
 

@@ -14,6 +14,7 @@ from zinf_compile.terms import ActivationPolicy, LiveRange, Phase, StepTiming, T
 PLAN_VERSION = 1
 SECTOR_NBYTES = 4096  # of the store file: what O_DIRECT asks for on disks of 4 KiB sectors
 _NUM_STATES = 2  # tensors that an optimizer keeps of a parameter, as Adam does
+WORKSPACE_PART = "workspace"  # the part of the device that kernels take beside their outputs
 SWAPPED_PART = "swapped activations"  # the part of host and of nvme that activations rest in
 
 

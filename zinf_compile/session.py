@@ -16,7 +16,7 @@ from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture import compile_graph, describe_break, refuse_writes_to_parameters
 from zinf_compile.passes.planning.placement import check_budgets, place_narrowed, place_thawed, plan_placement
-from zinf_compile.plans import Placement, Plan
+from zinf_compile.plans import WORKSPACE_PART, Placement, Plan
 from zinf_compile.program import Program
 from zinf_compile.runtime.accessors import Forward
 from zinf_compile.runtime.adoption import NamedParameter, adopt_parameters
@@ -185,7 +185,8 @@ class Session:
         """Keep the device tier within what the plans say, of which this is the newest."""
         plans = [plan, *(program.plan for program in self.programs if program.plan is not None)]
         reserve = self.config.reserve_memory  # a part of the peak that is not the tier's own
-        self.store.ram.promise(max(each.tier(Tier.DEVICE).predicted_peak for each in plans) - reserve)
+        largest = max((each.tier(Tier.DEVICE) for each in plans), key=lambda tier: tier.predicted_peak)
+        self.store.ram.promise(largest.predicted_peak - reserve, dict(largest.parts)[WORKSPACE_PART])
 
     def settle(self) -> None:
         """Move parameters to where the newest plan wants them. Called before a graph runs, never while one is traced."""

@@ -19,7 +19,16 @@ from zinf_compile.passes.planning.placement import Placer
 from zinf_compile.passes.planning.prefetch import Pace, SinkTime, TransferPlan, plan_residencies, plan_transfers
 from zinf_compile.passes.planning.prices import USUAL_PRICES, price_homes
 from zinf_compile.passes.planning.swaps import without_swapped
-from zinf_compile.plans import PLAN_VERSION, SWAPPED_PART, ActivationSwap, GradientSink, Placement, Plan, TierPlan
+from zinf_compile.plans import (
+    PLAN_VERSION,
+    SWAPPED_PART,
+    WORKSPACE_PART,
+    ActivationSwap,
+    GradientSink,
+    Placement,
+    Plan,
+    TierPlan,
+)
 from zinf_compile.sizes import Size
 from zinf_compile.terms import StepTiming, Tier
 from zinf_compile.world import World, shard_parameter
@@ -258,7 +267,7 @@ class PlanBuilder:
                 ("residents", _nbytes_on(placements, Tier.DEVICE)),
                 ("arena", arena_nbytes),
                 ("activations", self._activations.peak_nbytes),
-                ("workspace", self._workspace),
+                (WORKSPACE_PART, self._workspace),
                 ("reserve", config.reserve_memory),
             ),
             Tier.HOST: (

@@ -60,3 +60,25 @@ def test_freed_memory_is_given_back_above_what_is_promised(machine: Machine) -> 
     assert (device.peak, machine.num_asked) == (35, 1)
     device.sample(0)
     assert machine.num_asked == 1, "nothing is asked for below it"
+
+
+def test_kernels_have_their_workspace_above_what_is_held_between_them(machine: Machine) -> None:
+    device = DeviceRam(budget=1000)
+    device.begin(0, after_capture=False)
+    device.promise(40, workspace_nbytes=10)
+    machine.held, machine.freed = 100 + 30, 10
+    device.sample(0)
+    assert machine.num_asked == 0, "the workspace fits"
+    machine.held += 5
+    device.sample(0)
+    assert (machine.num_asked, machine.held) == (1, 100 + 25)
+    machine.held += 7
+    device.sample(0)
+    assert machine.num_asked == 2, "it would not fit again"
+    device.sample(0)
+    machine.held += 4
+    device.sample(0)
+    assert machine.num_asked == 2, "giving back would give little"
+    machine.held += 5
+    device.sample(0)
+    assert machine.num_asked == 3

@@ -12,7 +12,7 @@ from zinf_compile.facts import GraphFacts
 from zinf_compile.passes.contract import LowerInputs, run_pipeline
 from zinf_compile.passes.fx_edit import dump_graph
 from zinf_compile.passes.lowering.bind_outputs import BIND_OUTPUTS
-from zinf_compile.passes.out_forms import _OUT_VARIANTS, has_out_form
+from zinf_compile.passes.out_forms import _OUT_VARIANTS, has_out_form, out_form
 from zinf_compile.passes.properties import TRANSFERS_STARTED, VALUES_KNOWN
 from zinf_compile.plans import BoundValue, Plan
 from zinf_compile.terms import LiveRange
@@ -147,6 +147,30 @@ def test_every_out_variant_computes_the_same_bits(op: torch._ops.OpOverload) -> 
     result = target(*inputs, **{argument: memory})
     assert result.data_ptr() == memory.data_ptr()
     assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda anchor, x: torch.ops.aten.select_backward(x, [4, 3, 4], 1, -2),
+        lambda anchor, x: torch.ops.aten.slice_backward(x, [4, 9], 1, 1, 9, 2),
+        lambda anchor, x: torch.ops.aten.slice_backward(x, [7, 4], 0, -4, 2**63 - 1, 1),
+    ],
+    ids=["select", "slice", "slice_to_the_end"],
+)
+def test_a_part_among_zeros_computes_the_same_bits(trace: Function, function: Function) -> None:
+    graph_module = trace(function, (4, 4))
+    node = graph_module.graph.output_node().prev
+    assert has_out_form(node)
+    x = torch.randn(4, 4)
+    x[0, 0] = -0.0
+    expected = function(None, x)
+    memory = torch.full_like(expected, torch.nan)
+    form = out_form(node, memory)
+    _, *rest = form.args
+    result = form.target(memory, *(x if isinstance(arg, torch.fx.Node) else arg for arg in rest))
+    assert result is memory
+    assert torch.equal(memory.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize(
