@@ -153,10 +153,7 @@ class _Walk:
             self._swapped_out[swap.value] = self._journeys.finish(journey)
             self._awaited[swap.gone].append(journey)
         for transfer in self._issued.get(tick, ()):
-            updates = self._updates.finish(transfer.parameters)
-            # Too early for the host: at run time such a gather waits for its update too, the moves of its state to nvme
-            # included. Placement does not weigh that yet, and would make more memory cost time.
-            after = self._after if transfer.source is Tier.HOST else (*self._after, *updates)
+            after = (*self._after, *self._updates.finish(transfer.parameters))
             legs = self._world.gather_legs(transfer.source, transfer.nbytes)
             self._awaited[transfer.need_by].append(self._journeys.start(transfer.name, legs, after))
         for swap in self._returning.get(tick, ()):

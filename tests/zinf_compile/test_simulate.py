@@ -221,3 +221,23 @@ def test_a_step_inside_backward_writes_no_gradient(small_plan: Plan) -> None:
     assert sum(event.nbytes for event in updates) + gradients == sum(
         placement.update_nbytes_read + placement.update_nbytes_written for placement in plan.placements
     )
+
+
+def test_a_gather_from_the_host_waits_for_its_update_to_be_home(small_plan: Plan) -> None:
+    """Only layers.0 is trained: 600 bytes of gradient and state read, 400 of state written, its copy on the host."""
+    placements = tuple(
+        replace(item, compute=Tier.HOST, master=Tier.HOST)
+        if item.parameter == "layers.0.weight"
+        else replace(item, gradient_nbytes=0, optimizer_state_nbytes=0)
+        for item in small_plan.placements
+    )
+    step = replace(small_plan.step, timing=StepTiming.OVERLAPPED, num_elements=50)
+    hardware = replace(small_plan.hardware, updates_take_of_compute=0.0)
+    from_host = replace(small_plan.transfers[0], source=Tier.HOST, need_by=2)
+    plan = replace(small_plan, hardware=hardware, placements=placements, step=step, transfers=(from_host,), sinks=())
+    timeline = simulate(plan)
+    check_consistent(timeline)
+    assert spell(timeline.events, "nvme -> host") == [("update of layers.0.weight", 0.0, 6.0)]
+    assert spell(timeline.events, "host -> nvme") == [("update of layers.0.weight", 6.0, 14.0)]
+    assert spell(timeline.events, "host -> device") == [("layers.0", 14.0, 14.2)]
+    assert spell(timeline.stalls, COMPUTE_LANE) == [("stall: layers.0", 2.0, 14.2)]
