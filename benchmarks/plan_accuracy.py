@@ -107,6 +107,7 @@ def measure(case: Case) -> dict[str, Any]:
         host_memory=case.host_memory,
         nvme=case.nvme,
         compute_dtype=entry.compute_dtype,
+        remake_plan=False,  # what was measured is not to become the prediction
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

@@ -126,8 +126,7 @@ class Activations:
             elif swapped.buffer is not None:
                 source = torch.frombuffer(swapped.buffer.view, dtype=torch.uint8, count=swapped.nbytes)
                 destination = self._arena.view(offset, source.shape, torch.uint8)
-                futures.append(self._transfers.copy([source], destination))
-                self._meter.add_moved(Tier.HOST, Tier.DEVICE, swapped.nbytes)
+                futures.append(self._transfers.copy([source], destination, Tier.HOST, Tier.DEVICE))
 
         ticket = self._transfers.issue(
             swapped.name, offset, whole_sectors(swapped.nbytes), after=swapped.leaving, start=start
@@ -135,6 +134,10 @@ class Activations:
         swapped.returning = [back for back in swapped.returning if not back.is_done]
         swapped.returning.append(self._transfers.in_flight(ticket))
         return ticket
+
+    def forget_peak(self) -> None:
+        """Give free host memory back, and let the peak there be what is taken now."""
+        self._memory.forget_peak()
 
     def is_token(self, candidate: object) -> bool:
         """Return whether something that backward is given stands for a value that has left the device."""
@@ -178,8 +181,8 @@ class Activations:
             self._memory.drop_idle()
         swapped.buffer = self._memory.lease(swapped.nbytes, timeout_seconds=0)
         home = torch.frombuffer(swapped.buffer.view, dtype=value.dtype, count=value.numel())
-        swapped.leaving.append(self._transfers.copy([value], home.as_strided(value.shape, tuple(stride))))
-        self._meter.add_moved(Tier.DEVICE, Tier.HOST, swapped.nbytes)
+        leaving = home.as_strided(value.shape, tuple(stride))
+        swapped.leaving.append(self._transfers.copy([value], leaving, Tier.DEVICE, Tier.HOST))
 
     def _write_out(self, swapped: SwappedValue, value: Tensor, stride: Sequence[int]) -> None:
         """Copy a value to staging, a buffer at a time, and start writing it: afterwards the device has no need of it."""

@@ -1,9 +1,9 @@
-"""What really happened: bytes moved per route, seconds waited per transfer, seconds per phase."""
+"""What really happened: bytes moved per route, seconds waited per transfer, seconds per phase, seconds of moving."""
 
 import itertools
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,10 +28,16 @@ class Meter:
         self._lock = threading.Lock()
         self._moved: dict[str, int] = defaultdict(int)
         self._stalls: dict[str, tuple[float, int]] = {}
+        self._stalled_seconds = 0.0
+        self._arrived: Counter[str] = Counter()  # bytes by route, when they are there
+        self._moving: Counter[str] = Counter()  # calls that move bytes now, by route
+        self._busy: dict[tuple[str, ...], float] = defaultdict(float)  # by the routes in use at once
+        self._busy_since = 0.0
         self._thread = threading.local()
         self.num_eager_gathers = 0  # outside of captured graphs
         self._phase_seconds: dict[Phase, list[float]] = defaultdict(list)
         self._step_starts: list[float] = []
+        self._num_steps = 0
 
     def add_moved(self, source: Tier, destination: Tier, nbytes: int) -> None:
         """Count bytes that moved between two tiers."""
@@ -51,7 +57,30 @@ class Meter:
             return
         with self._lock:
             seconds, count = self._stalls.get(name, (0.0, 0))
-            self._stalls[name] = (seconds + time.perf_counter() - start, count + 1)
+            stalled = time.perf_counter() - start
+            self._stalls[name] = (seconds + stalled, count + 1)
+            self._stalled_seconds += stalled
+
+    @contextmanager
+    def moving(self, source: Tier, destination: Tier, nbytes: int) -> Iterator[None]:
+        """Count the time spent inside as a route being busy with some bytes."""
+        route = route_name(source, destination)
+        self._count_moving(route, 1)
+        try:
+            yield
+        finally:
+            self._count_moving(route, -1)
+        with self._lock:
+            self._arrived[route] += nbytes
+
+    def _count_moving(self, route: str, change: int) -> None:
+        with self._lock:
+            now = time.perf_counter()
+            in_use = tuple(sorted(name for name, count in self._moving.items() if count))
+            if in_use:
+                self._busy[in_use] += now - self._busy_since
+            self._busy_since = now
+            self._moving[route] += change
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -59,14 +88,42 @@ class Meter:
         start = time.perf_counter()
         if phase is Phase.STEP:
             self._step_starts.append(start)
+            self._num_steps += 1
         yield
         self._phase_seconds[phase].append(time.perf_counter() - start)
+
+    def forget_phases(self) -> None:
+        """Forget the seconds of phases and steps, as those of a plan that is no longer followed."""
+        self._phase_seconds.clear()
+        self._step_starts.clear()
 
     @property
     def moved(self) -> tuple[tuple[str, int], ...]:
         """Return the bytes moved so far by route."""
         with self._lock:
             return tuple(sorted(self._moved.items()))
+
+    @property
+    def arrived(self) -> tuple[tuple[str, int], ...]:
+        """Return the bytes by route whose moves were timed, and are over."""
+        with self._lock:
+            return tuple(sorted(self._arrived.items()))
+
+    @property
+    def busy(self) -> tuple[tuple[tuple[str, ...], float], ...]:
+        """Return the seconds in which bytes moved over exactly these routes, for each set of them, sorted."""
+        with self._lock:
+            return tuple(sorted(self._busy.items()))
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Return the seconds of all stalls together."""
+        return self._stalled_seconds
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many optimizer steps have begun."""
+        return self._num_steps
 
     @property
     def stalls(self) -> tuple[Stall, ...]:

@@ -1,6 +1,9 @@
 """Moving: copies, gradients and optimizer state go to the homes that a new plan gives them."""
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,29 +17,77 @@ from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Tier
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Move:
+    """A slot that is to get another home."""
+
+    slot: Slot
+    tier: Tier
+    run: Callable[[], None]
+
+    @property
+    def nbytes_in(self) -> int:
+        """Return the bytes of memory that it takes; negative, that it gives back; 0 from one tier in memory to another."""
+        if self.slot.in_memory == (self.tier is not Tier.NVME):
+            return 0
+        return -self.slot.nbytes if self.slot.in_memory else self.slot.nbytes
+
+
 def move_homes(store: Store, placements: Iterable[Placement]) -> None:
     """Move every slot of some parameters to the homes of a new plan. StoreError if bytes cannot be moved.
 
-    A parameter whose compute copy is to have a narrower dtype gets one more slot.
+    A parameter whose compute copy is to have a narrower dtype gets one more slot. Memory stays within the budgets meanwhile:
+    what comes into memory waits until there is room. The arena is dropped for it.
     """
     store.synchronize()
+    placements = tuple(placements)
+    moves: list[_Move] = []
     for placement in placements:
         record = store.records[placement.parameter]
         dtype = torch_dtype(placement.compute_dtype)
         if dtype != record.compute.tensor.dtype:
             narrow_parameter(record, dtype)
-        _move(record, "compute", placement.compute)
-        if record.has_compute_copy:
-            _move(record, "master", placement.master)
-        if record.gradient is not None:
-            settle_gradient(record)
-            _move(record, "gradient", placement.gradient)
-        for key in record.states:
-            _move_state(record, key, placement.optimizer_state)
-        store.placements[placement.parameter] = placement
+        moves += (move for move in _moves_of(record, placement) if move.slot.tier is not move.tier)
+    if moves:
+        store.arena.drop()
+    for move in _within_budgets(store, moves):
+        move.run()
+    store.placements.update({placement.parameter: placement for placement in placements})
     with store.failing_on_error():
         store.transfers.wait_writes()
     return_freed_memory()
+
+
+def _moves_of(record: StoredParameter, placement: Placement) -> Iterator[_Move]:
+    yield _Move(slot=record.compute, tier=placement.compute, run=partial(_move, record, "compute", placement.compute))
+    if record.has_compute_copy:
+        yield _Move(slot=record.master, tier=placement.master, run=partial(_move, record, "master", placement.master))
+    if record.gradient is not None:
+        settle_gradient(record)
+        yield _Move(
+            slot=record.gradient, tier=placement.gradient, run=partial(_move, record, "gradient", placement.gradient)
+        )
+    for key, slot in record.states.items():
+        tier = placement.optimizer_state
+        yield _Move(slot=slot, tier=tier, run=partial(_move_state, record, key, tier))
+
+
+def _within_budgets(store: Store, moves: Iterable[_Move]) -> Iterator[_Move]:
+    """Yield the moves in an order in which memory holds them. What comes in goes first where it fits: that frees disk."""
+    config = store.config
+    outwards: deque[_Move] = deque()
+    inwards: deque[_Move] = deque()
+    for move in moves:
+        if move.nbytes_in == 0:  # on a CPU both tiers are RAM: only the accounting changes
+            yield move
+        else:
+            (inwards if move.nbytes_in > 0 else outwards).append(move)
+    budget = config.device_memory - config.reserve_memory + config.host_memory - config.staging_memory
+    budget -= store.activations.host_nbytes
+    while inwards or outwards:
+        room = budget - store.nbytes_on(Tier.DEVICE) - store.nbytes_on(Tier.HOST)
+        fits = inwards and inwards[0].nbytes_in <= room
+        yield inwards.popleft() if fits or not outwards else outwards.popleft()
 
 
 def _move(record: StoredParameter, role: str, tier: Tier) -> None:

@@ -151,6 +151,12 @@ class StagingPool:
             self.drop_idle()
             self._peak_nbytes = peak
 
+    def forget_peak(self) -> None:
+        """Give the cached memory back, and let the peak be what is leased now."""
+        with self._condition:
+            self.drop_idle()
+            self._peak_nbytes = self._leased_nbytes
+
     def drop_idle(self) -> None:
         """Give the cached memory back to the system; later leases take it again."""
         with self._condition:

@@ -94,6 +94,7 @@ class Store:
         self.update_order: Mapping[str, int] = {}  # of parameters, the first that the next forward gathers first
         self.chunk_elements = 2**20  # of the streamed step; a plan sets it
         self.ram = DeviceRam(budget=config.device_memory - config.reserve_memory)
+        self._host_peak_before = 0  # under plans that were followed earlier
         self._homes_nbytes = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.NVME: 0}
         self.activations = Activations(
             transfers=self.transfers,
@@ -333,6 +334,19 @@ class Store:
     def nbytes_on(self, tier: Tier) -> int:
         """Return the bytes all slots keep on a tier."""
         return self._homes_nbytes[tier]
+
+    @property
+    def host_peak_nbytes(self) -> int:
+        """Return the most bytes that homes, staging and activations took of the host tier, under any plan."""
+        held = self.nbytes_on(Tier.HOST) + self.staging.peak_nbytes + self.activations.peak_host_nbytes
+        return max(self._host_peak_before, held)
+
+    def begin_again(self) -> None:
+        """From now on another plan is followed: seconds, and what it holds beside homes, are measured anew."""
+        self._host_peak_before = self.host_peak_nbytes
+        self.staging.forget_peak()
+        self.activations.forget_peak()
+        self.meter.forget_phases()
 
     def begin_memory(self, *, after_capture: bool = False) -> None:
         """Take what this process holds beside our homes as not ours. Called before every run of a graph."""

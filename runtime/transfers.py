@@ -128,8 +128,8 @@ class Transfers:
             futures += self.read(run.slot, run.file_offset, buffer, Tier.DEVICE)
         for slot, offset in zip(slots, offsets, strict=True):
             if slot.in_memory:
-                futures.append(self.copy([slot.tensor], self._arena.view(offset, slot.tensor.shape, slot.tensor.dtype)))
-                self._meter.add_moved(slot.tier, Tier.DEVICE, slot.nbytes)
+                destination = self._arena.view(offset, slot.tensor.shape, slot.tensor.dtype)
+                futures.append(self.copy([slot.tensor], destination, slot.tier, Tier.DEVICE))
 
     def wait_gather(self, ticket: int) -> bool:
         """Block until a transfer has landed; return whether this was its first wait. Raises its first error."""
@@ -165,9 +165,15 @@ class Transfers:
 
     # Plain copies, reads and writes
 
-    def copy(self, source: list[Tensor], destination: Tensor) -> Future[None]:
+    def copy(self, source: list[Tensor], destination: Tensor, home: Tier, goal: Tier) -> Future[None]:
         """Start copying the one tensor in ``source``, which is taken out: who waits for the copy finds its memory free."""
-        return self._pool.submit(_copy, source, destination)
+        nbytes = destination.numel() * destination.dtype.itemsize
+        self._meter.add_moved(home, goal, nbytes)
+        return self._pool.submit(self._copy, source, destination, home, goal)
+
+    def _copy(self, source: list[Tensor], destination: Tensor, home: Tier, goal: Tier) -> None:
+        with self._meter.moving(home, goal, destination.numel() * destination.dtype.itemsize):
+            destination.copy_(source.pop())
 
     def wait(self, futures: Sequence[Future[None]], name: str) -> None:
         """Wait for all futures, then raise their first error; a stall by this name, unless all are done."""
@@ -187,20 +193,40 @@ class Transfers:
     def read(self, slot: Named, offset: int, buffer: memoryview, destination: Tier = Tier.HOST) -> list[Future[None]]:
         """Start reading file bytes of a slot or an activation; the buffer is filled when every future is done."""
         self._meter.add_moved(Tier.NVME, destination, len(buffer))
-        return self._submit(self._file().read, slot, offset, buffer)
+        return self._submit(self._file().read, slot, offset, buffer, (Tier.NVME, destination))
 
     def write(self, slot: Named, offset: int, buffer: memoryview, source: Tier = Tier.HOST) -> list[Future[None]]:
         """Start writing file bytes of a slot; the buffer is free when every future is done."""
         self._meter.add_moved(source, Tier.NVME, len(buffer))
-        return self._submit(self._file().write, slot, offset, buffer)
+        return self._submit(self._file().write, slot, offset, buffer, (source, Tier.NVME))
 
     def _submit(
-        self, call: Callable[[int, memoryview], None], slot: Named, offset: int, buffer: memoryview
+        self,
+        call: Callable[[int, memoryview], None],
+        slot: Named,
+        offset: int,
+        buffer: memoryview,
+        way: tuple[Tier, Tier],
     ) -> list[Future[None]]:
         return [
-            self._pool.submit(_named_call, call, slot.name, offset + start, buffer[start : start + _BLOCK_NBYTES])
+            self._pool.submit(self._call, call, slot.name, offset + start, buffer[start : start + _BLOCK_NBYTES], way)
             for start in range(0, len(buffer), _BLOCK_NBYTES)
         ]
+
+    def _call(
+        self,
+        call: Callable[[int, memoryview], None],
+        name: str,
+        offset: int,
+        buffer: memoryview,
+        way: tuple[Tier, Tier],
+    ) -> None:
+        """Call the engine; an error names the parameter as well as the file and the offset."""
+        with self._meter.moving(*way, len(buffer)):
+            try:
+                call(offset, buffer)
+            except StoreError as error:
+                raise StoreError(f"{name}: {error}") from error
 
     def _file(self) -> Engine:
         if self._engine is None:
@@ -378,15 +404,3 @@ def call_when_done(futures: Sequence[Future[None]], call: Callable[[BaseExceptio
 def return_when_done(staging: StagingPool, lease: StagingBuffer, futures: Sequence[Future[None]]) -> None:
     """Return a staging buffer when the last of its calls is done, whether they succeed or not."""
     call_when_done(futures, lambda _: staging.return_(lease))
-
-
-def _copy(source: list[Tensor], destination: Tensor) -> None:
-    destination.copy_(source.pop())
-
-
-def _named_call(call: Callable[[int, memoryview], None], name: str, offset: int, buffer: memoryview) -> None:
-    """Call the engine; an error names the parameter as well as the file and the offset."""
-    try:
-        call(offset, buffer)
-    except StoreError as error:
-        raise StoreError(f"{name}: {error}") from error

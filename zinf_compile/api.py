@@ -50,6 +50,8 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         step_in_backward: True to update a parameter as soon as its gradient is complete. The gradient never rests, and
             ``optimizer.step()`` only closes the step. What needs gradients, such as clipping by a norm, GradScaler and
             accumulation, is refused. The first step is an ordinary one, by which the optimizer becomes known.
+        remake_plan: False to keep plans as they were made before the first step. By default what the first steps measure
+            replaces estimates, and a plan that is faster by that is adopted between steps, once for each captured graph.
         capture: False to run the model's own forward eagerly, gathering parameters as it goes.
 
     Raises ConfigError for options that cannot be used, UnsupportedError for a model this version cannot hold, and
@@ -106,7 +108,7 @@ def report(model: Module) -> Report:
     plans = tuple(program.plan for program in session.programs if program.plan is not None)
     measured = {
         Tier.DEVICE: max(store.ram.peak, store.nbytes_on(Tier.DEVICE)),
-        Tier.HOST: store.nbytes_on(Tier.HOST) + store.staging.peak_nbytes + store.activations.peak_host_nbytes,
+        Tier.HOST: store.host_peak_nbytes,
         Tier.NVME: max(store.layout.end, store.activations.peak_file_nbytes),
     }
     capacity = {
@@ -141,7 +143,7 @@ def report(model: Module) -> Report:
             TierReport(
                 tier=tier,
                 capacity=capacity[tier],
-                predicted_peak=max((plan.tier(tier).predicted_peak for plan in plans), default=store.nbytes_on(tier)),
+                predicted_peak=session.promised.get(tier, store.nbytes_on(tier)),
                 measured_peak=measured[tier],
             )
             for tier in Tier

@@ -71,6 +71,7 @@ class Config:
     recompute: bool | None = None  # None: only where needed to fit; True: always; False: never
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
+    remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
     capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
 
     @property
@@ -122,6 +123,7 @@ def make_config(options: Mapping[str, object]) -> Config:
         recompute=_check_bool(given.get("recompute"), option="recompute"),
         overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
+        remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         capture=_check_bool(given.get("capture"), option="capture") is not False,
     )
 

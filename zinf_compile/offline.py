@@ -36,7 +36,7 @@ MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
 _BUDGETS = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.NVME: "nvme_memory"}
 # Options of ``optimize`` that say nothing about a plan: the folder on this machine, and how it runs.
-_NOT_PLANNED = frozenset({"nvme", "compute", "capture"})
+_NOT_PLANNED = frozenset({"nvme", "compute", "remake_plan", "capture"})
 
 
 def plan(

@@ -1,4 +1,4 @@
-"""One captured graph: chooses its split, plans it, and lowers it, again if parameters have moved or inputs grown since."""
+"""One captured graph: chooses its split, plans it, lowers it; again if parameters move, inputs grow, steps are measured."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from zinf_compile.errors import CapacityError
+from zinf_compile.errors import CapacityError, StoreError
 from zinf_compile.facts import GraphFacts, at_sizes
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
@@ -20,11 +20,13 @@ from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
 from zinf_compile.passes.planning.policies import allowed_policies, least_recompute_seconds, may_be_faster
 from zinf_compile.passes.planning.questions import describe_largest
+from zinf_compile.passes.planning.remake import remake_plan
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.planned_shapes import PlannedShapes, dump_sizes
 from zinf_compile.plans import Plan
 from zinf_compile.runtime.executor import Executor
 from zinf_compile.runtime.slots import StoredParameter
+from zinf_compile.runtime.watch import StepWatch
 from zinf_compile.simulate import simulate
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy, Phase, Tier
@@ -67,7 +69,9 @@ class Program:
         # By which of their inputs are tokens: a plan made after a forward may keep other values on the device.
         self._backwards: dict[frozenset[int], Backward] = {}
         self.plan: Plan | None = None
-        self.replanned: list[str] = []  # for which inputs it was planned again, in words
+        self.replanned: list[str] = []  # why it was planned again, in words
+        self._watch = StepWatch(session.store.meter)
+        self._is_watched = session.config.remake_plan
 
     @property
     def read_records(self) -> list[StoredParameter]:
@@ -157,10 +161,11 @@ class Program:
 
     def _executor(self, phase: Phase) -> BoxedCallable:
         def run(inputs: list[Any]) -> Sequence[Any]:
-            if phase is Phase.BACKWARD:
-                return self._backward_of(inputs).run(inputs)
-            assert self._forward is not None
-            return self._forward(inputs)
+            with self._watch.run(phase):
+                if phase is Phase.BACKWARD:
+                    return self._backward_of(inputs).run(inputs)
+                assert self._forward is not None
+                return self._forward(inputs)
 
         def prepare(inputs: list[Any]) -> int:
             assert self.plan is not None
@@ -169,6 +174,7 @@ class Program:
                 self._make_room(inputs)
                 if self.plan.placements != self._session.placements:
                     self._adopt(self._plan_for([self._shapes.facts]))
+                self._look_at_first_steps()
                 self._session.settle()
             return max([self.plan.arena_nbytes, *(backward.arena_nbytes for backward in self._backwards.values())])
 
@@ -194,6 +200,33 @@ class Program:
         self.replanned.append(f"{self._name}: planned for {dump_sizes(before)}, and again for {dump_sizes(sizes)}")
         _log.info(self.replanned[-1])
         self._adopt(plan)
+
+    def _look_at_first_steps(self) -> None:
+        """Once the first steps have been watched, go on with the plan that is best by what they have shown."""
+        observed = self._watch.look() if self._is_watched else None
+        if observed is None:
+            return
+        self._is_watched = False
+        assert self.plan is not None
+        assert self._shapes is not None
+        request = self._request([self._shapes.facts])
+        if len(self._session.programs) == 1:  # homes that several graphs share stay
+            request = replace(request, placements=None)
+        remade = remake_plan(self.plan, request, observed)
+        verify_plan(remade.plan)
+        try:
+            self._session.store.reserve_growth(remade.plan.placements)
+        except StoreError as error:
+            _log.info("%s; the plan stays, since the disk has no room for it: %s", remade.sentence, error)
+            return
+        _log.info(remade.sentence)
+        self._hardware = self._session.hardware = remade.plan.hardware
+        if remade.is_new:
+            self.replanned.append(remade.sentence)
+            self._session.store.begin_again()  # what is reported is measured under the plan that predicts it
+            self._adopt(replace(remade.plan, notes=(*remade.plan.notes, *self._session.notes)))
+        else:
+            self.plan = remade.plan
 
     def _backward_of(self, inputs: Sequence[Any]) -> "Backward":
         """Return the backward that was lowered under the plan of the forward whose values these are."""
@@ -236,6 +269,7 @@ class Program:
         by_first_use = sorted(plan.uses, key=lambda use: use.ticks[0])
         self._session.store.update_order = {use.parameter: position for position, use in enumerate(by_first_use)}
         self.plan = plan
+        self._watch = StepWatch(self._session.store.meter)
         self._session.promise(plan)
         self._lower(plan)
 

@@ -69,7 +69,7 @@ class Report:
     moved: tuple[RouteReport, ...]
     stalls: tuple[StallReport, ...]
     graph_breaks: tuple[str, ...]  # "file:line: reason"
-    replanned: tuple[str, ...]  # for which inputs a graph was planned again, in words
+    replanned: tuple[str, ...]  # why a graph was planned again, for larger inputs or by measured times, in words
     num_eager_gathers: int  # parameters read outside of captured graphs, where code ran eagerly
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Report:
             lines += ["", f"stalls, {sum(stall.seconds for stall in self.stalls):.3f} s in all; the longest"]
         lines += [f"  {stall.seconds:8.3f} s in {stall.count:4} waits  {stall.transfer}" for stall in self.stalls[:5]]
         if self.replanned:
-            lines += ["", "planned again for larger inputs"]
+            lines += ["", "planned again"]
         lines += [f"  {sentence}" for sentence in self.replanned]
         notes = dict.fromkeys(note for plan in self.plans for note in plan.notes)
         if notes:

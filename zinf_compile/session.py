@@ -61,8 +61,9 @@ class Session:
         self.programs: list[Program] = []
         self.graph_breaks: list[str] = []
         self.notes: list[str] = []  # sentences for a reader of the report
+        self.promised: dict[Tier, int] = {}  # the highest peak of all plans, also of those that others have replaced
         self.placements: tuple[Placement, ...] = ()  # where the newest plan wants every parameter
-        self._hardware: Hardware | None = None
+        self.hardware: Hardware | None = None  # known from the first graph on; what steps have shown replaces it
 
     @property
     def facts(self) -> tuple[ParameterFact, ...]:
@@ -164,13 +165,13 @@ class Session:
         where = describe_break(graph_module)
         if where is not None:
             self.graph_breaks.append(where)
-        if self._hardware is None:
+        if self.hardware is None:
             found = {record.compute.tensor.dtype for record in self.store.records.values()}
             floating = frozenset(dtype for dtype in found if dtype.is_floating_point)
             dtypes = floating or frozenset({torch.float32})
             with self.store.staging.uncounted():
-                self._hardware = find_measured(self.config.nvme, dtypes) or measure_hardware(self.store, dtypes)
-        program = Program(self, f"{self.model_name} graph {len(self.programs)}", self._hardware)
+                self.hardware = find_measured(self.config.nvme, dtypes) or measure_hardware(self.store, dtypes)
+        program = Program(self, f"{self.model_name} graph {len(self.programs)}", self.hardware)
         compiled = compile_graph(graph_module, inputs, program)
         self.programs.append(program)
         trained = program.trained_records
@@ -182,11 +183,13 @@ class Session:
         return call
 
     def promise(self, plan: Plan) -> None:
-        """Keep the device tier within what the plans say, of which this is the newest."""
+        """Keep the device tier within what the plans say, of which this is the newest; remember what was promised so far."""
         plans = [plan, *(program.plan for program in self.programs if program.plan is not None)]
         reserve = self.config.reserve_memory  # a part of the peak that is not the tier's own
         largest = max((each.tier(Tier.DEVICE) for each in plans), key=lambda tier: tier.predicted_peak)
         self.store.ram.promise(largest.predicted_peak - reserve, dict(largest.parts)[WORKSPACE_PART])
+        for tier in plan.tiers:
+            self.promised[tier.tier] = max(self.promised.get(tier.tier, 0), tier.predicted_peak)
 
     def settle(self) -> None:
         """Move parameters to where the newest plan wants them. Called before a graph runs, never while one is traced."""

@@ -99,3 +99,45 @@ def test_a_whole_step_lasts_from_one_to_the_next(monkeypatch: pytest.MonkeyPatch
         with meter.phase(Phase.STEP):
             clock.seconds += 1.0
     assert meter.step_seconds == (4.0, 6.0)
+
+
+def test_a_route_is_busy_once_however_many_calls_move_bytes(clock: Clock) -> None:
+    meter = Meter()
+    with meter.moving(Tier.NVME, Tier.DEVICE, 100):
+        clock.seconds += 1.0
+        with meter.moving(Tier.NVME, Tier.DEVICE, 50):
+            clock.seconds += 2.0
+            with meter.moving(Tier.HOST, Tier.NVME, 30):
+                clock.seconds += 4.0
+    clock.seconds += 8.0
+    with meter.moving(Tier.HOST, Tier.NVME, 5):
+        clock.seconds += 16.0
+    assert meter.arrived == (("host -> nvme", 35), ("nvme -> device", 150))
+    assert meter.busy == (
+        (("host -> nvme",), 16.0),
+        (("host -> nvme", "nvme -> device"), 4.0),
+        (("nvme -> device",), 3.0),
+    )
+
+
+def test_a_move_that_failed_took_time_and_brought_nothing(clock: Clock) -> None:
+    meter = Meter()
+
+    def fail() -> None:
+        with meter.moving(Tier.NVME, Tier.HOST, 100):
+            clock.seconds += 1.0
+            raise ValueError("disk")
+
+    with pytest.raises(ValueError, match="disk"):
+        fail()
+    assert meter.arrived == ()
+    assert meter.busy == ((("nvme -> host",), 1.0),)
+
+
+def test_seconds_of_phases_can_be_forgotten(clock: Clock) -> None:
+    meter = Meter()
+    for _ in range(3):
+        with meter.phase(Phase.STEP):
+            clock.seconds += 1.0
+    meter.forget_phases()
+    assert (meter.phase_seconds(Phase.STEP), meter.step_seconds, meter.num_steps) == ((), (), 3)

@@ -1,0 +1,121 @@
+"""A profile that is deliberately wrong, and steps that show it: plan and homes change while a model trains, no bit does."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zinf_compile
+from zinf_compile.hardware import Hardware, Rate, make_route
+from zinf_compile.observed import BusyTime, Observed, RouteBytes
+from zinf_compile.runtime.slots import record_of
+from zinf_compile.runtime.watch import StepWatch
+from zinf_compile.terms import Tier
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import GPT, GPTConfig
+
+MIB = 2**20
+STEPS = 6
+BUDGETS = {"device_memory": "8MiB", "host_memory": "12MiB"}
+
+
+def machine(*, disk: float, memory: float) -> Hardware:
+    """Return a machine with a disk and a way to host memory of so many bytes per second."""
+    pairs = [(source, target) for source in Tier for target in Tier if source is not target]
+    return Hardware(
+        name="paper",
+        flops=(Rate(name="float32", per_second=1e10),),
+        memory_bytes_per_second=1e10,
+        routes=tuple(make_route(*pair, disk if Tier.NVME in pair else memory) for pair in pairs),
+        optimizer_elements_per_second=1e9,
+    )
+
+
+WRONG = machine(disk=1e12, memory=1e6)  # as if host memory were the slow one
+RIGHT = machine(disk=1e8, memory=1e12)
+
+
+def shown_by(right: Hardware, *, num_steps: int) -> Observed:
+    """Return what steps would show on a machine that moves bytes at these rates, and computes at those of ``WRONG``."""
+    return Observed(
+        num_steps=num_steps,
+        compute_seconds=0.01,
+        step_seconds=0.5,
+        moved=tuple(RouteBytes(route.name, 64 * MIB) for route in right.routes),
+        busy=tuple(BusyTime((route.name,), 64 * MIB / route.bytes_per_second) for route in right.routes),
+    )
+
+
+@pytest.fixture
+def wrong_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan by the wrong rates; what steps show does not depend on what this machine does meanwhile."""
+    look = StepWatch.look
+
+    def look_at(watch: StepWatch) -> Observed | None:
+        observed = look(watch)
+        return None if observed is None else shown_by(RIGHT, num_steps=observed.num_steps)
+
+    monkeypatch.setattr("zinf_compile.session.find_measured", lambda nvme, dtypes: WRONG)
+    monkeypatch.setattr("zinf_compile.runtime.watch._LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(StepWatch, "look", look_at)
+
+
+def gpt():
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(4, 64, (2, 33), generator=generator) for _ in range(STEPS)]
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, layers=4, hidden=128, heads=2, seq=32))
+    return model, [{"tokens": each[:, :-1], "targets": each[:, 1:]} for each in tokens]
+
+
+def homes(model: nn.Module) -> dict[Tier, int]:
+    """Return the bytes that are at home on each tier, by the slots themselves."""
+    records = [record_of(parameter) for parameter in model.parameters()]
+    slots = [
+        slot
+        for record in records
+        if record is not None
+        for slot in {id(each): each for each in (record.compute, record.master, record.gradient)}.values()
+        if slot is not None
+    ] + [slot for record in records if record is not None for slot in record.states.values()]
+    return {tier: sum(slot.nbytes for slot in slots if slot.tier is tier) for tier in Tier}
+
+
+@pytest.mark.usefixtures("wrong_profile")
+@pytest.mark.parametrize("options", [{}, {"overlap_step": False}], ids=str)
+def test_another_plan_after_the_third_step_changes_no_bit(
+    parity: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, object]
+) -> None:
+    model, batches = gpt()
+    parity.optimize(model, **BUDGETS, nvme=tmp_path, **options)
+    seen = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        value = model(**batch)
+        seen.append(homes(model))
+        return value
+
+    with caplog.at_level(logging.INFO, logger="zinf_compile"):
+        ours = parity.train(model, batches, loss=loss)
+    parity.assert_same(ours, parity.reference(gpt, captured=True))
+    report = zinf_compile.report(model)
+    (sentence,) = report.replanned
+    assert re.search(
+        r"GPT graph 0: planned again after step 3: predicted .* s, measured 0.5 s, .*; new plan .* s", sentence
+    )
+    assert [record.message for record in caplog.records if "planned again" in record.message] == [sentence]
+    assert sentence in str(report)
+    # It is adopted between steps, once: homes move before the fourth forward, and stay.
+    assert seen[1] == seen[2] != seen[3] == seen[5]
+    (plan,) = report.plans
+    assert {tier: sum(item.nbytes_on(tier) for item in plan.placements) for tier in Tier} == seen[3]
+    assert plan.hardware.route(Tier.NVME, Tier.DEVICE).bytes_per_second == pytest.approx(1e8)
+    for tier in report.tiers[1:]:  # the device is measured in tests/memory
+        assert tier.measured_peak <= tier.predicted_peak, tier
+    assert next(phase for phase in report.phases).count == STEPS - 3
