@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from zinf_compile.config import Config, make_config
 from zinf_compile.errors import ConfigError, UnsupportedError
 from zinf_compile.facts import ParameterFact, at_sizes
-from zinf_compile.hardware import Hardware
+from zinf_compile.hardware import Hardware, TierSize
 from zinf_compile.hardware_io import load_hardware
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.offline.deep import trace_deep
@@ -31,6 +31,7 @@ from zinf_compile.runtime.accessors import refuse_optimized
 from zinf_compile.runtime.shadow import check_supported
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier, format_bytes
+from zinf_compile.this_machine import look_at_machine
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -43,7 +44,8 @@ def plan(
     model: Module,
     inputs: object,
     *,
-    hardware: Hardware | str | Path,
+    hardware: Hardware | str | Path | None = None,
+    nvme: str | Path | None = None,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     loss: Callable[[Any], Tensor] | None = None,
     train: bool = True,
@@ -53,11 +55,13 @@ def plan(
 ) -> Plan:
     """Return the plan of one call of ``model`` on ``hardware``, and of the backward and the optimizer step after it.
 
-    Nothing is allocated, read or written: the model is captured with fake tensors, so it may be of any size, on meta, or
-    have values, which are not looked at; it stays as it is. What is captured is what ``optimize`` would capture.
+    Nothing of the model is allocated, read or written: it is captured with fake tensors, so it may be of any size, on
+    meta, or have values, which are not looked at; it stays as it is. What is captured is what ``optimize`` would capture.
 
     ``inputs`` is what the model is called with: a tensor, a tuple, or a dict of keyword arguments; of its tensors only
-    shapes and dtypes matter. ``hardware`` is a Hardware, the name of a preset such as "h200", or a file.
+    shapes and dtypes matter. ``hardware`` is a Hardware, the name of a preset such as "h200", or a file. Without it, this
+    machine is planned for, with the disk of the folder ``nvme``, or of the current one: at the rates that ``zinf doctor``
+    has kept, or that are measured now, for some seconds; with the memory and disk space that are free now.
 
     Options:
         device_memory, host_memory, nvme_memory: budgets in bytes or as "8GiB"; by default what one device of the hardware
@@ -83,7 +87,7 @@ def plan(
     if not isinstance(model, Module):
         raise ConfigError(f"plan takes a torch.nn.Module, not {type(model).__name__}")
     refuse_optimized(model)
-    hardware = (hardware if isinstance(hardware, Hardware) else load_hardware(hardware)).with_world(world)
+    hardware = _find_hardware(hardware, nvme, options).with_world(world)
     config = _make_config(options, hardware)
     name = type(model).__name__
     called = replace(_make_inputs(inputs), loss=loss)
@@ -94,6 +98,29 @@ def plan(
     _check_result(trace, name, train=train, has_loss=loss is not None)
     parameters = _parameter_facts(model, config, optimizer if train else None)
     return _plan_all(trace, parameters, config, hardware, world)
+
+
+def _find_hardware(
+    hardware: Hardware | str | Path | None, nvme: str | Path | None, options: Mapping[str, object]
+) -> Hardware:
+    if hardware is None:
+        return _this_machine(Path() if nvme is None else Path(nvme), options)
+    if nvme is not None:
+        raise ConfigError(
+            f"nvme={str(nvme)!r} is a folder of this machine, and hardware says to plan for another; leave out one of them"
+        )
+    return hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+
+
+def _this_machine(nvme: Path, options: Mapping[str, object]) -> Hardware:
+    """Return this machine, its memory divided between device and host as ``optimize`` does it."""
+    with torch.device("cpu"):  # whatever device the caller builds models on
+        found = look_at_machine(nvme)
+    config = make_config({name: options.get(name) for name in ("device_memory", "host_memory")})
+    sizes = {Tier.DEVICE: config.device_memory, Tier.HOST: config.host_memory}
+    if any(Tier.NVME in route.name.split() for route in found.hardware.routes):
+        sizes[Tier.NVME] = found.machine.free_disk_nbytes
+    return replace(found.hardware, tiers=tuple(TierSize(tier=tier, nbytes=nbytes) for tier, nbytes in sizes.items()))
 
 
 def _make_inputs(inputs: object) -> Inputs:

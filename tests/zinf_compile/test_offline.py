@@ -195,7 +195,7 @@ class WrongShapes(Layers):
         ),
         (Layers(), {"reserve_memory": "1GiB"}, ConfigError, r"reserve_memory is 1\.00 GiB, .* is 1\.00 GiB; lower"),
         (Layers(), {"device_memroy": 1}, ConfigError, "did you mean 'device_memory'"),
-        (Layers(), {"nvme": "/disk"}, ConfigError, "unknown option 'nvme'"),
+        (Layers(), {"nvme": "/disk"}, ConfigError, "nvme='/disk' is a folder of this machine, and hardware says"),
         (Layers(), {"loss": lambda y: y}, ConfigError, r"loss returned a tensor float32\[8, 64\]; it has to return"),
         (Layers(), {"loss": lambda y: 3.0}, ConfigError, "loss returned a float"),
         (Layers(), {"device_memory": "4KiB"}, CapacityError, "raise device_memory to 1MiB"),

@@ -1,31 +1,20 @@
 """``zinf doctor``: what this machine has, what it does per second, what is missing and what that costs."""
 
 import argparse
-import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from zinf_compile.config import Config, make_config
-from zinf_compile.hardware import Hardware, TierSize
+from zinf_compile.hardware import Hardware
 from zinf_compile.hardware_io import save_hardware
 from zinf_compile.records import to_json
-from zinf_compile.runtime.calibrate import measure_hardware
-from zinf_compile.runtime.machine import Machine, inspect_machine
-from zinf_compile.runtime.measured import find_measured, keep_measured
-from zinf_compile.runtime.op_impls import register
-from zinf_compile.runtime.store import Store
-from zinf_compile.terms import Tier, format_bytes
+from zinf_compile.runtime.machine import Machine
+from zinf_compile.terms import format_bytes
+from zinf_compile.this_machine import LEAST_DISK, is_busy, look_at_machine
 
-_DTYPES = (torch.float32, torch.bfloat16)
-_REPEATS = 9  # a few seconds in all
-_HOST_MEMORY = "512MiB"  # half of it for staging
 _LEAST_MEMORY = 512 * 2**20  # Python, torch and a captured graph
-_LEAST_DISK = 2**30
-_BUSY_SHARE = 0.75  # of the cores taken by others: a product then takes visibly longer
 _MANY_FILES = 65536  # open_files below this bounds how many parameters can be on disk
 
 
@@ -71,35 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
 def diagnose(folder: Path, *, again: bool) -> Diagnosis:
     """Return what was found; measures for some seconds, unless that was done before. What a quiet machine does is kept."""
-    register()
-    nvme = str(folder.resolve())
-    config = make_config({"device_memory": 0, "host_memory": _HOST_MEMORY, "nvme": nvme})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a folder that refuses O_DIRECT is told among what is missing
-        store = Store(config)
-    try:
-        engine = store.engine
-        assert engine is not None
-        machine = inspect_machine(nvme, takes_o_direct="O_DIRECT" in engine.describe())
-        hardware = None if again else find_measured(nvme, _DTYPES)
-        if hardware is None and machine.free_disk_nbytes >= _LEAST_DISK:
-            hardware = replace(measure_hardware(store, _DTYPES, repeats=_REPEATS), tiers=_tiers(machine))
-            if not _is_busy(machine):
-                keep_measured(hardware, nvme)
-                keep_measured(_without_disk(hardware), None)
-        elif hardware is None:
-            hardware = _measure_without_disk(config)
-    finally:
-        store.close()
-    return Diagnosis(machine=machine, hardware=hardware, lacks=find_lacks(machine, hardware))
-
-
-def _measure_without_disk(config: Config) -> Hardware:
-    store = Store(replace(config, nvme=None))
-    try:
-        return measure_hardware(store, _DTYPES, repeats=_REPEATS)
-    finally:
-        store.close()
+    found = look_at_machine(folder, again=again)
+    return Diagnosis(machine=found.machine, hardware=found.hardware, lacks=find_lacks(found.machine, found.hardware))
 
 
 def find_lacks(machine: Machine, hardware: Hardware) -> tuple[Lack, ...]:
@@ -108,11 +70,11 @@ def find_lacks(machine: Machine, hardware: Hardware) -> tuple[Lack, ...]:
     if machine.free_memory_nbytes < _LEAST_MEMORY:
         free = format_bytes(machine.free_memory_nbytes)
         lacks.append(Lack(what="memory", costs=f"{free} are free, Python and torch alone need 512 MiB", is_fatal=True))
-    if machine.free_disk_nbytes < _LEAST_DISK:
+    if machine.free_disk_nbytes < LEAST_DISK:
         free = format_bytes(machine.free_disk_nbytes)
         costs = f"{free} are free in {machine.nvme}: nothing can be trained from there, pass --nvme with another folder"
         lacks.append(Lack(what="disk space", costs=costs, is_fatal=True))
-    if _is_busy(machine):
+    if is_busy(machine):
         costs = (
             f"{machine.load:.1f} threads want {machine.num_cores} cores: what is measured now is too low, and not kept"
         )
@@ -143,25 +105,6 @@ def find_lacks(machine: Machine, hardware: Hardware) -> tuple[Lack, ...]:
     if not machine.has_transformers:
         lacks.append(Lack(what="transformers", costs="no `zinf train hf:FOLDER`: pip install zinf_compile[hf]"))
     return tuple(lacks)
-
-
-def _is_busy(machine: Machine) -> bool:
-    return machine.load > _BUSY_SHARE * machine.num_cores
-
-
-def _tiers(machine: Machine) -> tuple[TierSize, ...]:
-    """Return the sizes of the tiers: on a CPU device and host share what is free, a fifth of which is left to others."""
-    memory = machine.free_memory_nbytes * 4 // 5
-    sizes = {Tier.DEVICE: memory // 2, Tier.HOST: memory - memory // 2, Tier.NVME: machine.free_disk_nbytes}
-    return tuple(TierSize(tier=tier, nbytes=nbytes) for tier, nbytes in sizes.items())
-
-
-def _without_disk(hardware: Hardware) -> Hardware:
-    return replace(
-        hardware,
-        routes=tuple(route for route in hardware.routes if Tier.NVME not in route.name.split()),
-        tiers=tuple(size for size in hardware.tiers if size.tier is not Tier.NVME),
-    )
 
 
 def _print(diagnosis: Diagnosis, console: Console) -> None:

@@ -34,8 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--seq", type=int, metavar="N", help="tokens per sequence (default: 1024)")
     budget = parser.add_argument_group("where it runs")
     budget.add_argument(
-        "--hardware", required=True, metavar="NAME", help="a preset, such as h200, or a file with a profile"
+        "--hardware", metavar="NAME", help="a preset, such as h200, or a file with a profile (default: this machine)"
     )
+    budget.add_argument("--nvme", type=Path, metavar="DIR", help="of this machine, a folder on the disk to plan for")
     budget.add_argument(
         "--world", type=int, default=1, metavar="N", help="ranks, one a device, that share the model (default: 1)"
     )
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
                 subject.model,
                 subject.inputs,
                 hardware=args.hardware,
+                nvme=args.nvme,
                 optimizer=optimizer,
                 train=not args.inference,
                 world=args.world,

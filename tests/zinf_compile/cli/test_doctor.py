@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from zinf_compile import this_machine
 from zinf_compile.cli import doctor
 from zinf_compile.cli.main import main
 from zinf_compile.hardware import Hardware
@@ -42,7 +43,7 @@ WELL = Machine(
 def is_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], None]:
     """Return what says how busy the machine is; its cache folder is empty, and measuring is quick."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(doctor, "_REPEATS", 1)
+    monkeypatch.setattr(this_machine, "_REPEATS", 1)
 
     def say(load: float) -> None:
         monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
@@ -68,12 +69,12 @@ def test_what_was_measured_is_kept_saved_and_read_again(
     assert first["machine"]["nvme"] == str(tmp_path)
     assert not list(tmp_path.glob(".*"))  # the file on disk is gone
     # Kept: rates measured twice are never equal.
-    assert find_measured(str(tmp_path), doctor._DTYPES) == hardware
+    assert find_measured(str(tmp_path), this_machine.DTYPES) == hardware
     assert main(["doctor", "--nvme", str(tmp_path), "--json"]) == 0
     assert read(capsys)["hardware"] == first["hardware"]
     assert main(["doctor", "--nvme", str(tmp_path), "--json", "--again"]) == 0
     assert read(capsys)["hardware"]["routes"] != first["hardware"]["routes"]
-    diskless = find_measured(None, doctor._DTYPES)
+    diskless = find_measured(None, this_machine.DTYPES)
     assert diskless is not None
     assert {route.name for route in diskless.routes} == {"device -> host", "host -> device"}
 
@@ -84,7 +85,7 @@ def test_a_busy_machine_is_told_and_not_kept(
     is_load(10_000.0)
     assert main(["doctor", "--nvme", str(tmp_path), "--json"]) == 0
     assert any(lack["what"] == "a quiet machine" for lack in read(capsys)["lacks"])
-    assert find_measured(str(tmp_path), doctor._DTYPES) is None
+    assert find_measured(str(tmp_path), this_machine.DTYPES) is None
 
 
 def test_it_prints_tables(
@@ -144,7 +145,7 @@ def test_a_full_disk_is_status_1(
     def full(nvme: str, *, takes_o_direct: bool) -> Machine:
         return replace(inspect_machine(nvme, takes_o_direct=takes_o_direct), free_disk_nbytes=0)
 
-    monkeypatch.setattr(doctor, "inspect_machine", full)
+    monkeypatch.setattr(this_machine, "inspect_machine", full)
     assert main(["doctor", "--nvme", str(tmp_path), "--json"]) == 1
     diagnosis = read(capsys)
     assert [lack["what"] for lack in diagnosis["lacks"] if lack["is_fatal"]] == ["disk space"]
