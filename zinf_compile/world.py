@@ -36,9 +36,11 @@ class World:
     num_ranks: int
 
     @cached_property
-    def routes(self) -> dict[str, Route]:
-        """Return the hardware's routes by name."""
-        return {route.name: route for route in self.hardware.routes}
+    def routes(self) -> dict[tuple[Tier, Tier], Route]:
+        """Return the hardware's routes by where they come from and where they lead."""
+        named = {route.name: route for route in self.hardware.routes}
+        pairs = ((source, destination) for source in Tier for destination in Tier)
+        return {pair: named[name] for pair in pairs if (name := route_name(*pair)) in named}
 
     @cached_property
     def links(self) -> Route:
@@ -47,7 +49,7 @@ class World:
 
     def gather_legs(self, source: Tier, nbytes: int) -> tuple[Leg, ...]:
         """Return the way of a full value of so many bytes from its home to the device."""
-        shard = Leg(self.routes[route_name(source, Tier.DEVICE)], shard_size(nbytes, self.num_ranks))
+        shard = Leg(self.routes[source, Tier.DEVICE], shard_size(nbytes, self.num_ranks))
         return (shard,) if self.num_ranks == 1 else (shard, Leg(self.links, nbytes))
 
     def gradient_legs(self, home: Tier, nbytes: int, *, is_resident: bool) -> tuple[Leg, ...]:
@@ -58,7 +60,7 @@ class World:
         reduced = () if self.num_ranks == 1 else (Leg(self.links, nbytes * (2 if is_resident else 1)),)
         if home is Tier.DEVICE:
             return reduced
-        return (*reduced, Leg(self.routes[route_name(Tier.DEVICE, home)], shard_size(nbytes, self.num_ranks)))
+        return (*reduced, Leg(self.routes[Tier.DEVICE, home], shard_size(nbytes, self.num_ranks)))
 
 
 def shard_parameter(parameter: ParameterFact, num_ranks: int) -> ParameterFact:

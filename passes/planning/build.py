@@ -12,7 +12,7 @@ from zinf_compile.facts import GradientFact, GraphFacts, ParameterFact
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.activations import BoundValues, bind_values, plan_activations
 from zinf_compile.passes.planning.arena import ARENA_ALIGN
-from zinf_compile.passes.planning.costs import op_seconds, plan_spans
+from zinf_compile.passes.planning.costs import ops_seconds, plan_spans
 from zinf_compile.passes.planning.leaving import count_resting
 from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.placement import Placer
@@ -92,7 +92,7 @@ class PlanBuilder:
         staying = without_swapped(graph, swaps) if swaps else graph
         self._activations = plan_activations(staying)
         self._spans = plan_spans(staying, request.hardware)
-        self._reached = (0.0, *accumulate(op_seconds(op, request.hardware) for op in graph.ops))
+        self._reached = (0.0, *accumulate(ops_seconds(graph.ops, request.hardware)))
         self._read = read = {use.parameter: use.dtype for use in graph.uses}
         # What kernels take beside their outputs: a matrix product may repack its largest weight.
         self._workspace = max(

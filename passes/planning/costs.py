@@ -1,5 +1,6 @@
 """Seconds from counts: every op takes the longer of its arithmetic and its memory traffic; ops of a module add up."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -22,7 +23,20 @@ class _Rates:
 
 def op_seconds(op: OpFact, hardware: Hardware) -> float:
     """Return the estimated seconds of one op: of calling it, and the longer of its arithmetic and its memory traffic."""
-    rates = _rates(op, hardware)
+    return _seconds_at(op, _rates(op, hardware))
+
+
+def ops_seconds(ops: Iterable[OpFact], hardware: Hardware) -> Iterator[float]:
+    """Yield ``op_seconds`` of each. A graph has few kinds of ops, whose rates are looked up once."""
+    rates: dict[tuple[str, str], _Rates] = {}
+    for op in ops:
+        kind = op.op, op.dtype
+        if kind not in rates:
+            rates[kind] = _rates(op, hardware)
+        yield _seconds_at(op, rates[kind])
+
+
+def _seconds_at(op: OpFact, rates: _Rates) -> float:
     longer = max(op.num_flops / rates.flops_per_second, op.nbytes_accessed / rates.bytes_per_second)
     return rates.overhead_seconds + longer
 
@@ -51,9 +65,10 @@ def _rates(op: OpFact[Size], hardware: Hardware) -> _Rates:
 def plan_spans(graph: GraphFacts, hardware: Hardware) -> tuple[ComputeSpan, ...]:
     """Return runs of consecutive ops of one module and phase, covering every tick."""
     live = working_set(unbound_values(graph), graph.num_ticks)
+    timed = zip(graph.ops, ops_seconds(graph.ops, hardware), strict=True)
     spans = []
-    for (module, phase), run in groupby(graph.ops, key=lambda op: (op.module, graph.phase_of(op.tick))):
-        ops = list(run)
+    for (module, phase), run in groupby(timed, key=lambda item: (item[0].module, graph.phase_of(item[0].tick))):
+        ops, seconds = zip(*run, strict=True)
         start, end = ops[0].tick, ops[-1].tick + 1
         spans.append(
             ComputeSpan(
@@ -61,7 +76,7 @@ def plan_spans(graph: GraphFacts, hardware: Hardware) -> tuple[ComputeSpan, ...]
                 phase=phase,
                 start=start,
                 end=end,
-                seconds=sum(op_seconds(op, hardware) for op in ops),
+                seconds=sum(seconds),
                 peak_nbytes=max(live[start:end]),
             )
         )

@@ -18,6 +18,7 @@ from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, R
 from zinf_compile.passes.planning.placement import plan_placement, with_device_memory
 from zinf_compile.plans import ActivationSwap, Placement, Plan
 from zinf_compile.simulate import simulate
+from zinf_compile.simulation.bound import least_seconds
 from zinf_compile.terms import Tier
 from zinf_compile.world import shard_parameter
 
@@ -68,8 +69,17 @@ class Score:
 
 def score_plan(plan: Plan) -> Score:
     """Return the score of a plan, by the simulator."""
+    return _score(plan, simulate(plan).step_seconds)
+
+
+def least_score(plan: Plan) -> Score:
+    """Return a score that that of a plan is no better than, without simulating it."""
+    return _score(plan, least_seconds(plan))
+
+
+def _score(plan: Plan, step_seconds: float) -> Score:
     return Score(
-        nanoseconds=round(simulate(plan).step_seconds * 1e9),
+        nanoseconds=round(step_seconds * 1e9),
         nbytes_moved=sum(transfer.nbytes for transfer in plan.transfers)
         + sum(sink.nbytes for sink in plan.sinks if sink.destination is not Tier.DEVICE)
         + plan.step.nbytes_read
@@ -95,6 +105,8 @@ def search_plan(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap
     """
     builder = PlanBuilder(request, graph, swaps)
     _place(request, request.config)  # of all it leaves the most to host and nvme
+    if builder.floor_nbytes > request.config.device_memory:
+        return None
     if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
         return kept
     best: Found | None = None
@@ -108,9 +120,9 @@ def search_plan(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap
             choices += _neighbours(best.choice, request, turn)
             turn += _STEPS_PER_RUNG
         for choice in choices:
-            best = _better(best, _try(builder, choice, memory))
+            best = _try(builder, choice, memory, best)
     if best is None:  # the other tiers hold the rest only beside all of this device, if at all
-        return find_plan(request, graph, swaps)
+        return _find_plan(request, builder, starts)
     return best
 
 
@@ -121,9 +133,15 @@ def find_plan(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, 
     """
     builder = PlanBuilder(request, graph, swaps)
     _place(request, request.config)  # as a search begins, so that it finds a plan whenever there is one here
+    if builder.floor_nbytes > request.config.device_memory:
+        return None
     if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
         return kept
-    for start in sorted(_starts(request, builder), key=lambda start: start.nbytes):
+    return _find_plan(request, builder, _starts(request, builder))
+
+
+def _find_plan(request: Request, builder: PlanBuilder, starts: Sequence["_Start"]) -> Found | None:
+    for start in sorted(starts, key=lambda start: start.nbytes):
         for choice in (choice for choice in start.choices if choice.uses_host):
             plan = builder.build(choice, request.config.device_memory)
             if plan is not None:
@@ -288,12 +306,13 @@ def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]
         yield near[(turn + step) % len(near)]
 
 
-def _try(builder: PlanBuilder, choice: Choice, device_memory: int) -> Found | None:
+def _try(builder: PlanBuilder, choice: Choice, device_memory: int, best: Found | None) -> Found | None:
+    """Return the plan of a choice if it is better than the best so far, else that."""
     with suppress(CapacityError):  # with less on the device there may be too much for the other tiers
         plan = builder.build(choice, device_memory)
-        if plan is not None:
-            return Found(choice=choice, plan=plan, score=score_plan(plan))
-    return None
+        if plan is not None and (best is None or least_score(plan).key < best.score.key):
+            return _better(best, Found(choice=choice, plan=plan, score=score_plan(plan)))
+    return best
 
 
 def _better(one: Found | None, other: Found | None) -> Found | None:

@@ -14,7 +14,7 @@ from zinf_compile.errors import VerifyError
 from zinf_compile.facts import GraphFacts, ValueFact
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.arena import align
-from zinf_compile.passes.planning.costs import op_seconds
+from zinf_compile.passes.planning.costs import ops_seconds
 from zinf_compile.plans import ActivationSwap
 from zinf_compile.terms import LiveRange, Tier
 
@@ -97,6 +97,6 @@ def _plan_back(graph: GraphFacts, values: list[tuple[ValueFact, Tier]], hardware
 def _seconds_at(graph: GraphFacts, hardware: Hardware) -> list[float]:
     """Return when compute reaches each tick, and the end, if it waits for nothing."""
     costs = [0.0] * graph.num_ticks
-    for op in graph.ops:
-        costs[op.tick] += op_seconds(op, hardware)
+    for op, seconds in zip(graph.ops, ops_seconds(graph.ops, hardware), strict=True):
+        costs[op.tick] += seconds
     return list(accumulate(costs, initial=0.0))

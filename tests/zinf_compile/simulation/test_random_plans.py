@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from zinf_compile.plans import Plan
 from zinf_compile.simulate import COMPUTE_LANE, Event, simulate
+from zinf_compile.simulation.bound import least_seconds
 from zinf_compile.simulation.critical_path import critical_path, share_path
 from zinf_compile.simulation.memory import live_set, memory_by_role
 from zinf_compile.simulation.step_graph import build_step_graph
@@ -85,6 +86,18 @@ def test_a_step_takes_as_long_as_its_busiest_lane(
     timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks))
     assert floor_seconds(timeline) == max(lane.seconds for lane in busy_lanes(timeline))
     assert floor_seconds(timeline) <= timeline.step_seconds * (1 + 1e-9)
+
+
+@many
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), num_ranks=worlds)
+def test_no_step_is_shorter_than_its_bound(
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, num_ranks: int
+) -> None:
+    plan = random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks)
+    timeline = simulate(plan)
+    assert 0 < least_seconds(plan) <= timeline.step_seconds
+    if timing is StepTiming.SYNCHRONOUS:  # beside compute the busiest lane has the latency of every update too
+        assert least_seconds(plan) >= floor_seconds(timeline) * (1 - 1e-8)
 
 
 @many
