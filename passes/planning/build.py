@@ -5,20 +5,20 @@ What does not depend on choices (bound values, spans, activations) is worked out
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
 
 from zinf_compile.config import Config
-from zinf_compile.facts import GradientFact, GraphFacts, ParameterFact
+from zinf_compile.facts import GraphFacts, ParameterFact
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.activations import BoundValues, bind_values, plan_activations
 from zinf_compile.passes.planning.arena import ARENA_ALIGN
-from zinf_compile.passes.planning.costs import ops_seconds, plan_spans
+from zinf_compile.passes.planning.costs import plan_spans
 from zinf_compile.passes.planning.leaving import count_resting
 from zinf_compile.passes.planning.optimizer_step import plan_step
-from zinf_compile.passes.planning.placement import Placer
-from zinf_compile.passes.planning.prefetch import Pace, SinkTime, TransferPlan, plan_residencies, plan_transfers
+from zinf_compile.passes.planning.placement import Placed, Placer, count_placed
+from zinf_compile.passes.planning.prefetch import TransferPlan
 from zinf_compile.passes.planning.prices import USUAL_PRICES, price_homes
 from zinf_compile.passes.planning.swaps import without_swapped
+from zinf_compile.passes.planning.transfers import Manner, TransferPlanner, sink_home
 from zinf_compile.plans import (
     PLAN_VERSION,
     SWAPPED_PART,
@@ -78,21 +78,39 @@ class Choice:
 class _Homes:
     """Placements that fit, with the transfers that they ask for."""
 
-    placements: tuple[Placement, ...]
+    placed: Placed
     moved: TransferPlan
+
+
+class Groundwork:
+    """What all builders of one graph's plans work with, whatever leaves the device and whatever the budgets are."""
+
+    def __init__(self, request: Request, graph: GraphFacts) -> None:
+        self.world = World(hardware=request.hardware, num_ranks=request.num_ranks)
+        self.unseen_placer = Placer(request.parameters, num_ranks=request.num_ranks)  # as before a graph is known
+        self.placer = Placer(request.parameters, graph.uses, num_ranks=request.num_ranks)
+        self.transfers = TransferPlanner(graph, request.parameters, self.world, request.config.step_timing)
 
 
 class PlanBuilder:
     """Plans of one graph with the same activations leaving the device, for any choice and device budget; each only once."""
 
-    def __init__(self, request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = ()) -> None:
+    def __init__(
+        self,
+        request: Request,
+        graph: GraphFacts,
+        swaps: tuple[ActivationSwap, ...] = (),
+        groundwork: Groundwork | None = None,
+    ) -> None:
+        groundwork = groundwork or Groundwork(request, graph)
+        self._unseen_placer, self._placer = groundwork.unseen_placer, groundwork.placer
+        self._transfer_planner = groundwork.transfers
         self._request = request
         self._graph = graph
         self._resting = count_resting(swaps)
         staying = without_swapped(graph, swaps) if swaps else graph
         self._activations = plan_activations(staying)
         self._spans = plan_spans(staying, request.hardware)
-        self._reached = (0.0, *accumulate(ops_seconds(graph.ops, request.hardware)))
         self._read = read = {use.parameter: use.dtype for use in graph.uses}
         # What kernels take beside their outputs: a matrix product may repack its largest weight.
         self._workspace = max(
@@ -101,16 +119,10 @@ class PlanBuilder:
         self._read_nbytes = sum(
             item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
         )
-        self._placer = Placer(request.parameters, graph.uses, num_ranks=request.num_ranks)
         self._shards = [shard_parameter(parameter, request.num_ranks) for parameter in request.parameters]
-        self._world = World(hardware=request.hardware, num_ranks=request.num_ranks)
         self._bound = bind_values(staying, base=0, swaps=swaps)
         self._moved_bound: dict[int, BoundValues] = {}  # many choices have transfers of as many bytes
         self._seen: set[_Homes] = set()
-        self._moved: dict[
-            tuple[tuple[Placement, ...], LookAhead, int, bool], TransferPlan
-        ] = {}  # most are asked for again
-        self._sink_times: dict[tuple[GradientFact, Tier, bool], tuple[SinkTime, ...]] = {}
         self._uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))
         self._gradients = tuple(sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter)))
         self.floor_nbytes = (
@@ -120,7 +132,7 @@ class PlanBuilder:
     @property
     def busy_seconds(self) -> float:
         """Return how long forward and backward compute."""
-        return self._reached[-1]
+        return self._transfer_planner.busy_seconds
 
     @property
     def tiny_nbytes(self) -> int:
@@ -133,10 +145,14 @@ class PlanBuilder:
         """Return the device bytes with which every copy that is read is resident."""
         return self.floor_nbytes + self._read_nbytes
 
-    def least_nbytes(self, placements: tuple[Placement, ...], look_ahead: LookAhead, *, is_eager: bool = True) -> int:
+    def place_unseen(self, config: Config, resident_nbytes: int | None = None) -> Placed:
+        """Return the homes of all parameters as they are chosen before a graph is known."""
+        return self._unseen_placer.place(config, resident_nbytes=resident_nbytes)
+
+    def least_nbytes(self, placed: Placed, look_ahead: LookAhead, *, is_eager: bool = True) -> int:
         """Return the device bytes that a plan with these homes takes; eager transfers take the most."""
-        arena = self._transfers(placements, Choice(look_ahead=look_ahead, is_eager=is_eager)).arena_nbytes
-        return self.floor_nbytes + arena + _nbytes_on(placements, Tier.DEVICE)
+        arena_nbytes = self._transfers(placed, Choice(look_ahead=look_ahead, is_eager=is_eager)).arena_nbytes
+        return self.floor_nbytes + arena_nbytes + placed.device_nbytes
 
     def build(self, choice: Choice, device_memory: int) -> Plan | None:
         """Return the plan of a choice with as much resident as fits; None if it does not fit, or was returned before.
@@ -152,14 +168,16 @@ class PlanBuilder:
 
     def build_at(self, placements: tuple[Placement, ...], choice: Choice) -> Plan | None:
         """Return the plan with these homes, or None if it does not fit the device budget of the request."""
-        return self.build_moved(placements, self._transfers(placements, choice), choice)
+        placed = count_placed(placements)
+        return self._build_if_it_fits(_Homes(placed=placed, moved=self._transfers(placed, choice)), choice)
 
     def build_moved(self, placements: tuple[Placement, ...], moved: TransferPlan, choice: Choice) -> Plan | None:
         """Return the plan with these homes and transfers, or None if it does not fit the device budget of the request."""
-        needed = self.floor_nbytes + moved.arena_nbytes + _nbytes_on(placements, Tier.DEVICE)
-        if needed > self._request.config.device_memory:
-            return None
-        return self._assemble(_Homes(placements=placements, moved=moved), choice)
+        return self._build_if_it_fits(_Homes(placed=count_placed(placements), moved=moved), choice)
+
+    def _build_if_it_fits(self, homes: _Homes, choice: Choice) -> Plan | None:
+        needed = self.floor_nbytes + homes.moved.arena_nbytes + homes.placed.device_nbytes
+        return None if needed > self._request.config.device_memory else self._assemble(homes, choice)
 
     def _fill(self, choice: Choice, device_memory: int) -> _Homes | None:
         room = device_memory - self.floor_nbytes
@@ -169,10 +187,10 @@ class PlanBuilder:
         if device_memory >= self.all_resident_nbytes:
             spare = device_memory - self.all_resident_nbytes
             everything = self._place(choice, config, resident_nbytes=room, spare_nbytes=spare)
-            return _Homes(placements=everything, moved=self._transfers(everything, choice))
-        placements = self._placer.place(config, resident_nbytes=choice.small_nbytes)
-        moved = self._transfers(placements, choice)
-        if moved.arena_nbytes + _nbytes_on(placements, Tier.DEVICE) > room:
+            return _Homes(placed=everything, moved=self._transfers(everything, choice))
+        placed = self._placer.place(config, resident_nbytes=choice.small_nbytes)
+        moved = self._transfers(placed, choice)
+        if moved.arena_nbytes + placed.device_nbytes > room:
             return None
         # What becomes resident is not transferred, so that the arena shrinks and leaves more room: once more round.
         for _ in range(2 if choice.is_filled else 0):
@@ -180,50 +198,30 @@ class PlanBuilder:
             resident = min(left, max(self._placer.small_nbytes, int(left * choice.resident_share)))
             more = self._place(choice, config, resident_nbytes=resident, spare_nbytes=left - resident)
             more_moved = self._transfers(more, choice)
-            if more == placements or more_moved.arena_nbytes + _nbytes_on(more, Tier.DEVICE) > room:
+            if more is placed or more_moved.arena_nbytes + more.device_nbytes > room:
                 break
-            placements, moved = more, more_moved
-        return _Homes(placements=placements, moved=moved)
+            placed, moved = more, more_moved
+        return _Homes(placed=placed, moved=moved)
 
     def _config(self, choice: Choice, device_memory: int) -> Config:
         config = replace(self._request.config, device_memory=device_memory)
         return config if choice.uses_host else replace(config, host_memory=config.staging_memory)
 
-    def _place(
-        self, choice: Choice, config: Config, *, resident_nbytes: int, spare_nbytes: int
-    ) -> tuple[Placement, ...]:
+    def _place(self, choice: Choice, config: Config, *, resident_nbytes: int, spare_nbytes: int) -> Placed:
         hardware, hidden = self._request.hardware, choice.are_transfers_hidden
         prices = USUAL_PRICES
         if hidden is not None:
             prices = price_homes(hardware, config.step_timing, are_transfers_hidden=hidden)
-        return self._placer.place(
-            config,
-            resident_nbytes=resident_nbytes,
-            spare_nbytes=spare_nbytes,
-            prices=prices,
-        )
+        return self._placer.place(config, resident_nbytes=resident_nbytes, spare_nbytes=spare_nbytes, prices=prices)
 
-    def _transfers(self, placements: tuple[Placement, ...], choice: Choice) -> TransferPlan:
-        key = placements, choice.look_ahead, choice.held_past, choice.is_eager
-        if key not in self._moved:
-            self._moved[key] = self._plan_transfers(placements, choice)
-        return self._moved[key]
-
-    def _plan_transfers(self, placements: Sequence[Placement], choice: Choice) -> TransferPlan:
-        look_ahead = choice.look_ahead
-        residencies = plan_residencies(
-            self._graph,
-            self._request.parameters,
-            placements,
-            group_nbytes=look_ahead.group_nbytes,
+    def _transfers(self, placed: Placed, choice: Choice) -> TransferPlan:
+        manner = Manner(
+            prefetch_nbytes=choice.look_ahead.prefetch_nbytes,
+            group_nbytes=choice.look_ahead.group_nbytes,
             held_past=choice.held_past,
-            num_ranks=self._request.num_ranks,
+            is_eager=choice.is_eager,
         )
-        return plan_transfers(
-            residencies,
-            prefetch_nbytes=look_ahead.prefetch_nbytes,
-            pace=None if choice.is_eager or not look_ahead.prefetch_nbytes else self._pace(placements),
-        )
+        return self._transfer_planner.plan(placed, manner)
 
     def _bound_behind(self, nbytes: int) -> BoundValues:
         """Return the bound values behind the bytes that transfers use."""
@@ -231,30 +229,9 @@ class PlanBuilder:
             self._moved_bound[nbytes] = self._bound.moved(nbytes)
         return self._moved_bound[nbytes]
 
-    def _pace(self, placements: Sequence[Placement]) -> Pace:
-        homes = {placement.parameter: placement for placement in placements}
-        timing = self._request.config.step_timing
-        sinks = (self._times_of_sink(gradient, homes[gradient.parameter], timing) for gradient in self._gradients)
-        return Pace(
-            reached_seconds=self._reached,
-            sinks=tuple(chain.from_iterable(sinks)),
-            world=self._world,
-        )
-
-    def _times_of_sink(self, gradient: GradientFact, placement: Placement, timing: StepTiming) -> tuple[SinkTime, ...]:
-        home = _sink_home(placement, timing)
-        is_resident = placement.home_read(self._read.get(gradient.parameter, placement.compute_dtype)) is Tier.DEVICE
-        key = gradient, home, is_resident
-        if key not in self._sink_times:
-            legs = self._world.gradient_legs(home, gradient.nbytes, is_resident=is_resident)
-            self._sink_times[key] = tuple(
-                SinkTime(tick=gradient.tick, seconds=leg.seconds, lanes=leg.route.lanes) for leg in legs
-            )
-        return self._sink_times[key]
-
     def _assemble(self, homes: _Homes, choice: Choice) -> Plan:
         request, graph, config = self._request, self._graph, self._request.config
-        placements, moved = homes.placements, homes.moved
+        placements, moved = homes.placed.placements, homes.moved
         bound = self._bound_behind(moved.arena_nbytes)
         arena_nbytes = moved.arena_nbytes + bound.nbytes
         home_of = {placement.parameter: placement for placement in placements}
@@ -264,7 +241,7 @@ class PlanBuilder:
         uses_staging = on_nvme + self._resting.nvme > 0 or config.step_timing is StepTiming.IN_BACKWARD
         parts = {
             Tier.DEVICE: (
-                ("residents", _nbytes_on(placements, Tier.DEVICE)),
+                ("residents", homes.placed.device_nbytes),
                 ("arena", arena_nbytes),
                 ("activations", self._activations.peak_nbytes),
                 (WORKSPACE_PART, self._workspace),
@@ -277,7 +254,7 @@ class PlanBuilder:
             ),
             Tier.NVME: (
                 ("homes", on_nvme),
-                ("padding", sum(item.file_nbytes for item in placements) - on_nvme),
+                ("padding", homes.placed.file_nbytes - on_nvme),
                 *_resting_part(self._resting.nvme),
             ),
         }
@@ -299,7 +276,7 @@ class PlanBuilder:
                 GradientSink(
                     parameter=gradient.parameter,
                     tick=gradient.tick,
-                    destination=_sink_home(home_of[gradient.parameter], config.step_timing),
+                    destination=sink_home(home_of[gradient.parameter], config.step_timing),
                     nbytes=gradient.nbytes,
                 )
                 for gradient in self._gradients
@@ -328,8 +305,3 @@ def _nbytes_on(placements: Sequence[Placement], tier: Tier) -> int:
 
 def _resting_part(nbytes: int) -> tuple[tuple[str, int], ...]:
     return ((SWAPPED_PART, nbytes),) if nbytes else ()
-
-
-def _sink_home(placement: Placement, timing: StepTiming) -> Tier:
-    is_taken = timing is StepTiming.IN_BACKWARD and placement.gradient is Tier.NVME
-    return Tier.HOST if is_taken else placement.gradient

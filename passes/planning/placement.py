@@ -4,7 +4,8 @@ What costs most seconds of transfers per byte gets the fastest home first (``Hom
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
@@ -22,6 +23,8 @@ RESIDENT_THRESHOLD = 64 * 2**10
 MIN_STAGING = 256 * 2**10
 # Residents under the threshold may take at most this share of the device before any graph has been seen.
 _SMALL_SHARE = 8
+_TIERS = tuple(Tier)
+_DEVICE, _HOST, _NVME = range(len(_TIERS))
 
 
 def plan_placement(
@@ -35,9 +38,26 @@ def plan_placement(
     num_ranks: int = 1,
 ) -> tuple[Placement, ...]:
     """Return the homes of all parameters, in the order given. See ``Placer.place``."""
-    return Placer(parameters, uses, num_ranks=num_ranks).place(
-        config, resident_nbytes=resident_nbytes, spare_nbytes=spare_nbytes, prices=prices
-    )
+    placer = Placer(parameters, uses, num_ranks=num_ranks)
+    placed = placer.place(config, resident_nbytes=resident_nbytes, spare_nbytes=spare_nbytes, prices=prices)
+    return placed.placements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placed:
+    """The homes of all parameters, in the order given, and what they add up to. Compared by identity."""
+
+    placements: tuple[Placement, ...]
+    device_nbytes: int
+    file_nbytes: int
+
+
+class _Copy(NamedTuple):
+    """One copy of one parameter, by its place among all; with its bytes, and those it would take on the device."""
+
+    slot: int
+    nbytes: int
+    device_nbytes: int
 
 
 class Placer:
@@ -67,9 +87,13 @@ class Placer:
         everyone = range(len(parameters))
         self._small = [index for index in everyone if parameters[index].compute_nbytes <= RESIDENT_THRESHOLD]
         large = [index for index in everyone if parameters[index].compute_nbytes > RESIDENT_THRESHOLD]
-        self._large = sorted(large, key=lambda index: -self._uses[index])
-        self._orders: dict[HomePrices, list[tuple[int, int]]] = {}
-        self._made: dict[tuple[int, tuple[Tier, ...]], Placement] = {}
+        self._smallest_first = [
+            *sorted(self._small, key=self._full_nbytes.__getitem__),
+            *sorted(large, key=lambda index: -self._uses[index]),
+        ]
+        self._orders: dict[HomePrices, list[_Copy]] = {}
+        self._made: dict[tuple[int, bytes], Placement] = {}
+        self._placed: dict[bytes, Placed] = {}  # by the home of every copy
 
     @property
     def small_nbytes(self) -> int:
@@ -83,8 +107,8 @@ class Placer:
         resident_nbytes: int | None = None,
         spare_nbytes: int = 0,
         prices: HomePrices = USUAL_PRICES,
-    ) -> tuple[Placement, ...]:
-        """Return the homes of all parameters, in the order given.
+    ) -> Placed:
+        """Return the homes of all parameters, in the order given: for the same homes the same object.
 
         ``resident_nbytes`` is what the device has room for compute copies between uses; None before a graph has been
         seen, when only small parameters become resident. In ``spare_nbytes`` of the device rests what the host had no
@@ -92,38 +116,58 @@ class Placer:
         """
         device_left = config.device_memory // _SMALL_SHARE if resident_nbytes is None else resident_nbytes
         host_left = config.host_memory - config.staging_memory
-        homes = [[Tier.NVME] * len(ROLES) for _ in self._parameters]
-        smallest_first = sorted(self._small, key=self._full_nbytes.__getitem__)
-        for index in self._small if resident_nbytes is None else [*smallest_first, *self._large]:
-            read = self._read[index]
+        homes = bytearray([_NVME]) * (len(ROLES) * len(self._parameters))
+        for index in self._small if resident_nbytes is None else self._smallest_first:
             if self._full_nbytes[index] <= device_left:
                 device_left -= self._full_nbytes[index]
-                homes[index][read] = Tier.DEVICE
+                homes[len(ROLES) * index + self._read[index]] = _DEVICE
         # Small parameters keep all they have in memory: chunks of a few bytes are what a disk is worst at.
         for index in self._small:
-            read = self._read[index]
+            first, read = len(ROLES) * index, self._read[index]
             rest = sum(self._nbytes[index]) - self._nbytes[index][read]
-            if homes[index][read] is Tier.DEVICE and rest <= host_left:
+            if homes[first + read] == _DEVICE and rest <= host_left:
                 host_left -= rest
-                homes[index] = [Tier.DEVICE if role == read else Tier.HOST for role in range(len(ROLES))]
-        for tier, left in ((Tier.HOST, host_left), (Tier.DEVICE, spare_nbytes)):
-            for index, role in self._by_price(prices):
-                is_resident = tier is Tier.DEVICE and role == self._read[index]
-                nbytes = self._full_nbytes[index] if is_resident else self._nbytes[index][role]
-                if 0 < nbytes <= left and homes[index][role] is Tier.NVME:
-                    left -= nbytes
-                    homes[index][role] = tier
-        result = tuple(self._placement(index, tuple(each)) for index, each in enumerate(homes))
-        _check_nvme(result, config)
-        return result
+                homes[first : first + len(ROLES)] = bytes(
+                    _DEVICE if role == read else _HOST for role in range(len(ROLES))
+                )
+        for copy in self._by_price(prices):
+            if copy.nbytes <= host_left and homes[copy.slot] == _NVME:
+                host_left -= copy.nbytes
+                homes[copy.slot] = _HOST
+        if spare_nbytes > 0:
+            for copy in self._by_price(prices):
+                if copy.device_nbytes <= spare_nbytes and homes[copy.slot] == _NVME:
+                    spare_nbytes -= copy.device_nbytes
+                    homes[copy.slot] = _DEVICE
+        placed = self._placed_at(bytes(homes))
+        _check_nvme(placed.placements, config, placed.file_nbytes)
+        return placed
 
-    def _by_price(self, prices: HomePrices) -> list[tuple[int, int]]:
-        """Return every copy, as the indices of its parameter and role, dearest first."""
+    def _placed_at(self, homes: bytes) -> Placed:
+        if homes not in self._placed:
+            placements = tuple(
+                self._placement(index, homes[len(ROLES) * index : len(ROLES) * (index + 1)])
+                for index in range(len(self._parameters))
+            )
+            self._placed[homes] = count_placed(placements)
+        return self._placed[homes]
+
+    def _by_price(self, prices: HomePrices) -> list[_Copy]:
+        """Return every copy that has bytes, dearest first."""
         if prices not in self._orders:
-            self._orders[prices] = sorted(
+            copies = sorted(
                 ((index, role) for role in range(len(ROLES)) for index in range(len(self._parameters))),
                 key=lambda item: -self._price(prices, *item),
             )
+            self._orders[prices] = [
+                _Copy(
+                    slot=len(ROLES) * index + role,
+                    nbytes=self._nbytes[index][role],
+                    device_nbytes=self._full_nbytes[index] if role == self._read[index] else self._nbytes[index][role],
+                )
+                for index, role in copies
+                if self._nbytes[index][role] > 0
+            ]
         return self._orders[prices]
 
     def _price(self, prices: HomePrices, index: int, role: int) -> float:
@@ -134,13 +178,19 @@ class Placer:
         moved_by_step: float = getattr(prices, ROLES[MASTER if role == COMPUTE else role]) if is_updated else 0.0
         return prices.gather * gathers + moved_by_step
 
-    def _placement(self, index: int, homes: tuple[Tier, ...]) -> Placement:
+    def _placement(self, index: int, homes: bytes) -> Placement:
         if (index, homes) not in self._made:
             nbytes, read = list(self._nbytes[index]), self._read[index]
-            if homes[read] is Tier.DEVICE:
+            if homes[read] == _DEVICE:
                 nbytes[read] = self._full_nbytes[index]
-            self._made[index, homes] = make_placement(self._parameters[index], homes, nbytes)
+            self._made[index, homes] = make_placement(self._parameters[index], [_TIERS[home] for home in homes], nbytes)
         return self._made[index, homes]
+
+
+def count_placed(placements: tuple[Placement, ...]) -> Placed:
+    """Return homes with what they add up to."""
+    on_device = sum(placement.nbytes_on(Tier.DEVICE) for placement in placements)
+    return Placed(placements=placements, device_nbytes=on_device, file_nbytes=_file_nbytes(placements))
 
 
 def slot_nbytes(parameter: ParameterFact) -> tuple[int, ...]:
@@ -200,7 +250,7 @@ def place_thawed(
         if 0 < nbytes <= host_left:
             host_left -= nbytes
             placement = replace(placement, **{role: Tier.HOST})  # type: ignore[arg-type]  # a role is a Tier
-    _check_nvme([*others, placement], config)
+    _check_nvme([*others, placement], config, _file_nbytes([*others, placement]))
     return placement
 
 
@@ -230,7 +280,7 @@ def place_narrowed(
         if new is not old and old.compute is not Tier.NVME and new.master_nbytes <= host_left:
             host_left -= new.master_nbytes
             placed[index] = replace(new, master=Tier.HOST)
-    _check_nvme(placed, config)
+    _check_nvme(placed, config, _file_nbytes(placed))
     return tuple(placed)
 
 
@@ -279,8 +329,11 @@ def with_device_memory(config: Config, nbytes: int) -> Config:
     return replace(config, device_memory=nbytes, nvme=config.nvme or ".", nvme_memory=None)
 
 
-def _check_nvme(placements: Sequence[Placement], config: Config) -> None:
-    on_nvme = sum(placement.file_nbytes for placement in placements)
+def _file_nbytes(placements: Sequence[Placement]) -> int:
+    return sum(placement.file_nbytes for placement in placements)
+
+
+def _check_nvme(placements: Sequence[Placement], config: Config, on_nvme: int) -> None:
     if on_nvme == 0 or (config.nvme is not None and (config.nvme_memory is None or on_nvme <= config.nvme_memory)):
         return
     in_host = sum(placement.nbytes_on(Tier.HOST) for placement in placements)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import GraphFacts, working_set
-from zinf_compile.passes.planning.build import Request
+from zinf_compile.passes.planning.build import Groundwork, Request
 from zinf_compile.passes.planning.leaving import count_resting, leaving_levels
 from zinf_compile.passes.planning.policies import compute_seconds, may_be_faster
 from zinf_compile.passes.planning.search import Found, find_plan, minimum_memory, search_plan
@@ -34,6 +34,7 @@ class _Level:
     request: Request
     graph: GraphFacts
     swaps: tuple[ActivationSwap, ...]
+    groundwork: Groundwork
 
 
 def make_plan(request: Request) -> Plan:
@@ -48,7 +49,7 @@ def make_plan(request: Request) -> Plan:
             continue
         for level in _levels(request, graph):
             try:
-                found = search_plan(level.request, graph, level.swaps)
+                found = search_plan(level.request, graph, level.swaps, level.groundwork)
             except CapacityError as error:
                 if not level.swaps:  # with less of the other tiers there is no more to say
                     failure = failure or error
@@ -65,7 +66,7 @@ def does_fit(request: Request) -> bool:
     """Return whether ``make_plan`` succeeds, without looking for the best plan."""
     for level in _all_levels(request):
         with suppress(CapacityError):
-            if find_plan(level.request, level.graph, level.swaps) is not None:
+            if find_plan(level.request, level.graph, level.swaps, level.groundwork) is not None:
                 return True
     return False
 
@@ -76,10 +77,11 @@ def minimum_device_memory(request: Request) -> int:
 
 
 def _levels(request: Request, graph: GraphFacts) -> Iterator[_Level]:
-    yield _Level(request=request, graph=graph, swaps=())
+    groundwork = Groundwork(request, graph)
+    yield _Level(request=request, graph=graph, swaps=(), groundwork=groundwork)
     for swaps in leaving_levels(graph, request.config, request.hardware):
         config = count_resting(swaps).taken_from(request.config)
-        yield _Level(request=replace(request, config=config), graph=graph, swaps=swaps)
+        yield _Level(request=replace(request, config=config), graph=graph, swaps=swaps, groundwork=groundwork)
 
 
 def _all_levels(request: Request) -> Iterator[_Level]:
@@ -89,11 +91,11 @@ def _all_levels(request: Request) -> Iterator[_Level]:
 
 def _minimum(level: _Level) -> float:
     """Return the smallest device budget for a level; infinity if what leaves would take the room of other things."""
-    nbytes = minimum_memory(level.request, level.graph, level.swaps)
+    nbytes = minimum_memory(level.request, level.graph, level.swaps, level.groundwork)
     if level.swaps:
-        config = replace(level.request.config, device_memory=nbytes)
+        request = replace(level.request, config=replace(level.request.config, device_memory=nbytes))
         with suppress(CapacityError):
-            if find_plan(replace(level.request, config=config), level.graph, level.swaps) is not None:
+            if find_plan(request, level.graph, level.swaps, level.groundwork) is not None:
                 return nbytes
         return math.inf
     return nbytes

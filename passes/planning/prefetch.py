@@ -7,10 +7,12 @@ transfer starts no more than ``prefetch_nbytes`` of transfers ahead of compute, 
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from zinf_compile.facts import GraphFacts, ParameterFact
+from zinf_compile.facts import GraphFacts, ParameterFact, UseFact
 from zinf_compile.passes.planning.arena import ArenaLayout, Piece, align, plan_arena
 from zinf_compile.plans import GatherTransfer, Placement
 from zinf_compile.terms import LiveRange, Phase, Tier
@@ -20,7 +22,8 @@ from zinf_compile.world import World
 _MARGIN = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not slotted: its bytes are asked for again and again.
+@dataclass(frozen=True, kw_only=True)
 class Residency:
     """A stretch of ticks in which some parameters are needed on the device."""
 
@@ -32,18 +35,45 @@ class Residency:
     need_by: int
     release: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Return the arena bytes it takes."""
         return sum(self.sizes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not slotted, and compared by identity: of most nobody asks for more than the bytes.
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TransferPlan:
-    """Transfers with their offsets bound, and the arena that holds them."""
+    """One transfer for each residency, issued at its tick, with its place in the arena that holds them."""
 
-    transfers: tuple[GatherTransfer, ...]
-    arena_nbytes: int
+    residencies: Sequence[Residency]
+    issues: Sequence[int]
+    layout: ArenaLayout
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Return the bytes of the arena that holds the transfers."""
+        return self.layout.nbytes
+
+    @cached_property
+    def transfers(self) -> tuple[GatherTransfer, ...]:
+        """Return the transfers with their offsets, by issue tick."""
+        transfers = [
+            GatherTransfer(
+                name=residency.name,
+                phase=residency.phase,
+                source=residency.source,
+                parameters=residency.parameters,
+                offsets=tuple(itertools.accumulate(residency.sizes[:-1], initial=offset)),
+                offset=offset,
+                nbytes=residency.nbytes,
+                issue=issue,
+                need_by=residency.need_by,
+                release=residency.release,
+            )
+            for residency, issue, offset in zip(self.residencies, self.issues, self.layout.offsets, strict=True)
+        ]
+        return tuple(sorted(transfers, key=lambda transfer: (transfer.issue, transfer.need_by, transfer.name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,68 +103,118 @@ def plan_residencies(
     held_past: int = 1,
     num_ranks: int = 1,
 ) -> tuple[Residency, ...]:
-    """Return when which parameters must be on the device, by need-by tick. Resident parameters do not appear.
+    """Return when which parameters must be on the device. See ``ResidencyPlanner.plan``."""
+    planner = ResidencyPlanner(graph, parameters, num_ranks=num_ranks)
+    return planner.plan(placements, group_nbytes=group_nbytes, held_past=held_past)
 
-    Uses of a group in one phase are one residency as long as no more than ``held_past`` other groups are first needed in
-    between: holding on past one costs less than reading again.
-    """
-    uses = {use.parameter: use.ticks for use in graph.uses}
-    dtypes = {use.parameter: use.dtype for use in graph.uses}
-    homes = {item.parameter: item.home_read(dtypes[item.parameter]) for item in placements if item.parameter in uses}
-    sizes = {
-        item.parameter: align(num_ranks * item.nbytes_read(dtypes[item.parameter]))
-        for item in placements
-        if item.parameter in uses
-    }
-    groups = _group(
-        [parameter for parameter in parameters if homes.get(parameter.name, Tier.DEVICE) is not Tier.DEVICE],
-        homes,
-        sizes,
-        group_nbytes=group_nbytes,
-    )
-    stretches: list[tuple[list[ParameterFact], Phase, list[int]]] = []
-    for group in groups:
-        ticks = sorted({tick for parameter in group for tick in uses[parameter.name]})
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            in_phase = [tick for tick in ticks if graph.phase_of(tick) is phase]
-            if in_phase:
-                stretches.append((group, phase, in_phase))
-    first_needs = sorted(ticks[0] for _, _, ticks in stretches)
-    residencies = []
-    for group, phase, ticks in stretches:
-        for run in _split(ticks, first_needs, held_past):
-            used = group
-            if len(group) > 1:
-                used = [item for item in group if any(run[0] <= tick <= run[-1] for tick in uses[item.name])]
-            residencies.append(
-                Residency(
-                    name=used[0].name if len(used) == 1 else used[0].block,
-                    phase=phase,
-                    source=homes[used[0].name],
-                    parameters=tuple(item.name for item in used),
-                    sizes=tuple(sizes[item.name] for item in used),
-                    need_by=run[0],
-                    release=run[-1] + 1,
-                )
+
+class _Used(NamedTuple):
+    """A parameter that a graph reads, and when it does."""
+
+    name: str
+    block: str
+    dtype: str
+    ticks: tuple[tuple[Phase, tuple[int, ...]], ...]  # of each phase that reads it
+
+
+class _Streamed(NamedTuple):
+    """A parameter that is read from its home, and the arena bytes it takes."""
+
+    used: _Used
+    source: Tier
+    nbytes: int
+
+
+class ResidencyPlanner:
+    """Residencies of one graph, for any homes. Equal ones are the same object."""
+
+    def __init__(self, graph: GraphFacts, parameters: Sequence[ParameterFact], *, num_ranks: int = 1) -> None:
+        uses = {use.parameter: use for use in graph.uses}
+        self._num_ranks = num_ranks
+        self._used = [
+            _Used(parameter.name, parameter.block, uses[parameter.name].dtype, _by_phase(graph, uses[parameter.name]))
+            for parameter in parameters
+            if parameter.name in uses
+        ]
+        self._made: dict[tuple[tuple[str, ...], Tier, tuple[int, ...], int, int], Residency] = {}
+
+    def plan(self, placements: Sequence[Placement], *, group_nbytes: int, held_past: int = 1) -> tuple[Residency, ...]:
+        """Return when which parameters must be on the device, by need-by tick. Resident parameters do not appear.
+
+        Uses of a group in one phase are one residency as long as no more than ``held_past`` other groups are first needed in
+        between: holding on past one costs less than reading again.
+        """
+        stretches = [
+            (group, phase, ticks)
+            for group in _group(self._stream(placements), group_nbytes=group_nbytes)
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+            if (ticks := _ticks_in(group, phase))
+        ]
+        first_needs = sorted(ticks[0] for _, _, ticks in stretches)
+        residencies = []
+        for group, phase, ticks in stretches:
+            for run in _split(ticks, first_needs, held_past):
+                used = group
+                if len(group) > 1:
+                    used = [
+                        item for item in group if any(run[0] <= tick <= run[-1] for tick in _ticks_in([item], phase))
+                    ]
+                residencies.append(self._residency(used, phase, run[0], run[-1] + 1))
+        return tuple(sorted(residencies, key=lambda item: (item.need_by, item.release, item.name)))
+
+    def _stream(self, placements: Sequence[Placement]) -> list[_Streamed]:
+        homes = {placement.parameter: placement for placement in placements}
+        streamed = []
+        for used in self._used:
+            placement = homes.get(used.name)
+            source = Tier.DEVICE if placement is None else placement.home_read(used.dtype)
+            if placement is not None and source is not Tier.DEVICE:
+                nbytes = align(self._num_ranks * placement.nbytes_read(used.dtype))
+                streamed.append(_Streamed(used, source, nbytes))
+        return streamed
+
+    def _residency(self, group: Sequence[_Streamed], phase: Phase, need_by: int, release: int) -> Residency:
+        names, sizes = tuple(item.used.name for item in group), tuple(item.nbytes for item in group)
+        key = names, group[0].source, sizes, need_by, release
+        if key not in self._made:
+            self._made[key] = Residency(
+                name=names[0] if len(group) == 1 else group[0].used.block,
+                phase=phase,
+                source=group[0].source,
+                parameters=names,
+                sizes=sizes,
+                need_by=need_by,
+                release=release,
             )
-    return tuple(sorted(residencies, key=lambda item: (item.need_by, item.release, item.name)))
+        return self._made[key]
 
 
-def _group(
-    parameters: Sequence[ParameterFact], homes: Mapping[str, Tier], sizes: Mapping[str, int], *, group_nbytes: int
-) -> list[list[ParameterFact]]:
-    groups: list[list[ParameterFact]] = []
-    for parameter in parameters:
-        group = groups[-1] if groups else []
+def _by_phase(graph: GraphFacts, use: UseFact) -> tuple[tuple[Phase, tuple[int, ...]], ...]:
+    return tuple((phase, tuple(ticks)) for phase, ticks in itertools.groupby(sorted(use.ticks), graph.phase_of))
+
+
+def _ticks_in(group: Sequence[_Streamed], phase: Phase) -> Sequence[int]:
+    """Return the ticks of a phase at which some parameter of a group is read, sorted."""
+    found = [ticks for item in group for each, ticks in item.used.ticks if each is phase]
+    return found[0] if len(found) == 1 else sorted(set(itertools.chain.from_iterable(found)))
+
+
+def _group(streamed: Sequence[_Streamed], *, group_nbytes: int) -> list[list[_Streamed]]:
+    groups: list[list[_Streamed]] = []
+    nbytes = 0  # of the last group
+    for item in streamed:
+        last = groups[-1][-1] if groups else None
+        nbytes += item.nbytes
         if (
-            group
-            and group[-1].block == parameter.block
-            and homes[group[-1].name] is homes[parameter.name]
-            and sum(sizes[item.name] for item in group) + sizes[parameter.name] <= group_nbytes
+            last is not None
+            and last.used.block == item.used.block
+            and last.source is item.source
+            and nbytes <= group_nbytes
         ):
-            group.append(parameter)
+            groups[-1].append(item)
         else:
-            groups.append([parameter])
+            groups.append([item])
+            nbytes = item.nbytes
     return groups
 
 
@@ -151,15 +231,16 @@ def _split(ticks: Sequence[int], first_needs: Sequence[int], held_past: int) -> 
 
 def _earliest_issues(residencies: Sequence[Residency], prefetch_nbytes: int) -> list[int]:
     issues: list[int] = []
+    first, behind = 0, 0  # the residency that is waited for, and the bytes of those from there to this one
     for index, residency in enumerate(residencies):
-        ahead, issue = residency.nbytes, residency.need_by
-        for position in range(index - 1, -1, -1):
-            before = residencies[position]
-            if before.phase is not residency.phase or ahead > prefetch_nbytes:
-                break
-            issue = min(issue, before.need_by)
-            ahead += before.nbytes
-        issues.append(issue)
+        if residency.phase is not residencies[first].phase:
+            first, behind = index, 0
+        elif index:
+            behind += residency.nbytes
+        while first < index and behind > prefetch_nbytes:
+            first += 1
+            behind -= residencies[first].nbytes
+        issues.append(residencies[first].need_by)
     return issues
 
 
@@ -169,23 +250,26 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> list[int]:
     A gradient that leaves over the same lane takes its share of it.
     """
     issues = [residency.need_by for residency in residencies]
-    sinks = list(pace.sinks)
+    reached, sinks = pace.reached_seconds, pace.sinks
+    num_sinks = len(sinks)  # that are complete before what has been looked at
     free: dict[str, float] = {}  # until when a lane may be taken by what is needed earlier
     phase = None
     for index in reversed(range(len(residencies))):
         residency = residencies[index]
         if residency.phase is not phase:
             phase, free = residency.phase, {}
-        while sinks and sinks[-1].tick >= residency.need_by:
-            sink = sinks.pop()
-            for lane in free.keys() & set(sink.lanes):
-                free[lane] -= _MARGIN * sink.seconds
-        due = pace.reached_seconds[residency.need_by]
+        while num_sinks and sinks[num_sinks - 1].tick >= residency.need_by:
+            num_sinks -= 1
+            for lane in sinks[num_sinks].lanes:
+                if lane in free:
+                    free[lane] -= _MARGIN * sinks[num_sinks].seconds
+        due = reached[residency.need_by]
         for leg in reversed(pace.world.gather_legs(residency.source, residency.nbytes)):
-            landed = min(due, *(free.get(lane, math.inf) for lane in leg.route.lanes))
-            due = landed - _MARGIN * leg.seconds
-            free.update(dict.fromkeys(leg.route.lanes, due))
-        latest = bisect.bisect_right(pace.reached_seconds, due) - 1
+            lanes = leg.route.lanes
+            due = min(due, *(free.get(lane, math.inf) for lane in lanes)) - _MARGIN * leg.seconds
+            for lane in lanes:
+                free[lane] = due
+        latest = bisect.bisect_right(reached, due) - 1
         issues[index] = min(residency.need_by, max(0, latest))
     return issues
 
@@ -202,35 +286,23 @@ def plan_transfers(
     lie ahead, itself included, in the same phase: nothing crosses from forward into backward, where other programs may
     run. With a ``pace``, it is issued as late as it still arrives in time.
     """
+    return bind_transfers(residencies, plan_issues(residencies, prefetch_nbytes=prefetch_nbytes, pace=pace))
+
+
+def plan_issues(residencies: Sequence[Residency], *, prefetch_nbytes: int, pace: Pace | None = None) -> tuple[int, ...]:
+    """Return the issue ticks of ``plan_transfers``."""
     issues = _earliest_issues(residencies, prefetch_nbytes)
     if pace is not None:
         issues = [max(pair) for pair in zip(issues, _latest_issues(residencies, pace), strict=True)]
-    return bind_transfers(residencies, issues)
+    return tuple(issues)
 
 
 def bind_transfers(residencies: Sequence[Residency], issues: Sequence[int]) -> TransferPlan:
     """Return one transfer per residency, issued at the tick given for it, with its arena offsets."""
-    layout: ArenaLayout = plan_arena(
+    layout = plan_arena(
         [
             Piece(nbytes=residency.nbytes, live=LiveRange(start=issue, end=residency.release))
             for residency, issue in zip(residencies, issues, strict=True)
         ]
     )
-    transfers = []
-    for residency, issue, offset in zip(residencies, issues, layout.offsets, strict=True):
-        transfers.append(
-            GatherTransfer(
-                name=residency.name,
-                phase=residency.phase,
-                source=residency.source,
-                parameters=residency.parameters,
-                offsets=tuple(itertools.accumulate(residency.sizes[:-1], initial=offset)),
-                offset=offset,
-                nbytes=residency.nbytes,
-                issue=issue,
-                need_by=residency.need_by,
-                release=residency.release,
-            )
-        )
-    transfers.sort(key=lambda transfer: (transfer.issue, transfer.need_by, transfer.name))
-    return TransferPlan(transfers=tuple(transfers), arena_nbytes=layout.nbytes)
+    return TransferPlan(residencies=residencies, issues=issues, layout=layout)

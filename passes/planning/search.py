@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import GraphFacts
 from zinf_compile.passes.planning.arena import align
-from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
-from zinf_compile.passes.planning.placement import plan_placement, with_device_memory
-from zinf_compile.plans import ActivationSwap, Placement, Plan
+from zinf_compile.passes.planning.build import Choice, Groundwork, LookAhead, PlanBuilder, Request
+from zinf_compile.passes.planning.placement import with_device_memory
+from zinf_compile.plans import ActivationSwap, Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.simulation.bound import least_seconds
 from zinf_compile.terms import Tier
@@ -98,13 +97,15 @@ class Found:
     score: Score
 
 
-def search_plan(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = ()) -> Found | None:
+def search_plan(
+    request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = (), groundwork: Groundwork | None = None
+) -> Found | None:
     """Return the best plan found for one graph, or None if none fits the device.
 
     Raises CapacityError when host and nvme cannot hold what the device does not.
     """
-    builder = PlanBuilder(request, graph, swaps)
-    _place(request, request.config)  # of all it leaves the most to host and nvme
+    builder = PlanBuilder(request, graph, swaps, groundwork)
+    builder.place_unseen(request.config)  # of all it leaves the most to host and nvme
     if builder.floor_nbytes > request.config.device_memory:
         return None
     if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
@@ -126,13 +127,15 @@ def search_plan(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap
     return best
 
 
-def find_plan(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = ()) -> Found | None:
+def find_plan(
+    request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = (), groundwork: Groundwork | None = None
+) -> Found | None:
     """Return some plan for one graph, without a search, or None if none fits the device.
 
     Raises CapacityError when host and nvme cannot hold what the device does not.
     """
-    builder = PlanBuilder(request, graph, swaps)
-    _place(request, request.config)  # as a search begins, so that it finds a plan whenever there is one here
+    builder = PlanBuilder(request, graph, swaps, groundwork)
+    builder.place_unseen(request.config)  # as a search begins, so that it finds a plan whenever there is one here
     if builder.floor_nbytes > request.config.device_memory:
         return None
     if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
@@ -149,25 +152,23 @@ def _find_plan(request: Request, builder: PlanBuilder, starts: Sequence["_Start"
     return None
 
 
-def minimum_memory(request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = ()) -> int:
+def minimum_memory(
+    request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = (), groundwork: Groundwork | None = None
+) -> int:
     """Return the bytes of the smallest device budget in which some plan of a graph fits."""
-    return min(start.nbytes for start in _starts(request, PlanBuilder(request, graph, swaps)))
-
-
-def _place(request: Request, config: Config, resident_nbytes: int | None = None) -> tuple[Placement, ...]:
-    return plan_placement(request.parameters, config, resident_nbytes=resident_nbytes, num_ranks=request.num_ranks)
+    return min(start.nbytes for start in _starts(request, PlanBuilder(request, graph, swaps, groundwork)))
 
 
 def _bare_nbytes(request: Request, builder: PlanBuilder, look_ahead: LookAhead, small_nbytes: int) -> int:
     """Return the smallest device budget for a look-ahead when nothing is resident but so many bytes of small parameters."""
     config = with_device_memory(request.config, builder.floor_nbytes)
-    return builder.least_nbytes(_place(request, config, small_nbytes), look_ahead)
+    return builder.least_nbytes(builder.place_unseen(config, small_nbytes), look_ahead)
 
 
-def _is_held_elsewhere(request: Request, small_nbytes: int) -> bool:
+def _is_held_elsewhere(request: Request, builder: PlanBuilder, small_nbytes: int) -> bool:
     """Return whether host and nvme have room for all but so many bytes of small parameters."""
     try:
-        _place(request, request.config, small_nbytes)
+        builder.place_unseen(request.config, small_nbytes)
     except CapacityError:
         return False
     return True
@@ -180,8 +181,8 @@ def _streaming_nbytes(request: Request, builder: PlanBuilder, look_ahead: LookAh
     """
     needed = builder.floor_nbytes
     while True:
-        placements = _place(request, with_device_memory(request.config, needed))
-        least = builder.least_nbytes(placements, look_ahead)
+        placed = builder.place_unseen(with_device_memory(request.config, needed))
+        least = builder.least_nbytes(placed, look_ahead)
         if least <= needed:
             return needed
         needed = least
@@ -202,7 +203,7 @@ def _starts(request: Request, builder: PlanBuilder) -> list[_Start]:
     each at what it takes itself: where the host holds all, that is everything on the host.
     """
     narrowest = _look_aheads(request)[-1]
-    bare = _place(request, request.config, 0) if _is_held_elsewhere(request, 0) else None
+    bare = builder.place_unseen(request.config, 0) if _is_held_elsewhere(request, builder, 0) else None
     starts = [
         *(
             _Start(
@@ -210,7 +211,7 @@ def _starts(request: Request, builder: PlanBuilder) -> list[_Start]:
                 choices=(Choice(look_ahead=narrowest, is_filled=False, small_nbytes=small_nbytes),),
             )
             for small_nbytes in (0, builder.tiny_nbytes)
-            if _is_held_elsewhere(request, small_nbytes)
+            if _is_held_elsewhere(request, builder, small_nbytes)
         ),
         # Of tiny parameters, which would take whole pages of the arena, this may be less.
         _Start(nbytes=builder.all_resident_nbytes, choices=(Choice(look_ahead=narrowest),)),

@@ -36,7 +36,7 @@ def _busy_in_phases(plan: Plan) -> dict[Phase, dict[str, float]]:
 
     for span in plan.spans:
         busy[span.phase][COMPUTE_LANE] += span.seconds
-    moved = set()
+    moved: set[str] = set()
     for transfer in plan.transfers:
         moved.update(transfer.parameters)
         move(transfer.phase, world.gather_legs(transfer.source, transfer.nbytes))
