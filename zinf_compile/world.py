@@ -43,14 +43,22 @@ class World:
         return {pair: named[name] for pair in pairs if (name := route_name(*pair)) in named}
 
     @cached_property
+    def _gathers(self) -> dict[tuple[Tier, int], tuple[Leg, ...]]:
+        return {}  # blocks are alike, so that few ways are many
+
+    @cached_property
     def links(self) -> Route:
         """Return the links between the devices of all ranks, as a route of full bytes."""
         return self.hardware.links(self.num_ranks)
 
     def gather_legs(self, source: Tier, nbytes: int) -> tuple[Leg, ...]:
         """Return the way of a full value of so many bytes from its home to the device."""
-        shard = Leg(self.routes[source, Tier.DEVICE], shard_size(nbytes, self.num_ranks))
-        return (shard,) if self.num_ranks == 1 else (shard, Leg(self.links, nbytes))
+        legs = self._gathers.get((source, nbytes))
+        if legs is None:
+            shard = Leg(self.routes[source, Tier.DEVICE], shard_size(nbytes, self.num_ranks))
+            legs = (shard,) if self.num_ranks == 1 else (shard, Leg(self.links, nbytes))
+            self._gathers[source, nbytes] = legs
+        return legs
 
     def gradient_legs(self, home: Tier, nbytes: int, *, is_resident: bool) -> tuple[Leg, ...]:
         """Return the way of a full gradient of so many bytes from the device to its home; () where it stays as it is.

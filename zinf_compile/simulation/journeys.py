@@ -26,7 +26,8 @@ class Journeys:
         self._names.append(name)
         self._ends.append(self._lanes.travel(legs[0], name, after))
         self._to_go.append(legs[1:])
-        self._await_next(journey)
+        if len(legs) > 1:
+            self._await_next(journey)
         return journey
 
     def advance(self, now: float) -> None:
@@ -45,8 +46,8 @@ class Journeys:
         leg, *rest = self._to_go[journey]
         self._ends[journey] = self._lanes.travel(leg, self._names[journey], (self._ends[journey],))
         self._to_go[journey] = rest
-        self._await_next(journey)
+        if rest:
+            self._await_next(journey)
 
     def _await_next(self, journey: int) -> None:
-        if self._to_go[journey]:
-            heapq.heappush(self._ready, (self._lanes.end_of((self._ends[journey],)), journey))
+        heapq.heappush(self._ready, (self._lanes.end_of((self._ends[journey],)), journey))

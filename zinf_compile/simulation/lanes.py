@@ -17,16 +17,23 @@ class Lanes:
         pairs = [(source, destination) for source in Tier for destination in Tier]
         self._routes = {pair: routes[name] for pair in pairs if (name := route_name(*pair)) in routes}
         self._last: dict[str, int] = {}  # what occupied a route's lane last
+        self._ends: list[float] = []  # by node, when it ends: looked at more often than anything else
 
     def end_of(self, nodes: Iterable[int]) -> float:
         """Return when the last of some nodes ends; 0 for none."""
-        return max((self.nodes[node].end_seconds for node in nodes), default=0.0)
+        last = 0.0
+        for node in nodes:
+            end = self._ends[node]
+            if end > last:
+                last = end
+        return last
 
     def compute(self, name: str, start: float, end: float, after: tuple[int, ...]) -> tuple[int, ...]:
         """Append what compute does next, unless it takes no time, and return what compute is after now."""
         if end <= start:
             return after
         self.nodes.append(Event(COMPUTE_LANE, name, start, end, 0, after))
+        self._ends.append(end)
         return (len(self.nodes) - 1,)
 
     def update(self, name: str, seconds: float, after: tuple[int, ...]) -> int:
@@ -52,12 +59,11 @@ class Lanes:
         after = self._with_last(lanes, after)
         start = self.end_of(after)
         self.nodes.append(Event(name, what, start, start + seconds, nbytes, after))
-        self._last.update(dict.fromkeys(lanes, index))
+        self._ends.append(start + seconds)
+        for lane in lanes:
+            self._last[lane] = index
         return index
 
     def _with_last(self, lanes: tuple[str, ...], after: tuple[int, ...]) -> tuple[int, ...]:
         """Return nodes, and what occupied some lanes last."""
-        for lane in lanes:
-            if lane in self._last:
-                after = (*after, self._last[lane])
-        return after
+        return (*after, *(self._last[lane] for lane in lanes if lane in self._last))

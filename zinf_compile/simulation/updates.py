@@ -39,6 +39,7 @@ class Updates:
         self._unfinished: set[str] = set()
         self._ends: dict[str, tuple[int, ...]] = {}  # by parameter: the node after which all of it is home
         self._last_ends: deque[tuple[int, ...]] = deque([()] * _MAX_UNDER_WAY, maxlen=_MAX_UNDER_WAY)
+        self._idle_until = 0.0  # as far as is known: nothing that is left begins before, since lanes only get busier
         self._beside: deque[tuple[float, float]] = deque()  # start and seconds of updates that compute has not felt yet
 
     def queue(self, placement: Placement, after: tuple[int, ...], *, with_gradient: bool) -> None:
@@ -49,10 +50,11 @@ class Updates:
                 read -= placement.gradient_nbytes
             self._queued.append(_Update(placement, after, read))
             self._unfinished.add(placement.parameter)
+            self._idle_until = 0.0
 
     def advance(self, now: float) -> float:
         """Begin what would begin before ``now``; return the seconds that compute has lost to updates since the last call."""
-        while self._place_next(before=now):
+        while self._idle_until < now and self._place_next(before=now):
             pass
         lost = 0.0
         while self._beside and self._beside[0][0] < now:
@@ -82,7 +84,9 @@ class Updates:
                 self._lanes.start_of(Tier.NVME, Tier.HOST, after) if update.nbytes_read else self._lanes.end_of(after)
             )
         if min(write, begin) >= before:
+            self._idle_until = min(write, begin)
             return False
+        self._idle_until = 0.0
         if write <= begin:
             self._write(self._unwritten.popleft())
         else:
