@@ -79,13 +79,10 @@ class Placement:
     def _nbytes_on_nvme(self, *, gradient: int, compute: int) -> int:
         if self.gradient_nbytes == 0:
             return 0
-        moved = (
-            (self.gradient, gradient * self.gradient_nbytes),
-            (self.compute, compute * self.compute_nbytes),
-            (self.master, self.master_nbytes),
-            (self.optimizer_state, self.optimizer_state_nbytes),
-        )
-        return sum(nbytes for home, nbytes in moved if home is Tier.NVME)
+        total = gradient * self.gradient_nbytes if self.gradient is Tier.NVME else 0
+        total += compute * self.compute_nbytes if self.compute is Tier.NVME else 0
+        total += self.master_nbytes if self.master is Tier.NVME else 0
+        return total + (self.optimizer_state_nbytes if self.optimizer_state is Tier.NVME else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

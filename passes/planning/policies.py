@@ -6,7 +6,7 @@ computes. On the machine splitting a graph takes a while, so what it would compu
 
 from zinf_compile.facts import GraphFacts
 from zinf_compile.hardware import Hardware
-from zinf_compile.passes.planning.costs import op_seconds
+from zinf_compile.passes.planning.costs import ops_seconds
 from zinf_compile.plans import Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import ActivationPolicy, Phase
@@ -30,7 +30,7 @@ def may_be_faster(compute_seconds: float, best: Plan | None) -> bool:
 
 def compute_seconds(graph: GraphFacts, hardware: Hardware) -> float:
     """Return how long forward and backward of a graph compute."""
-    return sum(op_seconds(op, hardware) for op in graph.ops)
+    return sum(ops_seconds(graph.ops, hardware))
 
 
 def least_recompute_seconds(saving: GraphFacts, hardware: Hardware) -> float:
@@ -38,7 +38,7 @@ def least_recompute_seconds(saving: GraphFacts, hardware: Hardware) -> float:
     in_blocks = (
         op for op in saving.ops if saving.phase_of(op.tick) is Phase.FORWARD and _is_in_repeated_block(op.module)
     )
-    again = sum(op_seconds(op, hardware) for op in in_blocks)
+    again = sum(ops_seconds(in_blocks, hardware))
     return compute_seconds(saving, hardware) + _LEAST_SHARE_RECOMPUTED * again
 
 

@@ -1,6 +1,7 @@
 """A bound below the simulated step of a plan, without simulating it: every lane is busy with what the plan puts on it."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from zinf_compile.plans import Plan
 from zinf_compile.simulation.timeline import COMPUTE_LANE, UPDATE_LANE
@@ -14,65 +15,82 @@ _ROUNDING = 1e-9
 def least_seconds(plan: Plan) -> float:
     """Return seconds that no simulated step of a plan is shorter than.
 
-    Forward and backward each last as long as their busiest lane, and what is in flight beside both as long as its own.
+    Forward and backward each last as long as their busiest lane, updates included that begin and end there: one beside
+    compute is over when forward has gathered its parameter; one inside backward begins there. Where the step follows
+    backward it lasts as long as its own busiest lane. And no lane does two things at a time.
     """
-    phases = _busy_in_phases(plan)
-    beside, step = _busy_with_updates(plan)
-    lanes = {lane for busy in (*phases.values(), beside) for lane in busy}
-    whole = max((sum(busy[lane] for busy in (*phases.values(), beside)) for lane in lanes), default=0.0)
-    in_turn = sum(max(busy.values(), default=0.0) for busy in phases.values()) + step
+    busy = _BusyLanes(plan)
+    lanes = set().union(*busy.phases.values(), busy.beside)
+    whole = max((sum(each[lane] for each in (*busy.phases.values(), busy.beside)) for lane in lanes), default=0.0)
+    in_turn = sum(max(each.values(), default=0.0) for each in busy.phases.values())
     return max(whole, in_turn) * (1 - _ROUNDING)
 
 
-def _busy_in_phases(plan: Plan) -> dict[Phase, dict[str, float]]:
-    """Return how long each lane is busy with what begins and ends in a phase."""
-    world = World(hardware=plan.hardware, num_ranks=plan.num_ranks)
-    busy: dict[Phase, dict[str, float]] = {phase: defaultdict(float) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+class _BusyLanes:
+    """How long each lane is busy with what begins and ends in one phase, and with what may be under way in any."""
 
-    def move(phase: Phase, legs: tuple[Leg, ...]) -> None:
-        for leg in legs:
-            for lane in leg.route.lanes:
-                busy[phase][lane] += leg.seconds
+    def __init__(self, plan: Plan) -> None:
+        self.phases: dict[Phase, dict[str, float]] = {phase: defaultdict(float) for phase in Phase}
+        self.beside: dict[str, float] = defaultdict(float)
+        self._plan = plan
+        self._world = World(hardware=plan.hardware, num_ranks=plan.num_ranks)
+        timing = plan.step.timing
+        if timing is StepTiming.OVERLAPPED and plan.step.num_chunks == 0:
+            timing = StepTiming.SYNCHRONOUS  # as it is simulated
+        for span in plan.spans:
+            self.phases[span.phase][COMPUTE_LANE] += span.seconds
+        self._add_gathers()
+        self._add_sinks(timing)
+        if plan.num_ticks > plan.num_forward_ticks:
+            self._add_updates(timing)
 
-    for span in plan.spans:
-        busy[span.phase][COMPUTE_LANE] += span.seconds
-    moved: set[str] = set()
-    for transfer in plan.transfers:
-        moved.update(transfer.parameters)
-        move(transfer.phase, world.gather_legs(transfer.source, transfer.nbytes))
-    for swap in plan.swaps:
-        move(Phase.FORWARD, (Leg(world.routes[Tier.DEVICE, swap.destination], swap.nbytes),))
-        move(Phase.BACKWARD, (Leg(world.routes[swap.destination, Tier.DEVICE], swap.nbytes),))
-    resident = {use.parameter for use in plan.uses} - moved
-    updated = _read_by_updates(plan)
-    for sink in plan.sinks:
-        home = Tier.DEVICE if sink.parameter in updated else sink.destination
-        legs = world.gradient_legs(home, sink.nbytes, is_resident=sink.parameter in resident)
-        move(Phase.BACKWARD, legs)
-    return busy
+    def _add_gathers(self) -> None:
+        forward, backward = self.phases[Phase.FORWARD], self.phases[Phase.BACKWARD]
+        for transfer in self._plan.transfers:
+            _add(self.phases[transfer.phase], self._world.gather_legs(transfer.source, transfer.nbytes))
+        for swap in self._plan.swaps:
+            _add(forward, (Leg(self._world.routes[Tier.DEVICE, swap.destination], swap.nbytes),))
+            _add(backward, (Leg(self._world.routes[swap.destination, Tier.DEVICE], swap.nbytes),))
+
+    def _add_sinks(self, timing: StepTiming) -> None:
+        plan = self._plan
+        moved = {name for transfer in plan.transfers for name in transfer.parameters}
+        resident = {use.parameter for use in plan.uses} - moved
+        taken = set[str]()  # by updates inside backward, on their way home
+        if timing is StepTiming.IN_BACKWARD:
+            taken = {placement.parameter for placement in plan.placements if placement.update_nbytes_written}
+        for sink in plan.sinks:
+            home = Tier.DEVICE if sink.parameter in taken else sink.destination
+            legs = self._world.gradient_legs(home, sink.nbytes, is_resident=sink.parameter in resident)
+            _add(self.phases[Phase.BACKWARD], legs)
+
+    def _add_updates(self, timing: StepTiming) -> None:
+        plan = self._plan
+        if timing is StepTiming.SYNCHRONOUS:
+            step = self.phases[Phase.STEP]
+            step[UPDATE_LANE] = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
+            self._add_update(step, plan.step.nbytes_read, plan.step.nbytes_written)
+            return
+        within, phase = {sink.parameter for sink in plan.sinks}, self.phases[Phase.BACKWARD]
+        if timing is StepTiming.OVERLAPPED:
+            forward = (transfer for transfer in plan.transfers if transfer.phase is Phase.FORWARD)
+            within, phase = {name for transfer in forward for name in transfer.parameters}, self.phases[Phase.FORWARD]
+        for placement in plan.placements:
+            is_within = placement.parameter in within
+            if placement.gradient_nbytes and (is_within or timing is StepTiming.OVERLAPPED):
+                read = placement.update_nbytes_read
+                if timing is StepTiming.IN_BACKWARD and placement.gradient is Tier.NVME:
+                    read -= placement.gradient_nbytes
+                self._add_update(phase if is_within else self.beside, read, placement.update_nbytes_written)
+
+    def _add_update(self, busy: dict[str, float], read: int, written: int) -> None:
+        routes = self._world.routes
+        for way, nbytes in (((Tier.NVME, Tier.HOST), read), ((Tier.HOST, Tier.NVME), written)):
+            if nbytes:
+                _add(busy, (Leg(routes[way], nbytes),))
 
 
-def _read_by_updates(plan: Plan) -> set[str]:
-    """Return the parameters whose gradients updates inside backward take on their way."""
-    if plan.step.timing is not StepTiming.IN_BACKWARD:
-        return set()
-    return {placement.parameter for placement in plan.placements if placement.update_nbytes_written}
-
-
-def _busy_with_updates(plan: Plan) -> tuple[dict[str, float], float]:
-    """Return how long updates beside compute keep each lane busy, and the seconds of a step that comes after backward."""
-    busy: dict[str, float] = defaultdict(float)
-    if plan.num_ticks == plan.num_forward_ticks or plan.step.timing is StepTiming.IN_BACKWARD:
-        return busy, 0.0  # inside backward only what has a gradient in this graph is updated
-    busy[UPDATE_LANE] = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
-    routes = World(hardware=plan.hardware, num_ranks=plan.num_ranks).routes
-    for way, nbytes in (
-        ((Tier.NVME, Tier.HOST), plan.step.nbytes_read),
-        ((Tier.HOST, Tier.NVME), plan.step.nbytes_written),
-    ):
-        if nbytes:
-            for lane in routes[way].lanes:
-                busy[lane] += Leg(routes[way], nbytes).seconds  # in one move; of several each has the latency
-    if plan.step.timing is StepTiming.SYNCHRONOUS or plan.step.num_chunks == 0:
-        return defaultdict(float), max(busy.values())
-    return busy, 0.0
+def _add(busy: dict[str, float], legs: Iterable[Leg]) -> None:
+    for leg in legs:
+        for lane in leg.route.lanes:
+            busy[lane] += leg.seconds

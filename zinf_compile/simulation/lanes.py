@@ -66,4 +66,7 @@ class Lanes:
 
     def _with_last(self, lanes: tuple[str, ...], after: tuple[int, ...]) -> tuple[int, ...]:
         """Return nodes, and what occupied some lanes last."""
-        return (*after, *(self._last[lane] for lane in lanes if lane in self._last))
+        for lane in lanes:
+            if lane in self._last:
+                after = (*after, self._last[lane])
+        return after
