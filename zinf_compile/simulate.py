@@ -83,7 +83,8 @@ class _Walk:
             self._issued[transfer.issue].append(transfer)
             visits.add(transfer.need_by)
         for sink in plan.sinks:
-            if sink.destination is not Tier.DEVICE or plan.num_ranks > 1:
+            is_taken = self._timing is StepTiming.IN_BACKWARD  # by an update, wherever it is
+            if is_taken or sink.destination is not Tier.DEVICE or plan.num_ranks > 1:
                 self._sunk[sink.tick + 1].append(sink)
         for swap in plan.swaps:
             self._leaving[swap.out + 1].append(swap)

@@ -5,7 +5,7 @@ device, the one whose plan has the shortest simulated step is taken.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ from zinf_compile.plans import ActivationSwap, Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import format_bytes
 
-__all__ = ["Request", "does_fit", "make_plan", "minimum_device_memory"]
+__all__ = ["Request", "does_fit", "lay_groundworks", "make_plan", "minimum_device_memory"]
 
 _MIB = 2**20
 # Of a step. Where compute waits for no more than this, activations stay: to move them would wear the disk for nothing.
@@ -47,7 +47,7 @@ def make_plan(request: Request) -> Plan:
     for graph in request.candidates:
         if not may_be_faster(compute_seconds(graph, request.hardware), None if best is None else best.plan):
             continue
-        for level in _levels(request, graph):
+        for level in _levels(request, graph, Groundwork(request, graph)):
             try:
                 found = search_plan(level.request, graph, level.swaps, level.groundwork)
             except CapacityError as error:
@@ -62,9 +62,17 @@ def make_plan(request: Request) -> Plan:
     raise failure or _capacity_error(request)
 
 
-def does_fit(request: Request) -> bool:
-    """Return whether ``make_plan`` succeeds, without looking for the best plan."""
-    for level in _all_levels(request):
+def lay_groundworks(request: Request) -> tuple[Groundwork, ...]:
+    """Return what planning each candidate begins with: the same for any device budget."""
+    return tuple(Groundwork(request, graph) for graph in request.candidates)
+
+
+def does_fit(request: Request, groundworks: Sequence[Groundwork] | None = None) -> bool:
+    """Return whether ``make_plan`` succeeds, without looking for the best plan.
+
+    Who asks again and again, for other device budgets, may give ``lay_groundworks``, of which each answer adds to the next.
+    """
+    for level in _all_levels(request, groundworks):
         with suppress(CapacityError):
             if find_plan(level.request, level.graph, level.swaps, level.groundwork) is not None:
                 return True
@@ -76,17 +84,16 @@ def minimum_device_memory(request: Request) -> int:
     return int(min(map(_minimum, _all_levels(request))))  # of what stays on the device it is finite
 
 
-def _levels(request: Request, graph: GraphFacts) -> Iterator[_Level]:
-    groundwork = Groundwork(request, graph)
+def _levels(request: Request, graph: GraphFacts, groundwork: Groundwork) -> Iterator[_Level]:
     yield _Level(request=request, graph=graph, swaps=(), groundwork=groundwork)
     for swaps in leaving_levels(graph, request.config, request.hardware):
         config = count_resting(swaps).taken_from(request.config)
         yield _Level(request=replace(request, config=config), graph=graph, swaps=swaps, groundwork=groundwork)
 
 
-def _all_levels(request: Request) -> Iterator[_Level]:
-    for graph in request.candidates:
-        yield from _levels(request, graph)
+def _all_levels(request: Request, groundworks: Sequence[Groundwork] | None = None) -> Iterator[_Level]:
+    for graph, groundwork in zip(request.candidates, groundworks or lay_groundworks(request), strict=True):
+        yield from _levels(request, graph, groundwork)
 
 
 def _minimum(level: _Level) -> float:
@@ -111,18 +118,18 @@ def _score(found: Found) -> tuple[int, ...]:
 
 
 def _capacity_error(request: Request) -> CapacityError:
-    level = min(_all_levels(request), key=_minimum)
+    minimums = [(_minimum(level), level) for level in _all_levels(request)]
+    minimum, level = min(minimums, key=lambda pair: pair[0])  # finite: without swaps it always is
     graph = without_swapped(level.graph, level.swaps)
     live = working_set(graph.values, graph.num_ticks)
     peak_tick = max(range(len(live)), key=live.__getitem__)
     at_peak = [value for value in graph.values if value.live.start <= peak_tick < value.live.end]
     largest = sorted(at_peak, key=lambda value: (-value.nbytes, value.name))[:3]
     peak_op = next(op for op in graph.ops if op.tick == peak_tick)
-    minimum = int(_minimum(level))
     return CapacityError(
-        f"{request.name} needs {format_bytes(minimum)} on device, device_memory is "
+        f"{request.name} needs {format_bytes(int(minimum))} on device, device_memory is "
         f"{format_bytes(request.config.device_memory)}; its activations alone peak at {format_bytes(live[peak_tick])} "
         f"(in {peak_op.module}, at {peak_op.name}), largest: "
         + ", ".join(f"{value.name} {format_bytes(value.nbytes)}" for value in largest)
-        + f"; raise device_memory to {-(-minimum // _MIB)}MiB or make the batch smaller"
+        + f"; raise device_memory to {-(-int(minimum) // _MIB)}MiB or make the batch smaller"
     )

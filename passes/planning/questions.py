@@ -10,7 +10,7 @@ from zinf_compile.errors import ConfigError, UnsupportedError
 from zinf_compile.facts import GraphFacts, at_sizes, join_sizes
 from zinf_compile.hardware_rates import RATE_NAMES, with_rates
 from zinf_compile.passes.planning.arena import ARENA_ALIGN
-from zinf_compile.passes.planning.planner import Request, does_fit, make_plan, minimum_device_memory
+from zinf_compile.passes.planning.planner import Request, does_fit, lay_groundworks, make_plan, minimum_device_memory
 from zinf_compile.plans import Plan
 from zinf_compile.terms import Tier
 
@@ -73,9 +73,11 @@ def largest_batch(plan: Plan) -> int:
 def smallest_device_memory(plan: Plan) -> int:
     """Return the smallest device budget in whole pages that a plan can be made in: it can, and with a page less not."""
     request = replace(request_of(plan), placements=None)
+    groundworks = lay_groundworks(request)
 
     def fits(pages: int) -> bool:
-        return does_fit(replace(request, config=replace(request.config, device_memory=pages * ARENA_ALIGN)))
+        config = replace(request.config, device_memory=pages * ARENA_ALIGN)
+        return does_fit(replace(request, config=config), groundworks)
 
     low, high = 0, -(-minimum_device_memory(request) // ARENA_ALIGN)
     if not fits(high):  # it is not the device that lacks room

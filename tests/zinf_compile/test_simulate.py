@@ -241,3 +241,14 @@ def test_a_gather_from_the_host_waits_for_its_update_to_be_home(small_plan: Plan
     assert spell(timeline.events, "host -> nvme") == [("update of layers.0.weight", 6.0, 14.0)]
     assert spell(timeline.events, "host -> device") == [("layers.0", 14.0, 14.2)]
     assert spell(timeline.stalls, COMPUTE_LANE) == [("stall: layers.0", 2.0, 14.2)]
+
+
+def test_a_gradient_that_stays_on_the_device_is_updated_inside_backward_too(small_plan: Plan) -> None:
+    timing = replace(small_plan.step, timing=StepTiming.IN_BACKWARD)
+    placements = tuple(replace(item, gradient=Tier.DEVICE) for item in small_plan.placements)
+    sinks = tuple(replace(sink, destination=Tier.DEVICE) for sink in small_plan.sinks)
+    timeline = simulate(replace(small_plan, step=timing, placements=placements, sinks=sinks))
+    check_consistent(timeline)
+    assert spell(timeline.events, "device -> nvme") == spell(timeline.events, "device -> host") == []
+    moved = sum(event.nbytes for event in timeline.events if event.name.startswith("update of"))
+    assert moved == sum(item.update_nbytes_read + item.update_nbytes_written for item in placements) > 0

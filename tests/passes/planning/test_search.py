@@ -11,7 +11,7 @@ from zinf_compile.facts import GraphFacts
 from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planning.placement import plan_placement
 from zinf_compile.passes.planning.planner import make_plan, minimum_device_memory
-from zinf_compile.passes.planning.search import score_plan
+from zinf_compile.passes.planning.search import least_score, score_plan
 from zinf_compile.plans import Plan
 from zinf_compile.terms import Tier
 
@@ -55,3 +55,25 @@ def test_never_worse_than_a_simple_plan(request_of: Function, seed: int, host: i
         for plan in simple_plans(request, graph):
             assert plan.tier(Tier.DEVICE).predicted_peak <= device
             assert found.nanoseconds <= score_plan(plan).nanoseconds
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    host=st.sampled_from((MIB, 4 * MIB, 64 * MIB)),
+    share=st.floats(1, 8),
+    overlap=st.booleans(),
+    in_backward=st.booleans(),
+)
+def test_what_is_not_simulated_could_not_be_better(
+    request_of: Function, seed: int, host: int, share: float, *, overlap: bool, in_backward: bool
+) -> None:
+    request = request_of(seed, host=host)
+    device = int(minimum_device_memory(request) * share)
+    config = replace(
+        request.config, device_memory=device, overlap_step=overlap and not in_backward, step_in_backward=in_backward
+    )
+    request = replace(request, config=config)
+    plans = [make_plan(request), *(plan for graph in request.candidates for plan in simple_plans(request, graph))]
+    for plan in plans:
+        assert least_score(plan).key <= score_plan(plan).key
