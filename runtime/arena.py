@@ -2,11 +2,14 @@
 
 import itertools
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from zinf_compile.errors import VerifyError
+
+_MADV_POPULATE_WRITE = 23  # linux/mman.h; the mmap module does not name it
 
 
 class Arena:
@@ -37,9 +40,11 @@ class Arena:
             return
         if self._taken:
             raise VerifyError(f"the arena cannot grow to {nbytes} bytes while {self.taken_nbytes} are taken")
-        # An anonymous mapping is page-aligned, as O_DIRECT wants, and takes memory only where it is touched.
+        # An anonymous mapping is page-aligned, as O_DIRECT wants.
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # before Linux 5.14, memory is taken only where it is touched
+            self._memory.madvise(_MADV_POPULATE_WRITE)  # what is counted as the device's is what the system counts
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def drop(self) -> None:

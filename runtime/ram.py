@@ -21,7 +21,8 @@ class DeviceRam:
     """
 
     def __init__(self, *, budget: int) -> None:
-        self.peak = 0
+        self._peak = 0  # under the plan that is followed now
+        self._peak_before = 0  # under those before
         self._budget = budget
         self._promised = budget
         self._workspace = 0
@@ -29,6 +30,15 @@ class DeviceRam:
         self._before: int | None = None  # what was held before the first graph ran
         self._made = 0  # by the first step, beside that
         self._is_settled = False
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes that were the device tier's, under any plan."""
+        return max(self._peak_before, self._peak)
+
+    def begin_again(self) -> None:
+        """Measure anew, now that another plan is followed; what its making has left behind is settled after a step."""
+        self._peak_before, self._peak, self._is_settled = self.peak, 0, False
 
     def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
         """Stay within so many bytes from now on, of which so much is for kernels: what the plans say of the device tier."""
@@ -44,13 +54,14 @@ class DeviceRam:
             self._before = anonymous_rss() - homes_nbytes
 
     def settle(self, ours_nbytes: int) -> None:
-        """Take what is held now, beside ``ours_nbytes``, as not ours either. Only the first call after ``begin`` counts."""
+        """Take what is held now, beside ``ours_nbytes``, as not ours either. Only the first call under a plan counts."""
         if self._before is None or self._is_settled:
             return
         self._is_settled = True
         return_freed_memory()
-        self._made = max(0, anonymous_rss() - ours_nbytes - self._before)
-        self.peak = max(0, self.peak - self._made)
+        made_before = self._made
+        self._made = max(made_before, anonymous_rss() - ours_nbytes - self._before)
+        self._peak = max(0, self._peak - (self._made - made_before))
 
     def sample(self, host_nbytes: int) -> None:
         """Look at what is held now; all of ours beyond ``host_nbytes`` is the device tier's."""
@@ -63,7 +74,7 @@ class DeviceRam:
         if held > self._budget or ours > self._promised or leaves_no_workspace:
             return_freed_memory()
             held = self._least_held = anonymous_rss() - self._before - host_nbytes
-        self.peak = max(self.peak, held - self._made)
+        self._peak = max(self._peak, held - self._made)
 
 
 def anonymous_rss() -> int:

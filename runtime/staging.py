@@ -142,6 +142,12 @@ class StagingPool:
             self._condition.notify_all()
 
     @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Let no buffer be leased, returned or dropped meanwhile: what is held can be compared with what the system says."""
+        with self._condition:
+            yield
+
+    @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Let the peak be afterwards what it was before, and hold nothing that is not leased."""
         peak = self._peak_nbytes
@@ -220,7 +226,8 @@ class StagingPool:
         while self._leased_nbytes + self._idle_nbytes + reserved > self.capacity:
             # Not mmap.close(): it raises BufferError as long as someone kept a view.
             self._idle_nbytes -= len(self._idle.popleft())
-        memory = mmap.mmap(-1, reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Populated at once, so that what the pool counts is what the system counts.
+        memory = mmap.mmap(-1, reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
         # A fork (a data loader's worker) would make these pages copy-on-write, and a transfer in flight could then
         # land in the copy that the child keeps.
         memory.madvise(mmap.MADV_DONTFORK)

@@ -344,21 +344,25 @@ class Store:
     def begin_again(self) -> None:
         """From now on another plan is followed: seconds, and what it holds beside homes, are measured anew."""
         self._host_peak_before = self.host_peak_nbytes
+        self.ram.begin_again()
         self.staging.forget_peak()
         self.activations.forget_peak()
         self.meter.forget_phases()
 
     def begin_memory(self, *, after_capture: bool = False) -> None:
         """Take what this process holds beside our homes as not ours. Called before every run of a graph."""
-        self.ram.begin(self.nbytes_on(Tier.DEVICE) + self._host_nbytes(), after_capture=after_capture)
+        with self.staging.at_rest():
+            self.ram.begin(self.nbytes_on(Tier.DEVICE) + self._host_nbytes(), after_capture=after_capture)
 
     def sample_memory(self) -> None:
         """Look at what the process holds now; what is neither explained nor on the host tier is the device's."""
-        self.ram.sample(self._host_nbytes())
+        with self.staging.at_rest():
+            self.ram.sample(self._host_nbytes())
 
     def settle_memory(self) -> None:
         """Take what this process holds beside our homes and the arena as not ours. Called behind a step: no graph runs."""
-        self.ram.settle(self.nbytes_on(Tier.DEVICE) + self.arena.nbytes + self._host_nbytes())
+        with self.staging.at_rest():
+            self.ram.settle(self.nbytes_on(Tier.DEVICE) + self.arena.nbytes + self._host_nbytes())
 
     def _host_nbytes(self) -> int:
         return self.nbytes_on(Tier.HOST) + self.staging.held_nbytes + self.activations.host_nbytes

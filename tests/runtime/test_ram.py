@@ -82,3 +82,21 @@ def test_kernels_have_their_workspace_above_what_is_held_between_them(machine: M
     machine.held += 5
     device.sample(0)
     assert machine.num_asked == 3
+
+
+def test_what_making_another_plan_has_left_is_not_ours(machine: Machine) -> None:
+    device = DeviceRam(budget=1000)
+    device.begin(HOMES, after_capture=False)
+    device.settle(HOMES)
+    machine.held += 40
+    device.sample(0)
+    machine.held -= 40
+    device.begin_again()
+    machine.held += 3 + 60
+    device.sample(0)
+    machine.held -= 60
+    device.settle(HOMES)
+    assert device.peak == HOMES + 60
+    machine.held += 20
+    device.sample(0)
+    assert device.peak == HOMES + 60, "the most under any plan"
