@@ -14,7 +14,7 @@ from zinf_compile.facts import GraphFacts, working_set
 from zinf_compile.passes.planning.build import Groundwork, Request
 from zinf_compile.passes.planning.leaving import count_resting, leaving_levels
 from zinf_compile.passes.planning.policies import compute_seconds, may_be_faster
-from zinf_compile.passes.planning.search import Found, find_plan, minimum_memory, search_plan
+from zinf_compile.passes.planning.search import Front, find_plan, minimum_memory, search_plan
 from zinf_compile.passes.planning.swaps import without_swapped
 from zinf_compile.plans import ActivationSwap, Plan
 from zinf_compile.simulate import simulate
@@ -42,10 +42,10 @@ def make_plan(request: Request) -> Plan:
 
     Raises CapacityError, with the smallest budgets that work, when none does.
     """
-    best: Found | None = None
+    front = Front()
     failure: CapacityError | None = None
     for graph in request.candidates:
-        if not may_be_faster(compute_seconds(graph, request.hardware), None if best is None else best.plan):
+        if not may_be_faster(compute_seconds(graph, request.hardware), None if front.best is None else front.best.plan):
             continue
         for level in _levels(request, graph, Groundwork(request, graph)):
             try:
@@ -54,11 +54,11 @@ def make_plan(request: Request) -> Plan:
                 if not level.swaps:  # with less of the other tiers there is no more to say
                     failure = failure or error
                 continue
-            best = min((item for item in (best, found) if item is not None), key=_score, default=None)
+            front.add(found)
             if found is not None and _waits_for_little(found.plan):
                 break
-    if best is not None:
-        return replace(best.plan, request=request)
+    if front.best is not None:
+        return replace(front.best.plan, request=request)
     raise failure or _capacity_error(request)
 
 
@@ -111,10 +111,6 @@ def _minimum(level: _Level) -> float:
 def _waits_for_little(plan: Plan) -> bool:
     timeline = simulate(plan)
     return timeline.stall_seconds <= NEGLIGIBLE_STALLS * timeline.step_seconds
-
-
-def _score(found: Found) -> tuple[int, ...]:
-    return found.score.key
 
 
 def _capacity_error(request: Request) -> CapacityError:

@@ -13,7 +13,7 @@ from zinf_compile.terms import ActivationPolicy, Phase
 
 # Of what a block computes in forward. What gives its result is not run again, which is a third of a transformer's.
 _LEAST_SHARE_RECOMPUTED = 0.5
-_LONGER = 1.002  # steps that differ by less may count as equally long, and the one that moves fewer bytes is taken
+_LONGER = 1.005  # steps that differ by less may count as equally long, and the one that moves fewer bytes is taken
 
 
 def allowed_policies(recompute: bool | None) -> tuple[ActivationPolicy, ...]:

@@ -37,7 +37,8 @@ _RUNGS_PER_DOUBLING = 4
 _FEW_RUNGS_PER_DOUBLING = 1  # where activations leave the device: one search of several for the same graph
 _FIRST_RUNG = 64  # of the smallest budget, beyond it
 _STEPS_PER_RUNG = 3
-_RESOLUTION = 1e-3  # of a step
+# Times the fastest. Steps that differ by less than the simulator can tell are equally long.
+EQUALLY_FAST = 1.005
 # A block that is recomputed uses its weights twice, with most of its other weights in between.
 _HELD_PAST = (1, 8)
 
@@ -56,14 +57,13 @@ class Score:
     peak_nbytes: int
 
     @property
-    def length(self) -> int:
-        """Return the length of the step in parts of a thousandth, on a logarithmic scale."""
-        return math.floor(math.log1p(self.nanoseconds) / _RESOLUTION)
+    def key(self) -> tuple[int, int, int, int]:
+        """Return what the best of equally fast plans has the least of."""
+        return self.nbytes_moved, self.nanoseconds, self.nbytes_away, self.peak_nbytes
 
-    @property
-    def key(self) -> tuple[int, int, int, int, int]:
-        """Return what the best plan has the least of."""
-        return self.length, self.nbytes_moved, self.nanoseconds, self.nbytes_away, self.peak_nbytes
+    def beats(self, other: "Score") -> bool:
+        """Return whether a plan with this score is as good in everything."""
+        return self.key <= other.key and self.nanoseconds <= other.nanoseconds
 
 
 def score_plan(plan: Plan) -> Score:
@@ -97,6 +97,34 @@ class Found:
     score: Score
 
 
+class Front:
+    """Plans of which none moves fewer bytes in less time than another. The best moves the fewest of those equally fast."""
+
+    def __init__(self) -> None:
+        self._found: list[Found] = []
+
+    @property
+    def longest_ns(self) -> float:
+        """Return the nanoseconds up to which a plan is as fast as the fastest; infinity before there is any."""
+        return EQUALLY_FAST * min((item.score.nanoseconds for item in self._found), default=math.inf)
+
+    @property
+    def best(self) -> Found | None:
+        """Return the best; None before there is any."""
+        longest = self.longest_ns
+        fast = (item for item in self._found if item.score.nanoseconds <= longest)
+        return min(fast, key=lambda item: item.score.key, default=None)
+
+    def may_have(self, score: Score) -> bool:
+        """Return whether a plan with a score that is no better than this one could be on the front, and fast enough."""
+        return score.nanoseconds <= self.longest_ns and not any(item.score.beats(score) for item in self._found)
+
+    def add(self, found: Found | None) -> None:
+        """Take in a plan, in place of those that it beats."""
+        if found is not None and self.may_have(found.score):
+            self._found = [item for item in self._found if not found.score.beats(item.score)] + [found]
+
+
 def search_plan(
     request: Request, graph: GraphFacts, swaps: tuple[ActivationSwap, ...] = (), groundwork: Groundwork | None = None
 ) -> Found | None:
@@ -110,21 +138,20 @@ def search_plan(
         return None
     if request.placements is not None and (kept := _keep_homes(request, builder)) is not None:
         return kept
-    best: Found | None = None
+    front = Front()
     turn = 0
     starts = _starts(request, builder)
     for memory in _rungs(
         request, builder, starts, per_doubling=_FEW_RUNGS_PER_DOUBLING if swaps else _RUNGS_PER_DOUBLING
     ):
         choices = [choice for start in starts if start.nbytes == memory for choice in start.choices]
-        if best is not None:
-            choices += _neighbours(best.choice, request, turn)
+        if front.best is not None:
+            choices += _neighbours(front.best.choice, request, turn)
             turn += _STEPS_PER_RUNG
         for choice in choices:
-            best = _try(builder, choice, memory, best)
-    if best is None:  # the other tiers hold the rest only beside all of this device, if at all
-        return _find_plan(request, builder, starts)
-    return best
+            _try(builder, choice, memory, front)
+    # If there is none, the other tiers hold the rest only beside all of this device, if at all.
+    return front.best or _find_plan(request, builder, starts)
 
 
 def find_plan(
@@ -266,13 +293,13 @@ def _look_aheads(request: Request) -> Sequence[LookAhead]:
 def _keep_homes(request: Request, builder: PlanBuilder) -> Found | None:
     """Return the best plan with the homes other graphs of the model run with, so that nothing has to move."""
     assert request.placements is not None
-    best: Found | None = None
+    front = Front()
     for look_ahead in _look_aheads(request):
         choice = Choice(look_ahead=look_ahead)
         plan = builder.build_at(request.placements, choice)
         if plan is not None:
-            best = _better(best, Found(choice=choice, plan=plan, score=score_plan(plan)))
-    return best
+            front.add(Found(choice=choice, plan=plan, score=score_plan(plan)))
+    return front.best
 
 
 def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]:
@@ -307,16 +334,8 @@ def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]
         yield near[(turn + step) % len(near)]
 
 
-def _try(builder: PlanBuilder, choice: Choice, device_memory: int, best: Found | None) -> Found | None:
-    """Return the plan of a choice if it is better than the best so far, else that."""
+def _try(builder: PlanBuilder, choice: Choice, device_memory: int, front: Front) -> None:
     with suppress(CapacityError):  # with less on the device there may be too much for the other tiers
         plan = builder.build(choice, device_memory)
-        if plan is not None and (best is None or least_score(plan).key < best.score.key):
-            return _better(best, Found(choice=choice, plan=plan, score=score_plan(plan)))
-    return best
-
-
-def _better(one: Found | None, other: Found | None) -> Found | None:
-    if one is None or other is None:
-        return one or other
-    return other if other.score.key < one.score.key else one
+        if plan is not None and front.may_have(least_score(plan)):
+            front.add(Found(choice=choice, plan=plan, score=score_plan(plan)))

@@ -70,7 +70,7 @@ def test_close_gives_back_threads_and_descriptors(tmp_path: Path) -> None:
     # Each mapping that people may still look at holds a descriptor of the file, until its tensor is gone.
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     del model
-    assert held() == before
+    wait_until(lambda: held() == before, lambda: f"{held()} are held, {before} were before")
     assert os.listdir(tmp_path) == [], "the file never has a name"
 
 
