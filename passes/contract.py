@@ -60,7 +60,6 @@ class JointInputs:
     narrowed: Mapping[int, torch.dtype] = field(
         default_factory=dict
     )  # gathers that move this narrower dtype, by parameter
-    made_again: frozenset[str] = frozenset()  # names of forward ops that backward runs again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ class Config:
     compute: str = "aten"
     reserve_memory: int = 0  # share of device_memory left to Python, compiled graphs and the system's allocator
     prefetch_memory: int | None = None  # bytes read ahead of compute; None: the planner's choice
-    recompute: bool | None = None  # None: none, single values or blocks, as is fastest; True: blocks; False: never
+    recompute: bool | None = None  # None: only where needed to fit; True: always; False: never
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure

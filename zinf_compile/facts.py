@@ -76,7 +76,6 @@ class OpFact(Generic[SizeT_co]):
     num_flops: SizeT_co
     nbytes_accessed: SizeT_co
     inputs: tuple[int, ...] = ()  # ticks of the nodes whose results it reads, views looked through, sorted
-    repeatable: bool = True  # gives the same when it runs again, and may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,14 +93,7 @@ def plan(
     called = replace(_make_inputs(inputs), loss=loss)
     policies = allowed_policies(config.recompute if train else False)
     trace = trace_deep(
-        model,
-        called,
-        name=name,
-        compute_dtype=config.compute_dtype,
-        policies=policies,
-        hardware=hardware,
-        train=train,
-        dynamic=dynamic,
+        model, called, name=name, compute_dtype=config.compute_dtype, policies=policies, train=train, dynamic=dynamic
     )
     _check_result(trace, name, train=train, has_loss=loss is not None)
     parameters = _parameter_facts(model, config, optimizer if train else None)

@@ -159,16 +159,6 @@ class ComputeSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecomputedValue:
-    """A value that forward makes and does not save, since backward makes it again, at ``tick`` and in so many seconds."""
-
-    value: str
-    nbytes: int
-    tick: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPlan:
     """What backward's inputs cost."""
 
@@ -176,7 +166,6 @@ class ActivationPlan:
     saved_nbytes: int
     peak_nbytes: int  # most bytes of values outside of the arena live at one tick
     peak_tick: int
-    recomputed: tuple[RecomputedValue, ...] = ()  # the large ones, by tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

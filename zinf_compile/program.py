@@ -14,11 +14,11 @@ from zinf_compile.facts import GraphFacts, at_sizes
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
 from zinf_compile.passes.capture import BoxedCallable, Partition
-from zinf_compile.passes.contract import JointInputs, LowerInputs, node_facts
+from zinf_compile.passes.contract import LowerInputs, node_facts
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
-from zinf_compile.passes.planning.policies import allowed_policies, other_splits
+from zinf_compile.passes.planning.policies import allowed_policies, least_recompute_seconds, may_be_faster
 from zinf_compile.passes.planning.questions import describe_largest
 from zinf_compile.passes.planning.remake import remake_plan
 from zinf_compile.plan_verify import verify_plan
@@ -93,10 +93,10 @@ class Program:
         first, *others = allowed_policies(self._session.config.recompute)
         saving = self._choose_dtypes(partition, first, reads)
         candidates = [saving]
-        for split in other_splits(others, at_sizes(saving.facts), self._hardware, saving.plan):
-            inputs = JointInputs(policy=split.policy, narrowed=saving.narrowed, made_again=split.made_again)
-            captured = partition(inputs)
-            candidates.append(replace(saving, captured=captured, facts=self._analyze(captured), plan=None))
+        if others and may_be_faster(least_recompute_seconds(at_sizes(saving.facts), self._hardware), saving.plan):
+            for policy in others:
+                captured = partition(policy, saving.narrowed)
+                candidates.append(replace(saving, captured=captured, facts=self._analyze(captured), plan=None))
         return self._adopt_best(candidates)
 
     def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
@@ -132,7 +132,7 @@ class Program:
         narrowed: Mapping[int, torch.dtype],
         narrowing: "Narrowing | None" = None,
     ) -> "_Candidate":
-        captured = partition(JointInputs(policy=policy, narrowed=narrowed))
+        captured = partition(policy, narrowed)
         facts = self._analyze(captured)
         plan = None
         with suppress(CapacityError):

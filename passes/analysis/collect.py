@@ -14,7 +14,6 @@ from zinf_compile.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops, count_workspace
 from zinf_compile.passes.analysis.idle import find_idle
 from zinf_compile.passes.analysis.modules import block_of, module_path
-from zinf_compile.passes.analysis.repeatable import is_repeatable
 from zinf_compile.passes.analysis.shapes import GraphShapes, find_sources, symbols_in
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
 from zinf_compile.passes.contract import NODE_FACTS, NodeFacts, node_facts
@@ -131,7 +130,6 @@ def _collect_ops(
                 num_flops=shapes.size(count_flops(node)),
                 nbytes_accessed=shapes.size(count_bytes_accessed(node)),
                 inputs=tuple(sorted({_tick(roots[used].node) for used in node.all_input_nodes})),
-                repeatable=is_repeatable(node),
             )
         )
     return tuple(ops)

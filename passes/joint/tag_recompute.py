@@ -5,7 +5,6 @@ Tags set on forward nodes::
     gather, and every view or cast of one     MUST_RECOMPUTE: full weights are never saved, they are gathered again
     everything inside a repeated block        MUST_RECOMPUTE under ``ActivationPolicy.RECOMPUTE_BLOCKS``, one
                                               checkpoint region per block, so that what enters a block is saved
-    ops named in ``inputs.made_again``        MUST_RECOMPUTE under ``ActivationPolicy.RECOMPUTE_VALUES``
     random numbers                            MUST_SAVE: drawing them again would give others
 
 Regions of the user's own ``torch.utils.checkpoint`` keep their tags.
@@ -20,12 +19,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.modules import block_of, is_repeated, module_path
-from zinf_compile.passes.analysis.repeatable import RECOMPUTE, is_random
 from zinf_compile.passes.contract import JointInputs, Pass
 from zinf_compile.passes.fx_edit import view_source
 from zinf_compile.terms import ActivationPolicy
 
-_REGION = "ac_graph_id"  # the key under which torch's partitioner reads it
+_RECOMPUTE = "recompute"  # the keys torch's partitioner reads
+_REGION = "ac_graph_id"
 
 
 def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
@@ -33,10 +32,8 @@ def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
     if inputs.policy is ActivationPolicy.RECOMPUTE_BLOCKS:
         _tag_blocks([node for node in nodes if _is_forward_op(node)])
     for node in nodes:
-        if node.name in inputs.made_again and _REGION not in node.meta:
-            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
         if node.target is GATHER or _is_cast_or_view_of_gather(node):
-            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta.pop(_REGION, None)
 
 
@@ -63,12 +60,23 @@ def _tag_blocks(nodes: list[fx.Node]) -> None:
                 continue
             source = node.args[0] if node.target is operator.getitem else node
             assert isinstance(source, fx.Node)
-            if is_random(source):
+            if _is_random(source):
                 if isinstance(node.meta["val"], torch.Tensor):  # of an op with several results, each result by itself
-                    node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+                    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
                 continue
-            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta[_REGION] = regions.setdefault((block, run), len(regions))
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Return whether a node's result differs from call to call. Attention without dropout is marked so, and is not."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            return bool((argument.default_value if given is None else given) != 0)
+    return True
 
 
 TAG_RECOMPUTE: Pass[JointInputs] = Pass(name="tag_recompute", run=_run)

@@ -27,7 +27,6 @@ from zinf_compile.passes.capture import (
     describe_break,
     refuse_writes_to_parameters,
 )
-from zinf_compile.passes.contract import JointInputs
 from zinf_compile.passes.offline.skeleton import Skeleton, as_fake
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy
@@ -51,8 +50,6 @@ class TracedGraph:
 
     candidates: tuple[GraphFacts[Size], ...]
     ended_by: str | None  # where and why Dynamo ended it early: ``file:line: reason``
-    # Its facts when it is split in another way; None if it has no backward.
-    split: Callable[[JointInputs], GraphFacts[Size]] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +90,7 @@ def trace_model(
         refuse_writes_to_parameters(graph_module)
         facts = _Facts(f"{name} graph {len(graphs)}", skeleton.param_names, policies)
         compile_graph(graph_module, graph_inputs, facts)
-        ended_by = describe_break(graph_module)
-        graphs.append(TracedGraph(candidates=tuple(facts.candidates), ended_by=ended_by, split=facts.split))
+        graphs.append(TracedGraph(candidates=tuple(facts.candidates), ended_by=describe_break(graph_module)))
         return graph_module.forward  # on fake tensors, so that what comes after a graph break is captured too
 
     def call(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,18 +160,16 @@ class _Facts:
     def __init__(self, name: str, param_names: Mapping[int, str], policies: Sequence[ActivationPolicy]) -> None:
         self._name, self._param_names, self._policies = name, param_names, policies
         self.candidates: list[GraphFacts[Size]] = []
-        self.split: Callable[[JointInputs], GraphFacts[Size]] | None = None
 
     def choose(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Analyse the split of every policy, with parameters in the dtypes they have, and return the last."""
-        splits = [partition(JointInputs(policy=policy)) for policy in self._policies]
+        splits = [partition(policy, {}) for policy in self._policies]
         self.candidates = [self._analyze(split) for split in splits]
-        self.split = lambda inputs: self._analyze(partition(inputs))
         return splits[-1]
 
     def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Analyse a graph without backward, with parameters in the dtypes they have."""
-        captured = partition(JointInputs(policy=ActivationPolicy.SAVE))
+        captured = partition(ActivationPolicy.SAVE, {})
         self.candidates = [self._analyze(captured)]
         return captured
 

@@ -17,7 +17,6 @@ from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.placement import Placed, Placer, count_placed
 from zinf_compile.passes.planning.prefetch import TransferPlan
 from zinf_compile.passes.planning.prices import USUAL_PRICES, price_homes
-from zinf_compile.passes.planning.recompute import find_recomputed
 from zinf_compile.passes.planning.swaps import without_swapped
 from zinf_compile.passes.planning.transfers import Manner, TransferPlanner, sink_home
 from zinf_compile.plans import (
@@ -110,7 +109,7 @@ class PlanBuilder:
         self._graph = graph
         self._resting = count_resting(swaps)
         staying = without_swapped(graph, swaps) if swaps else graph
-        self._activations = replace(plan_activations(staying), recomputed=find_recomputed(graph, request.hardware))
+        self._activations = plan_activations(staying)
         self._spans = plan_spans(staying, request.hardware)
         self._read = read = {use.parameter: use.dtype for use in graph.uses}
         # What kernels take beside their outputs: a matrix product may repack its largest weight.

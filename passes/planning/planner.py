@@ -14,7 +14,7 @@ from zinf_compile.facts import GraphFacts, working_set
 from zinf_compile.passes.planning.build import Groundwork, Request
 from zinf_compile.passes.planning.leaving import count_resting, leaving_levels
 from zinf_compile.passes.planning.policies import compute_seconds, may_be_faster
-from zinf_compile.passes.planning.search import Front, find_plan, minimum_memory, search_front
+from zinf_compile.passes.planning.search import Front, find_plan, minimum_memory, search_plan
 from zinf_compile.passes.planning.swaps import without_swapped
 from zinf_compile.plans import ActivationSwap, Plan
 from zinf_compile.simulate import simulate
@@ -49,13 +49,13 @@ def make_plan(request: Request) -> Plan:
             continue
         for level in _levels(request, graph, Groundwork(request, graph)):
             try:
-                found = search_front(level.request, graph, level.swaps, level.groundwork)
+                found = search_plan(level.request, graph, level.swaps, level.groundwork)
             except CapacityError as error:
                 if not level.swaps:  # with less of the other tiers there is no more to say
                     failure = failure or error
                 continue
-            front.join(found)
-            if found.best is not None and _waits_for_little(found.best.plan):
+            front.add(found)
+            if found is not None and _waits_for_little(found.plan):
                 break
     if front.best is not None:
         return replace(front.best.plan, request=request)

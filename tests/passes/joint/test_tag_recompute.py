@@ -1,6 +1,6 @@
 """TAG_RECOMPUTE: what torch's partitioner may not save. Graphs are made by hand, with the module of each node."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,18 +16,13 @@ Function = Callable[..., object]
 MUST_RECOMPUTE, MUST_SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 
-def _tag(
-    graph_module: fx.GraphModule,
-    policy: ActivationPolicy,
-    modules: dict[str, str] | None = None,
-    made_again: Collection[str] = (),
-) -> None:
+def _tag(graph_module: fx.GraphModule, policy: ActivationPolicy, modules: dict[str, str] | None = None) -> None:
     """Run the pass with each named node in its module; ``modules`` maps names of nodes to paths."""
     for node in graph_module.graph.nodes:
         path = (modules or {}).get(node.name)
         if path is not None:
             node.meta["nn_module_stack"] = {path: (f"L['self'].{path}", torch.nn.Linear)}
-    run_pipeline(graph_module, [TAG_RECOMPUTE], JointInputs(policy=policy, made_again=frozenset(made_again)))
+    run_pipeline(graph_module, [TAG_RECOMPUTE], JointInputs(policy=policy))
 
 
 def _tags(graph_module: fx.GraphModule) -> dict[str, CheckpointPolicy]:
@@ -115,12 +110,3 @@ def test_a_gather_in_a_block_belongs_to_no_region(trace: Function, gather: Funct
     (gathered,) = graph_module.graph.find_nodes(op="call_function", target=GATHER)
     assert gathered.meta["recompute"] is MUST_RECOMPUTE
     assert _regions(graph_module) == {"mm": 0}
-
-
-def test_ops_that_are_named_are_made_again_but_for_those_of_the_user(trace: Function) -> None:
-    graph_module = trace(lambda anchor, x: torch.exp(torch.cos(torch.sin(x))), (4,))
-    (sin,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
-    sin.meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=42)
-    _tag(graph_module, ActivationPolicy.RECOMPUTE_VALUES, made_again=("sin", "cos"))
-    assert _tags(graph_module) == {"sin": CheckpointPolicy.PREFER_RECOMPUTE, "cos": MUST_RECOMPUTE}
-    assert _regions(graph_module) == {"sin": 42}
