@@ -132,8 +132,8 @@ def measure(case: Case) -> dict[str, Any]:
             step()
         zinf_compile.synchronize(model)
     report = zinf_compile.report(model)
-    plan = max(report.plans, key=lambda plan: plan.num_ticks)
-    timeline = simulate(plan)
+    assert report.step is not None
+    plan = max(report.step_plans, key=lambda plan: plan.num_ticks)
     states = sum(
         item.compute_nbytes + item.master_nbytes + item.gradient_nbytes + item.optimizer_state_nbytes
         for item in plan.placements
@@ -149,15 +149,17 @@ def measure(case: Case) -> dict[str, Any]:
         "predicted_peaks": {tier.tier: tier.predicted_peak for tier in report.tiers},
         "measured_peaks": {tier.tier: tier.measured_peak for tier in report.tiers},
         "parts": {tier.tier: dict(tier.parts) for tier in plan.tiers},
-        "predicted_step_seconds": timeline.step_seconds,
+        "predicted_step_seconds": report.step.predicted_seconds,
         "measured_step_seconds": statistics.median(seconds),
         "step_seconds": seconds,
         "phases": {
             phase.phase: [phase.predicted_seconds, phase.measured_seconds, phase.count - before.get(phase.phase, 0)]
             for phase in timed.phases
         },
-        "predicted_stall_seconds": timeline.stall_seconds,
-        "min_device_memory": plan.what_if(host_memory=tight_host(states)).min_device_memory(),
+        "predicted_stall_seconds": sum(simulate(each).stall_seconds for each in report.step_plans),
+        "min_device_memory": max(
+            each.what_if(host_memory=tight_host(states)).min_device_memory() for each in report.step_plans
+        ),
         "warm_up_seconds": warmed_up - begun,
         "seconds": time.perf_counter() - begun,
     }

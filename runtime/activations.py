@@ -18,11 +18,12 @@ from torch import Tensor
 
 from zinf_compile.errors import CapacityError, UnsupportedError
 from zinf_compile.runtime.arena import Arena
+from zinf_compile.runtime.futures import return_when_done
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import Engine, whole_sectors
 from zinf_compile.runtime.nvme.layout import Extent, FileLayout
 from zinf_compile.runtime.staging import StagingBuffer, StagingPool
-from zinf_compile.runtime.transfers import InFlight, Transfers, return_when_done
+from zinf_compile.runtime.transfers import InFlight, Transfers
 from zinf_compile.terms import Tier, format_bytes
 
 
@@ -73,7 +74,8 @@ class Activations:
         self._swapped: dict[int, SwappedValue] = {}
         # Numbers of tokens that are gone. They come from finalizers, which run anywhere, even inside of a pool's own code.
         self._dropped: deque[int] = deque()
-        self.peak_file_nbytes = 0  # of the whole file, when something was there
+        self.peak_file_nbytes = 0  # that the whole file took, when something was there
+        self.reserved_nbytes = 0  # of the disk, for one forward's values
 
     @property
     def host_nbytes(self) -> int:
@@ -87,6 +89,7 @@ class Activations:
 
     def reserve(self, nbytes: int) -> None:
         """Take disk space for one forward's values now, so that a full disk is an error before anything runs."""
+        self.reserved_nbytes = nbytes
         if nbytes and self._engine is not None:
             self._engine.reserve(self._layout.end + nbytes)
 
@@ -189,7 +192,7 @@ class Activations:
         assert self._engine is not None
         swapped.extent = extent = self._layout.allocate(swapped.nbytes)
         self._engine.reserve(self._layout.end)
-        self.peak_file_nbytes = max(self.peak_file_nbytes, self._layout.end)
+        self.peak_file_nbytes = max(self.peak_file_nbytes, self._layout.taken_nbytes)
         if value.stride() != tuple(stride):  # a kernel that lays its result out otherwise than it was traced
             value = torch.empty_strided(value.shape, tuple(stride), dtype=value.dtype).copy_(value)
         flat = value.as_strided((value.numel(),), (1,))

@@ -14,11 +14,12 @@ from zinf_compile import ops
 from zinf_compile.hardware import Hardware, OpKind, OpRate, Rate, Route, make_route
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.fused_adamw import find_kernel
+from zinf_compile.runtime.futures import wait_all
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.store import Store
-from zinf_compile.runtime.transfers import Transfers, wait_all
+from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.terms import Tier
 
 _TOKENS, _HIDDEN, _INNER = 512, 512, 1024  # of a linear layer: 0.5 GFLOP a product, enough to be threaded
@@ -29,7 +30,10 @@ _OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all: a model's do not stay in the cache
 _DISK_NBYTES = 32 * 2**20
 _DUPLEX_SHARE = 0.75  # of both rates together, from which on reads and writes count as not in each other's way
 _NUM_CALLS = 100
-_REPEATS = 3  # the best of these: what stands in the way of one run is not the machine's rate
+_SMALL_OPS = 10  # a block has about as many for each product
+_MOST_TAKEN = 0.9  # beyond that something else was in the way
+_REPEATS = 3  # the median of these, behind one that nobody counts
+_NUM_COLD = 8  # tensors to take turns with, so that none is in the cache when its turn comes: as in a model
 _UNUSABLE = torch.float16  # on a CPU a product takes a thousand times as long as in float32
 
 
@@ -41,7 +45,8 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
     chosen = sorted(set(dtypes) - {_UNUSABLE}, key=str) or [torch.float32]
     memory = _measure_copy(repeats)
     pairs = ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
-    routes = [make_route(*pair, memory) for pair in pairs]
+    # What moves is read and written, by the processors that compute.
+    routes = [make_route(*pair, memory / 2, takes_of_compute=1.0) for pair in pairs]
     if store.engine is not None:
         routes += _measure_disk(store, repeats)
     return Hardware(
@@ -67,29 +72,30 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _best_seconds(call: Callable[[], object], repeats: int) -> float:
+def _usual_seconds(call: Callable[[], object], repeats: int) -> float:
     call()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return max(min(times), 1e-9)
+    return max(statistics.median(times), 1e-9)
 
 
 @functools.cache
 def _measure_products(dtype: torch.dtype, repeats: int) -> float:
     """Return the FLOP/s of a linear layer's three products: result, gradient of its input, gradient of its weight."""
     tokens = torch.ones(_TOKENS, _HIDDEN, dtype=dtype)
-    weight = torch.ones(_INNER, _HIDDEN, dtype=dtype)
+    weights = [torch.ones(_INNER, _HIDDEN, dtype=dtype) for _ in range(_NUM_COLD)]
     gradient = torch.ones(_TOKENS, _INNER, dtype=dtype)
 
     def products() -> None:
-        torch.mm(tokens, weight.t())
-        torch.mm(gradient, weight)
-        torch.mm(gradient.t(), tokens)
+        for weight in weights:
+            torch.mm(tokens, weight.t())
+            torch.mm(gradient, weight)
+            torch.mm(gradient.t(), tokens)
 
-    return 3 * 2 * _TOKENS * _HIDDEN * _INNER / _best_seconds(products, repeats)
+    return _NUM_COLD * 3 * 2 * _TOKENS * _HIDDEN * _INNER / _usual_seconds(products, repeats)
 
 
 @functools.cache
@@ -104,21 +110,30 @@ def _measure_attention(dtype: torch.dtype, repeats: int) -> float:
         torch.autograd.grad(result, (query, key, value), gradient)
 
     num_products = 2 + 5  # forward, backward
-    return num_products * _HEADS * _CONTEXT**2 * _HEAD_WIDTH / _best_seconds(attend, repeats)
+    return num_products * _HEADS * _CONTEXT**2 * _HEAD_WIDTH / _usual_seconds(attend, repeats)
 
 
 @functools.cache
 def _measure_op(kind: OpKind, dtype: torch.dtype, repeats: int) -> float:
     """Return the bytes per second that a typical op of a kind reads and writes, into memory that is there already."""
-    x, out = torch.ones(_OP_SHAPE, dtype=dtype), torch.ones(_OP_SHAPE, dtype=dtype)
-    if kind is OpKind.ELEMENTWISE:
-        return 3 * x.nbytes / _best_seconds(lambda: torch.mul(x, x, out=out), repeats)
-    if kind is OpKind.TRANSCENDENTAL:
-        return 2 * x.nbytes / _best_seconds(lambda: torch.ops.aten.gelu.out(x, out=out), repeats)
-    if kind is OpKind.RANDOM:
+    x = torch.ones(_OP_SHAPE, dtype=dtype)
+    if kind is OpKind.RANDOM:  # bounded by drawing, so that caches do not matter
         with torch.random.fork_rng(devices=()):  # the model's own numbers stay as they would be
-            return (2 * x.nbytes + x.numel()) / _best_seconds(lambda: torch.native_dropout(x, 0.1, True), repeats)
-    return x.nbytes / _best_seconds(lambda: x.mean(-1), repeats)
+            return (2 * x.nbytes + x.numel()) / _usual_seconds(lambda: torch.native_dropout(x, 0.1, True), repeats)
+    xs = [torch.ones_like(x) for _ in range(_NUM_COLD)]
+    outs = [torch.ones_like(x) for _ in range(_NUM_COLD)]
+
+    def run() -> None:
+        for x, out in zip(xs, outs, strict=True):
+            if kind is OpKind.ELEMENTWISE:
+                torch.neg(x, out=out)
+            elif kind is OpKind.TRANSCENDENTAL:
+                torch.ops.aten.gelu.out(x, out=out)
+            else:
+                x.mean(-1)
+
+    num_tensors = 1 if kind is OpKind.REDUCTION else 2
+    return _NUM_COLD * num_tensors * x.nbytes / _usual_seconds(run, repeats)
 
 
 def _measure_overhead(store: Store) -> float:
@@ -144,7 +159,7 @@ def _measure_overhead(store: Store) -> float:
 def _measure_copy(repeats: int) -> float:
     source, destination = torch.ones(_COPY_ELEMENTS), torch.ones(_COPY_ELEMENTS)
     # A copy reads and writes: twice the bytes of the tensor.
-    return 2 * source.nbytes / _best_seconds(lambda: destination.copy_(source), repeats)
+    return 2 * source.nbytes / _usual_seconds(lambda: destination.copy_(source), repeats)
 
 
 @functools.cache
@@ -156,13 +171,41 @@ def _measure_optimizer(repeats: int) -> float:
     (group,) = optimizer.param_groups
     kernel = find_kernel(optimizer, group, master_dtype=torch.float32, gradient_dtype=torch.float32, compute_dtype=None)
     if kernel is None:
-        return _OPTIMIZER_ELEMENTS / _best_seconds(optimizer.step, repeats)
+        return _OPTIMIZER_ELEMENTS / _usual_seconds(optimizer.step, repeats)
     master = parameter.detach()
     state: dict[str, Tensor] = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
     threads = torch.get_num_threads()
-    return _OPTIMIZER_ELEMENTS / _best_seconds(
+    return _OPTIMIZER_ELEMENTS / _usual_seconds(
         lambda: kernel.update(group, state, master, gradient, None, num_threads=threads), repeats
     )
+
+
+def _measure_taken(move: Callable[[], object], repeats: int) -> float:
+    """Return the share of its time that compute loses while bytes move to and from the disk, in the median.
+
+    It does what a block does: products, and small ops between them, whose threads wait for each other.
+    """
+    tokens, weight = torch.ones(_TOKENS, _HIDDEN), torch.ones(_INNER, _HIDDEN)
+    small = torch.ones(_TOKENS, _HIDDEN // 8)
+
+    def compute() -> None:
+        torch.mm(tokens, weight.t())
+        for _ in range(_SMALL_OPS):
+            torch.mul(small, small, out=small)
+
+    alone = _usual_seconds(compute, _NUM_CALLS)
+    shares = []
+    with ThreadPoolExecutor(1) as mover:
+        for _ in range(repeats):
+            moving = mover.submit(move)
+            while not moving.done():
+                start = time.perf_counter()
+                compute()
+                shares.append(1.0 - alone / (time.perf_counter() - start))
+            moving.result()  # raises what moving has raised
+    if not shares:  # over before compute began
+        return 0.0
+    return min(_MOST_TAKEN, max(0.0, statistics.median(shares)))
 
 
 def _measure_disk(store: Store, repeats: int) -> list[Route]:
@@ -191,16 +234,17 @@ def _measure_disk(store: Store, repeats: int) -> list[Route]:
                     read(half, nbytes)
                     writing.result()
 
-            write_rate = nbytes / _best_seconds(write, repeats)
-            read_rate = nbytes / _best_seconds(read, repeats)
-            mixed_rate = nbytes / _best_seconds(both, repeats)
-            latency = _best_seconds(lambda: read(0, ALIGN), repeats)
+            taken = _measure_taken(both, repeats)
+            write_rate = nbytes / _usual_seconds(write, repeats)
+            read_rate = nbytes / _usual_seconds(read, repeats)
+            mixed_rate = nbytes / _usual_seconds(both, repeats)
+            latency = _usual_seconds(lambda: read(0, ALIGN), repeats)
     finally:
         transfers.close()
         store.layout.free(extent)
     is_duplex = mixed_rate > _DUPLEX_SHARE * (read_rate + write_rate)
     return [
-        make_route(source, destination, rate, latency_seconds=latency, is_duplex=is_duplex)
+        make_route(source, destination, rate, latency_seconds=latency, is_duplex=is_duplex, takes_of_compute=taken)
         for source, destination, rate in (
             (Tier.NVME, Tier.DEVICE, read_rate),
             (Tier.NVME, Tier.HOST, read_rate),

@@ -46,7 +46,7 @@ class Executor:
         if self._phase is Phase.FORWARD:
             for record in self._records():
                 record.forward_update_count = record.update_count
-        store.begin_memory(after_capture=True)
+        store.begin_memory()
         store.arena.reserve(arena_nbytes)
         with store.meter.phase(self._phase):
             try:
@@ -60,6 +60,8 @@ class Executor:
                 with suppress(StoreError), store.failing_on_error():
                     store.transfers.wait_writes()
                 raise
+            finally:
+                store.ram.end()
 
     def _check_not_updated(self) -> None:
         for record in self._records():

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from zinf_compile.errors import CapacityError, CheckpointError, StoreError
+from zinf_compile.runtime.futures import wait_all
 from zinf_compile.runtime.nvme.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.staging import StagingBuffer, StagingPool
-from zinf_compile.runtime.transfers import wait_all
 from zinf_compile.terms import format_bytes
 
 _BLOCK_NBYTES = 4 * 2**20  # one call: long enough for full bandwidth

@@ -55,6 +55,8 @@ def move_homes(store: Store, placements: Iterable[Placement]) -> None:
     store.placements.update({placement.parameter: placement for placement in placements})
     with store.failing_on_error():
         store.transfers.wait_writes()
+        if moves:
+            store.give_back_free_extents()
     return_freed_memory()
 
 

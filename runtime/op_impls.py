@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zinf_compile import ops
 from zinf_compile.runtime.gradients import store_gradient
+from zinf_compile.runtime.logit_sums import logit_sums, logit_sums_backward, scale_gradient, weigh_logit_sums
 from zinf_compile.runtime.store import find_record, find_store
 from zinf_compile.terms import Tier
 
@@ -125,6 +126,10 @@ def register() -> torch.library.Library:
         (ops.WAIT_SWAP_OUT, wait_swap_out),
         (ops.ISSUE_SWAP_IN, issue_swap_in),
         (ops.WAIT_SWAP_IN, wait_swap_in),
+        (ops.LOGIT_SUMS, logit_sums),
+        (ops.LOGIT_SUMS_BACKWARD, logit_sums_backward),
+        (ops.WEIGH_LOGIT_SUMS, weigh_logit_sums),
+        (ops.SCALE_GRADIENT, scale_gradient),
     ):
         # Some ops take no tensor, so that no device key would choose them: one body serves every device.
         library.impl(op, body, "CompositeExplicitAutograd")

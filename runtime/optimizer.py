@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zinf_compile.errors import CapacityError, StoreError
 from zinf_compile.runtime.fused_adamw import Kernel, find_kernel
+from zinf_compile.runtime.futures import call_when_done, return_when_done
 from zinf_compile.runtime.home import HomeTensor
 from zinf_compile.runtime.nvme.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.shadow import shadow_step
@@ -22,7 +23,6 @@ from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.staging import StagingBuffer
 from zinf_compile.runtime.step_jobs import COMPUTE, GRADIENT, MASTER, Job
 from zinf_compile.runtime.store import Store
-from zinf_compile.runtime.transfers import call_when_done, return_when_done
 from zinf_compile.terms import Phase, format_bytes
 
 _READ_AHEAD = 3  # chunks in or on their way: an update that has to share its cores must not let the disk run dry
@@ -64,6 +64,7 @@ class StreamedStep:
         self._store = store
         self._source = jobs
         self._element_wise = element_wise
+        self._num_threads = torch.get_num_threads()  # of who asks: the thread that updates in the background has one
         self._wide: StagingBuffer | None = None  # where gradients are widened to the master's dtype
         self._jobs: list[Job] = []
         self._kernels: dict[Job, Kernel | None] = {}
@@ -282,8 +283,9 @@ class StreamedStep:
         compute = chunk.tensor(COMPUTE, record.compute) if record.has_compute_copy else None
         kernel = self._kernels[job]
         if kernel is not None:
-            num_threads = torch.get_num_threads()
-            new_state = kernel.update(job.group, state | staged, master, gradient, compute, num_threads=num_threads)
+            new_state = kernel.update(
+                job.group, state | staged, master, gradient, compute, num_threads=self._num_threads
+            )
         else:
             state |= {key: _shaped(staged[key], shape) for key in job.kept_states}
             wide = _shaped(self._widen(gradient, master.dtype), shape)

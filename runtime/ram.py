@@ -4,60 +4,76 @@ import ctypes
 import functools
 import gc
 import mmap
+import os
 from collections.abc import Callable
-from pathlib import Path
 
 
 class DeviceRam:
     """The peak of the anonymous memory that is neither the host tier's nor something else's than the model's.
 
     What was there before the first graph ran is not ours: Python, torch, captured graphs. Nor is what the first step has
-    made for good: the kernels that libraries keep for every shape they have met, half a MiB each, and threads' stacks.
+    made for good: the kernels that libraries keep for every shape they have met, half a MiB each, and threads' stacks. It is
+    so for the first step behind every later capture, which leaves its graphs.
 
     glibc keeps freed memory for later, and under the aligned allocations of tensors its heap comes to hold several times
-    what is live. Whenever a sample is over what is promised, or over the budget, it is told to give that back. Samples are
-    taken between kernels: what these take for themselves meanwhile must still fit, so it is told that much earlier, unless
-    it hardly holds more than when it was told last.
+    what is live. Whenever a sample is over what is promised, it is told to give that back. Samples are taken between
+    kernels: what these take for themselves meanwhile must still fit, so it is told that much earlier, and when all that is
+    held is over the budget; but not if it hardly holds more than when it was told last.
     """
 
     def __init__(self, *, budget: int) -> None:
-        self._peak = 0  # under the plan that is followed now
+        self._latest = 0  # since a run of a graph last began or ended
+        self._peak = 0  # before that, under the plans that are followed now
         self._peak_before = 0  # under those before
         self._budget = budget
         self._promised = budget
         self._workspace = 0
         self._least_held = 0  # since memory was given back last
         self._before: int | None = None  # what was held before the first graph ran
-        self._made = 0  # by the first step, beside that
+        self._made = 0  # by the first step, and by later captures, beside that
         self._is_settled = False
+        self._has_captured = False  # since a graph ran last
 
     @property
     def peak(self) -> int:
         """Return the most bytes that were the device tier's, under any plan."""
-        return max(self._peak_before, self._peak)
+        return max(self._peak_before, self._peak, self._latest)
 
-    def begin_again(self) -> None:
-        """Measure anew, now that another plan is followed; what its making has left behind is settled after a step."""
-        self._peak_before, self._peak, self._is_settled = self.peak, 0, False
+    def begin_again(self, *, after_capture: bool = False) -> None:
+        """Measure anew, now that plans have changed or one was added; what that has left behind is settled after a step.
+
+        What was seen since a graph ran last does not count: capturing and planning have held it, beside updates.
+        """
+        self._latest = 0
+        self._has_captured |= after_capture
+        if self._is_settled:
+            self._peak_before, self._peak, self._is_settled = self.peak, 0, False
 
     def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
         """Stay within so many bytes from now on, of which so much is for kernels: what the plans say of the device tier."""
         self._promised = nbytes
         self._workspace = workspace_nbytes
 
-    def begin(self, homes_nbytes: int, *, after_capture: bool) -> None:
-        """Take what is held now, beside ``homes_nbytes`` of ours, as not ours. Only the first call counts."""
+    def begin(self, homes_nbytes: int) -> None:
+        """Begin a run of a graph. What the first one finds, beside ``homes_nbytes`` of ours, is not ours."""
+        self.end()
+        if self._has_captured:  # which leaves cycles of nodes and fake tensors behind
+            gc.collect()
+            return_freed_memory()
+            self._has_captured = False
         if self._before is None:
-            if after_capture:  # which leaves cycles of nodes and fake tensors behind
-                gc.collect()
-                return_freed_memory()
             self._before = anonymous_rss() - homes_nbytes
+
+    def end(self) -> None:
+        """End a run of a graph: what was seen until now was seen under plans that were followed."""
+        self._peak, self._latest = max(self._peak, self._latest), 0
 
     def settle(self, ours_nbytes: int) -> None:
         """Take what is held now, beside ``ours_nbytes``, as not ours either. Only the first call under a plan counts."""
         if self._before is None or self._is_settled:
             return
         self._is_settled = True
+        self.end()
         return_freed_memory()
         made_before = self._made
         self._made = max(made_before, anonymous_rss() - ours_nbytes - self._before)
@@ -70,11 +86,12 @@ class DeviceRam:
         held = anonymous_rss() - self._before - host_nbytes
         self._least_held = min(self._least_held, held)
         ours = held - self._made
-        leaves_no_workspace = ours > self._promised - self._workspace and held > self._least_held + self._workspace // 2
-        if held > self._budget or ours > self._promised or leaves_no_workspace:
+        is_near = held > self._budget or ours > self._promised - self._workspace
+        has_grown = held > self._least_held + self._workspace // 2
+        if ours > self._promised or (is_near and has_grown):
             return_freed_memory()
             held = self._least_held = anonymous_rss() - self._before - host_nbytes
-        self._peak = max(self._peak, held - self._made)
+        self._latest = max(self._latest, held - self._made)
 
 
 def anonymous_rss() -> int:
@@ -82,7 +99,13 @@ def anonymous_rss() -> int:
 
     From statm, where it is resident minus shared pages; the RssAnon line of status says the same and takes 20 times longer.
     """
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    descriptor = os.open(
+        "/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC
+    )  # not as a file object: it is read at every wait
+    try:
+        _, resident, shared, *_ = os.read(descriptor, 128).split()
+    finally:
+        os.close(descriptor)
     return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 

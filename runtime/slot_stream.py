@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from zinf_compile.runtime.file_stream import FileReader, FileWriter
+from zinf_compile.runtime.futures import wait_all
 from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.staging import StagingBuffer
-from zinf_compile.runtime.transfers import Transfers, wait_all
+from zinf_compile.runtime.transfers import Transfers
 
 _PIECE_NBYTES = 16 * 2**20  # at most: a few calls for each of a store's threads
 _NUM_READS = 2  # pieces of a slot on their way in, or looked at

@@ -26,6 +26,7 @@ from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import Engine
 from zinf_compile.runtime.nvme.layout import FileLayout
 from zinf_compile.runtime.nvme.posix import PosixEngine
+from zinf_compile.runtime.open_forwards import OpenForwards
 from zinf_compile.runtime.ram import DeviceRam
 from zinf_compile.runtime.slots import Owner, Slot, StoredParameter, map_tensor
 from zinf_compile.runtime.staging import StagingPool
@@ -104,6 +105,7 @@ class Store:
             engine=self.engine,
             room=partial(_room_for_activations, config, self._homes_nbytes),
         )
+        self.open_forwards = OpenForwards()
         self.lock = threading.RLock()  # one captured graph runs at a time: they share the arena
         self._process = os.getpid()
         self._failure: str | None = None  # why it computes no more until a checkpoint is loaded
@@ -135,6 +137,18 @@ class Store:
                 if item.nbytes_on(Tier.NVME) > self.placements[item.parameter].nbytes_on(Tier.NVME)
             ]
         )
+
+    def give_back_free_extents(self) -> None:
+        """Let the disk have what homes have left behind, now that they have moved; what is still to come keeps its space."""
+        if self.engine is None:
+            return
+        for offset, nbytes in self.layout.free_ranges:
+            if self.engine.give_back(offset, nbytes):
+                self.layout.make_hole(offset)
+        planned = sum(item.file_nbytes for item in self.placements.values()) + self.activations.reserved_nbytes
+        to_come = max(0, planned - self.layout.live_nbytes)
+        self.engine.cut(self.layout.end + to_come)
+        self.engine.reserve(self.layout.end + to_come)
 
     def new_slot(self, name: str, shape: torch.Size, dtype: torch.dtype, tier: Tier) -> Slot:
         """Return a slot with undefined content; on nvme its extent is reserved on the disk."""
@@ -349,10 +363,10 @@ class Store:
         self.activations.forget_peak()
         self.meter.forget_phases()
 
-    def begin_memory(self, *, after_capture: bool = False) -> None:
-        """Take what this process holds beside our homes as not ours. Called before every run of a graph."""
+    def begin_memory(self) -> None:
+        """Take what this process holds beside our homes as not ours, once. Called before every run of a graph."""
         with self.staging.at_rest():
-            self.ram.begin(self.nbytes_on(Tier.DEVICE) + self._host_nbytes(), after_capture=after_capture)
+            self.ram.begin(self.nbytes_on(Tier.DEVICE) + self._host_nbytes())
 
     def sample_memory(self) -> None:
         """Look at what the process holds now; what is neither explained nor on the host tier is the device's."""
@@ -362,7 +376,8 @@ class Store:
     def settle_memory(self) -> None:
         """Take what this process holds beside our homes and the arena as not ours. Called behind a step: no graph runs."""
         with self.staging.at_rest():
-            self.ram.settle(self.nbytes_on(Tier.DEVICE) + self.arena.nbytes + self._host_nbytes())
+            on_device = self.nbytes_on(Tier.DEVICE) + self.arena.nbytes + self.open_forwards.nbytes_beside()
+            self.ram.settle(on_device + self._host_nbytes())
 
     def _host_nbytes(self) -> int:
         return self.nbytes_on(Tier.HOST) + self.staging.held_nbytes + self.activations.host_nbytes

@@ -4,7 +4,6 @@ One pool of threads does all disk calls. Compute (the thread that runs the model
 synchronous, so what it did before an issue is done, and arena bytes released before an issue may be written by it.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,6 +14,8 @@ from torch import Tensor
 
 from zinf_compile.errors import StoreError, VerifyError, ZinfError
 from zinf_compile.runtime.arena import Arena
+from zinf_compile.runtime.background import run_alone
+from zinf_compile.runtime.futures import call_when_done, return_when_done, wait_all
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN, Engine, whole_sectors
 from zinf_compile.runtime.slots import Slot, StoredParameter
@@ -63,7 +64,7 @@ class Transfers:
         self.staging = staging
         self._arena = arena
         self._meter = meter
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zinf-transfer")
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zinf-transfer", initializer=run_alone)
         self._in_flight: dict[int, InFlight] = {}
         self._next_ticket = 0
         self._writes: list[tuple[Slot, Future[None]]] = []
@@ -373,34 +374,3 @@ def _file_runs(slots: Sequence[Slot], offsets: Sequence[int]) -> list[_FileRun]:
         else:
             runs.append(_FileRun(slot=slot, file_offset=file_offset, arena_offset=offset, nbytes=nbytes))
     return runs
-
-
-def wait_all(futures: Sequence[Future[None]]) -> None:
-    """Wait for all futures, then raise the first error among them: nothing is in flight when this returns."""
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]
-
-
-def call_when_done(futures: Sequence[Future[None]], call: Callable[[BaseException | None], None]) -> None:
-    """Call ``call`` with the first error, or None, when the last of ``futures`` is done; at once if all are."""
-    if not futures:
-        call(None)
-        return
-    num_futures = len(futures)  # not the list itself: futures keep their callbacks, and would so keep each other
-    done = itertools.count(1)  # callbacks come from different threads, and next() on a count is atomic
-    errors: list[BaseException] = []
-
-    def count_down(future: Future[None]) -> None:
-        if (error := future.exception()) is not None:
-            errors.append(error)
-        if next(done) == num_futures:
-            call(errors[0] if errors else None)
-
-    for future in futures:
-        future.add_done_callback(count_down)
-
-
-def return_when_done(staging: StagingPool, lease: StagingBuffer, futures: Sequence[Future[None]]) -> None:
-    """Return a staging buffer when the last of its calls is done, whether they succeed or not."""
-    call_when_done(futures, lambda _: staging.return_(lease))

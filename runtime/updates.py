@@ -5,13 +5,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from zinf_compile.runtime.background import run_alone
+
 
 class UpdateQueue:
     """Runs what it is given on a thread of its own, in the order given. The thread starts with the first submission."""
 
     def __init__(self, *, begin_thread: Callable[[], None]) -> None:
         """``begin_thread`` is called on that thread, before all else."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zinf-update", initializer=begin_thread)
+
+        def begin() -> None:
+            run_alone()
+            begin_thread()
+
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zinf-update", initializer=begin)
         self._last: Future[None] | None = None
 
     def submit(self, run: Callable[[], None]) -> None:

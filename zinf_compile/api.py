@@ -12,13 +12,14 @@ from torch.nn import Module
 
 from zinf_compile.config import make_config
 from zinf_compile.errors import ConfigError
-from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, StepReport, TierReport
+from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, StepReport, TierReport, sum_runs
 from zinf_compile.runtime.accessors import Forward, install_accessors, refuse_optimized
 from zinf_compile.runtime.lending import Site, check_room, lend_values
 from zinf_compile.runtime.slots import owner_of, record_of
 from zinf_compile.session import Session, check_devices, session_of_store
 from zinf_compile.simulate import simulate
-from zinf_compile.terms import Tier
+from zinf_compile.simulation.summary import phases_of_step
+from zinf_compile.terms import Phase, Tier
 from zinf_compile.weights.initialize import Init, choose_values, undo
 
 
@@ -109,7 +110,7 @@ def report(model: Module) -> Report:
     measured = {
         Tier.DEVICE: max(store.ram.peak, store.nbytes_on(Tier.DEVICE)),
         Tier.HOST: store.host_peak_nbytes,
-        Tier.NVME: max(store.layout.end, store.activations.peak_file_nbytes),
+        Tier.NVME: max(store.layout.taken_nbytes, store.activations.peak_file_nbytes),
     }
     capacity = {
         Tier.DEVICE: session.config.device_memory,
@@ -117,16 +118,18 @@ def report(model: Module) -> Report:
         Tier.NVME: session.config.nvme_memory,
     }
     phases, step = [], None
-    longest = max(plans, key=lambda plan: plan.num_ticks, default=None)
-    timeline = simulate(longest) if longest is not None else None
-    if timeline is not None and meter.step_seconds:
+    step_plans = tuple(program.plan for program in session.step_programs if program.plan is not None)
+    timelines = [simulate(plan) for plan in step_plans]
+    predicted = phases_of_step(timelines)
+    if timelines and meter.step_seconds:
         step = StepReport(
-            predicted_seconds=timeline.step_seconds,
+            predicted_seconds=sum(predicted.values()),
             measured_seconds=statistics.median(meter.step_seconds),
             count=len(meter.step_seconds),
         )
-    for phase, seconds in timeline.phase_seconds if timeline is not None else ():
-        runs = meter.phase_seconds(phase)
+    for phase, seconds in predicted.items():
+        num_graphs = sum(phase in dict(timeline.phase_seconds) for timeline in timelines)
+        runs = sum_runs(meter.phase_seconds(phase), 1 if phase is Phase.STEP else num_graphs)
         if runs:
             phases.append(
                 PhaseReport(
@@ -139,6 +142,7 @@ def report(model: Module) -> Report:
     return Report(
         model=session.model_name,
         plans=plans,
+        step_plans=step_plans,
         tiers=tuple(
             TierReport(
                 tier=tier,

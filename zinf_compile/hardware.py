@@ -46,6 +46,9 @@ class Route:
     bytes_per_second: float
     latency_seconds: float
     lanes: tuple[str, ...]
+    takes_of_compute: float = (
+        0.0  # seconds lost per second of moving beside compute; 0: no processor of compute's is needed
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,13 @@ def route_name(source: Tier, destination: Tier) -> str:
 
 
 def make_route(
-    source: Tier, destination: Tier, bytes_per_second: float, *, latency_seconds: float = 0.0, is_duplex: bool = False
+    source: Tier,
+    destination: Tier,
+    bytes_per_second: float,
+    *,
+    latency_seconds: float = 0.0,
+    is_duplex: bool = False,
+    takes_of_compute: float = 0.0,
 ) -> Route:
     """Return a route with the usual lanes: all that touches the disk shares one, unless it reads and writes at once."""
     lane = route_name(source, destination)
@@ -73,6 +82,7 @@ def make_route(
         bytes_per_second=bytes_per_second,
         latency_seconds=latency_seconds,
         lanes=(lane,),
+        takes_of_compute=takes_of_compute,
     )
 
 

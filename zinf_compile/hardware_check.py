@@ -111,6 +111,8 @@ def _route_problems(hardware: Hardware) -> Iterator[str]:
             names.append(route.name)
         yield from _outside(f"{path}.bytes_per_second", route.bytes_per_second, _BANDWIDTH, "'12 GB/s'")
         yield from _outside(f"{path}.latency_seconds", route.latency_seconds, _LATENCY, "'5 us'")
+        if route.takes_of_compute is not GAP and not 0 <= route.takes_of_compute <= 1:
+            yield f"{path}.takes_of_compute = {route.takes_of_compute} is not between 0 and 1; it is a share of compute"
         if route.lanes == ():
             yield f'{path}.lanes is empty; name what it takes, such as ["pcie in"]'
     has_disk = any(Tier.NVME in name.split() for name in names)

@@ -28,6 +28,7 @@ from zinf_compile.passes.planning.policies import allowed_policies
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.plans import Placement, Plan
 from zinf_compile.runtime.accessors import refuse_optimized
+from zinf_compile.runtime.machine import kernel_cache_nbytes
 from zinf_compile.runtime.shadow import check_supported
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier, format_bytes
@@ -87,6 +88,7 @@ def plan(
     if not isinstance(model, Module):
         raise ConfigError(f"plan takes a torch.nn.Module, not {type(model).__name__}")
     refuse_optimized(model)
+    kernel_cache = kernel_cache_nbytes() if hardware is None else 0  # of the CPU
     hardware = _find_hardware(hardware, nvme, options).with_world(world)
     config = _make_config(options, hardware)
     name = type(model).__name__
@@ -97,7 +99,21 @@ def plan(
     )
     _check_result(trace, name, train=train, has_loss=loss is not None)
     parameters = _parameter_facts(model, config, optimizer if train else None)
-    return _plan_all(trace, parameters, config, hardware, world)
+
+    def request(graph: TracedGraph, placements: tuple[Placement, ...] | None) -> Request:
+        return Request(
+            name=graph.candidates[0].name,
+            candidates=tuple(at_sizes(candidate) for candidate in graph.candidates),
+            captured=graph.candidates,
+            parameters=parameters,
+            config=config,
+            hardware=hardware,
+            num_ranks=world,
+            placements=placements,
+            kernel_cache_nbytes=kernel_cache,
+        )
+
+    return _plan_all(trace, request)
 
 
 def _find_hardware(
@@ -225,25 +241,12 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _plan_all(
-    trace: Trace, parameters: tuple[ParameterFact, ...], config: Config, hardware: Hardware, num_ranks: int
-) -> Plan:
+def _plan_all(trace: Trace, request: Callable[[TracedGraph, tuple[Placement, ...] | None], Request]) -> Plan:
     """Return the plan of the main graph, with notes about the others, which keep the homes that it chooses."""
     main = max(trace.graphs, key=lambda graph: (len(graph.candidates[0].gradients), len(graph.candidates[0].uses)))
 
     def plan_one(graph: TracedGraph, placements: tuple[Placement, ...] | None) -> Plan:
-        made = make_plan(
-            Request(
-                name=graph.candidates[0].name,
-                candidates=tuple(at_sizes(candidate) for candidate in graph.candidates),
-                captured=graph.candidates,
-                parameters=parameters,
-                config=config,
-                hardware=hardware,
-                num_ranks=num_ranks,
-                placements=placements,
-            )
-        )
+        made = make_plan(request(graph, placements))
         verify_plan(made)
         return made
 

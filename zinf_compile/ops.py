@@ -23,6 +23,13 @@ A *token* stands for an activation that has left the device, from forward to the
     v      = zinf::wait_swap_in(ticket, store, offset, ...)        block until it is there; it, or a view of it
     zinf::release(ticket, store)                                   the bytes may be reused from here on
 
+Four more make the loss of a language model without its logits; :mod:`zinf_compile.linear_loss` says how they are used::
+
+    l, p, s    = zinf::logit_sums(hidden, weight, ...)             of a row: logsumexp, logit of the target, sum of logits
+    h, w, b    = zinf::logit_sums_backward(l, p, s, hidden, ...)   gradients, by those of the sums
+    t, h, w, b = zinf::weigh_logit_sums(hidden, weight, ...)       a weighted sum of all of them, and its gradients at once
+    g          = zinf::scale_gradient(gradient, factor, dtype)     such a gradient, when that of the loss is known
+
 ``runtime/op_impls.py`` implements them. An op with a schema and a fake but no implementation traces, lints and plans.
 """
 
@@ -53,6 +60,22 @@ _LIBRARY.define(
     "wait_swap_in(Tensor ticket, int store, int offset, SymInt[] shape, SymInt[] stride, SymInt storage_offset, "
     "ScalarType dtype, Device device) -> Tensor"
 )
+_LIBRARY.define(
+    "logit_sums(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, int first, bool last, "
+    "SymInt tile_rows) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "logit_sums_backward(Tensor on_logsumexp, Tensor on_picked, Tensor? on_weighted, Tensor logsumexp, Tensor picked, "
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, int first, bool last, "
+    "SymInt tile_rows, bool[3] wanted) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "weigh_logit_sums(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
+    "Tensor on_logsumexp, Tensor on_picked, Tensor? on_weighted, SymInt tile_rows, bool[3] wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor")
 
 GATHER = torch.ops.zinf.gather.default
 STORE_GRAD = torch.ops.zinf.store_grad.default
@@ -66,10 +89,15 @@ SWAP_OUT = torch.ops.zinf.swap_out.default
 WAIT_SWAP_OUT = torch.ops.zinf.wait_swap_out.default
 ISSUE_SWAP_IN = torch.ops.zinf.issue_swap_in.default
 WAIT_SWAP_IN = torch.ops.zinf.wait_swap_in.default
+LOGIT_SUMS = torch.ops.zinf.logit_sums.default
+LOGIT_SUMS_BACKWARD = torch.ops.zinf.logit_sums_backward.default
+WEIGH_LOGIT_SUMS = torch.ops.zinf.weigh_logit_sums.default
+SCALE_GRADIENT = torch.ops.zinf.scale_gradient.default
 
 ALL_OPS = (
     *(GATHER, STORE_GRAD, ISSUE_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS, ARENA_VIEW),
     *(SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN, WAIT_SWAP_IN),
+    *(LOGIT_SUMS, LOGIT_SUMS_BACKWARD, WEIGH_LOGIT_SUMS, SCALE_GRADIENT),
 )
 
 # FX dead-code elimination deletes a node without users unless its target is known to have an effect.
@@ -163,6 +191,69 @@ def _wait_swap_in_fake(
     return torch.empty(storage_offset + reach, dtype=dtype, device=device).as_strided(shape, stride, storage_offset)
 
 
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what sums of logits of this dtype, and of their gradients, are kept in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _gradients_fake(
+    hidden: Tensor, weight: Tensor, wanted: Sequence[bool], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_hidden, of_weight, of_bias = (
+        hidden.new_empty(shape if asked else (0,), dtype=dtype if asked else torch.float32)
+        for shape, asked in zip((hidden.shape, weight.shape, weight.shape[:1]), wanted, strict=True)
+    )
+    return of_hidden, of_weight, of_bias
+
+
+@torch.library.register_fake("zinf::logit_sums", lib=_LIBRARY)
+def _logit_sums_fake(hidden: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    one, two, three = (hidden.new_empty(hidden.shape[0], dtype=sums_dtype(hidden.dtype)) for _ in range(3))
+    return one, two, three
+
+
+@torch.library.register_fake("zinf::logit_sums_backward", lib=_LIBRARY)
+def _logit_sums_backward_fake(
+    on_logsumexp: Tensor,
+    on_picked: Tensor,
+    on_weighted: Tensor | None,
+    logsumexp: Tensor,
+    picked: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    first: int,
+    last: bool,
+    tile_rows: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients_fake(hidden, weight, wanted, hidden.dtype)
+
+
+@torch.library.register_fake("zinf::weigh_logit_sums", lib=_LIBRARY)
+def _weigh_logit_sums_fake(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    on_logsumexp: Tensor,
+    on_picked: Tensor,
+    on_weighted: Tensor | None,
+    tile_rows: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = sums_dtype(hidden.dtype)
+    return hidden.new_empty((), dtype=dtype), *_gradients_fake(hidden, weight, wanted, dtype)
+
+
+@torch.library.register_fake("zinf::scale_gradient", lib=_LIBRARY)
+def _scale_gradient_fake(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(gradient, dtype=dtype)
+
+
 def _gather_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.param = inputs[1]
 
@@ -172,3 +263,41 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, 
 
 
 torch.library.register_autograd("zinf::gather", _gather_backward, setup_context=_gather_setup_context, lib=_LIBRARY)
+
+
+def _logit_sums_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, target, class_weight, ctx.first, ctx.last, ctx.tile_rows = inputs
+    ctx.save_for_backward(*output[:2], hidden, weight, bias, target, class_weight)
+
+
+def _logit_sums_backward(ctx: Any, *on_sums: Tensor) -> tuple[Tensor | None, ...]:
+    wanted = list(ctx.needs_input_grad[:3])
+    gradients = torch.ops.zinf.logit_sums_backward(
+        *on_sums, *ctx.saved_tensors, ctx.first, ctx.last, ctx.tile_rows, wanted
+    )
+    asked = (gradient if wants else None for gradient, wants in zip(gradients, wanted, strict=True))
+    return *asked, None, None, None, None, None
+
+
+def _weigh_logit_sums_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.wanted, ctx.dtype = inputs[-1], inputs[0].dtype
+    ctx.set_materialize_grads(False)  # nobody asks for the gradient of a gradient: no zeros are made for it
+    ctx.save_for_backward(*output[1:])
+
+
+def _weigh_logit_sums_backward(ctx: Any, on_total: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    scaled: tuple[Tensor | None, ...] = (None, None, None)
+    if on_total is not None:
+        scaled = tuple(
+            torch.ops.zinf.scale_gradient(gradient, on_total, ctx.dtype) if asked else None
+            for gradient, asked in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        )
+    return *scaled, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "zinf::logit_sums", _logit_sums_backward, setup_context=_logit_sums_setup_context, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "zinf::weigh_logit_sums", _weigh_logit_sums_backward, setup_context=_weigh_logit_sums_setup_context, lib=_LIBRARY
+)

@@ -15,6 +15,8 @@ PLAN_VERSION = 1
 SECTOR_NBYTES = 4096  # of the store file: what O_DIRECT asks for on disks of 4 KiB sectors
 _NUM_STATES = 2  # tensors that an optimizer keeps of a parameter, as Adam does
 WORKSPACE_PART = "workspace"  # the part of the device that kernels take beside their outputs
+OPEN_PART = "open forwards"  # the part of the device that forwards of other calls hold, whose backward has not run
+KERNELS_PART = "kept kernels"  # the part of the device that libraries keep kernels in, one for each shape they have met
 SWAPPED_PART = "swapped activations"  # the part of host and of nvme that activations rest in
 
 

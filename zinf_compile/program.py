@@ -1,5 +1,6 @@
 """One captured graph: chooses its split, plans it, lowers it; again if parameters move, inputs grow, steps are measured."""
 
+import gc
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,16 +21,18 @@ from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
 from zinf_compile.passes.planning.policies import allowed_policies, least_recompute_seconds, may_be_faster
 from zinf_compile.passes.planning.questions import describe_largest
-from zinf_compile.passes.planning.remake import remake_plan
+from zinf_compile.passes.planning.remake import remake_plan, with_open_forwards
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.planned_shapes import PlannedShapes, dump_sizes
 from zinf_compile.plans import Plan
 from zinf_compile.runtime.executor import Executor
+from zinf_compile.runtime.machine import kernel_cache_nbytes
+from zinf_compile.runtime.open_forwards import storages_of
 from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.runtime.watch import StepWatch
 from zinf_compile.simulate import simulate
 from zinf_compile.sizes import Size
-from zinf_compile.terms import ActivationPolicy, Phase, Tier
+from zinf_compile.terms import ActivationPolicy, Phase, Tier, format_bytes
 
 if TYPE_CHECKING:
     from zinf_compile.session import Narrowing, Session
@@ -46,6 +49,7 @@ class _Candidate:
 
 
 _log = logging.getLogger(__name__)
+_PAGE_NBYTES = 4096  # of memory: a loss that the caller holds during backward is no reason to plan again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,8 @@ class Backward:
 class Program:
     """One captured graph: chooses its split, plans it, and lowers it, again if parameters have moved or inputs grown."""
 
-    def __init__(self, session: "Session", name: str, hardware: Hardware) -> None:
+    def __init__(self, session: "Session", name: str, hardware: Hardware, *, open_nbytes: int) -> None:
+        """``open_nbytes`` are held now by forwards whose backward has not run, beside the graph's inputs."""
         self._session = session
         self._name = name
         self._hardware = hardware
@@ -72,6 +77,14 @@ class Program:
         self.replanned: list[str] = []  # why it was planned again, in words
         self._watch = StepWatch(session.store.meter)
         self._is_watched = session.config.remake_plan
+        self._open_nbytes = open_nbytes  # what it is planned for
+        self._most_open = open_nbytes  # that was found before any of its runs
+        self.last_runs: dict[Phase, int] = {}  # how many steps had begun by then
+
+    @property
+    def num_ticks(self) -> int:
+        """Return the ticks of its plan; 0 before there is one."""
+        return 0 if self.plan is None else self.plan.num_ticks
 
     @property
     def read_records(self) -> list[StoredParameter]:
@@ -161,17 +174,17 @@ class Program:
 
     def _executor(self, phase: Phase) -> BoxedCallable:
         def run(inputs: list[Any]) -> Sequence[Any]:
+            self.last_runs[phase] = self._session.store.meter.num_steps
             with self._watch.run(phase):
-                if phase is Phase.BACKWARD:
-                    return self._backward_of(inputs).run(inputs)
-                assert self._forward is not None
-                return self._forward(inputs)
+                return self._run_backward(inputs) if phase is Phase.BACKWARD else self._run_forward(inputs)
 
         def prepare(inputs: list[Any]) -> int:
             assert self.plan is not None
             assert self._shapes is not None
+            self._find_open(inputs)
             if phase is Phase.FORWARD:
                 self._make_room(inputs)
+                self._make_room_beside_open(inputs)
                 if self.plan.placements != self._session.placements:
                     self._adopt(self._plan_for([self._shapes.facts]))
                 self._look_at_first_steps()
@@ -201,6 +214,46 @@ class Program:
         _log.info(self.replanned[-1])
         self._adopt(plan)
 
+    def _find_open(self, inputs: list[Any]) -> None:
+        """Find out what other forwards hold before a run."""
+        found = self._session.store.open_forwards.nbytes_beside(storages_of(inputs))
+        if found >= self._most_open + _PAGE_NBYTES:
+            self._most_open = found
+
+    def _make_room_beside_open(self, inputs: list[Any]) -> None:
+        """Plan again if other forwards hold more than the plan says; CapacityError, before anything runs, without room.
+
+        What was first found before a backward counts from the next forward on.
+        """
+        if self._most_open <= self._open_nbytes:
+            return
+        assert self.plan is not None
+        assert self._shapes is not None
+        before, found = self._open_nbytes, self._most_open
+        self._open_nbytes = found
+        plan = with_open_forwards(self.plan, self._request([self._shapes.facts]))
+        if plan is None:
+            gc.collect()  # an error leaves its forward in a cycle with the frames it came through
+            self._open_nbytes = self._most_open = before
+            self._find_open(inputs)
+            found = self._open_nbytes = self._most_open
+            if found == before:
+                return
+            plan = with_open_forwards(self.plan, self._request([self._shapes.facts]))
+        if plan is not None:
+            self.plan = plan
+            self._session.promise(plan)
+            return
+        try:
+            self._adopt(self._plan_for([self._shapes.facts]))
+        except CapacityError as error:
+            self._open_nbytes = self._most_open = before  # the caller may close some and go on
+            raise CapacityError(
+                f"forwards whose backward has not run hold {format_bytes(found)} on device beside {self._name}, which is "
+                f"planned for {format_bytes(before)}; {error}; or run backward after each forward, forwards that need none "
+                "under torch.no_grad(), or say recompute=True"
+            ) from error
+
     def _look_at_first_steps(self) -> None:
         """Once the first steps have been watched, go on with the plan that is best by what they have shown."""
         observed = self._watch.look() if self._is_watched else None
@@ -228,12 +281,23 @@ class Program:
         else:
             self.plan = remade.plan
 
-    def _backward_of(self, inputs: Sequence[Any]) -> "Backward":
-        """Return the backward that was lowered under the plan of the forward whose values these are."""
+    def _run_forward(self, inputs: list[Any]) -> Sequence[Any]:
+        assert self._forward is not None
+        assert self._captured is not None
+        if self._captured.backward is None:
+            return self._forward(inputs)
+        given = storages_of(inputs)
+        outputs = self._forward(inputs)
+        returned = self._captured.num_outputs
+        self._session.store.open_forwards.add(given, outputs[:returned], outputs[returned:])
+        return outputs
+
+    def _run_backward(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the backward that was lowered under the plan of the forward whose values these are."""
         if len(self._backwards) == 1:
-            return next(iter(self._backwards.values()))
+            return next(iter(self._backwards.values())).run(inputs)
         is_token = self._session.store.activations.is_token
-        return self._backwards[frozenset(index for index, given in enumerate(inputs) if is_token(given))]
+        return self._backwards[frozenset(index for index, given in enumerate(inputs) if is_token(given))].run(inputs)
 
     def _analyze(self, captured: CapturedGraph) -> GraphFacts[Size]:
         names = {record.param: name for name, record in self._session.store.records.items()}
@@ -259,6 +323,8 @@ class Program:
             config=session.config,
             hardware=self._hardware,
             placements=session.placements if session.programs else None,
+            kernel_cache_nbytes=kernel_cache_nbytes(),
+            open_nbytes=self._open_nbytes,
         )
 
     def _adopt(self, plan: Plan) -> None:

@@ -1,5 +1,6 @@
 """The report: what the plans predicted beside what was measured."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zinf_compile.plans import Plan
@@ -23,7 +24,7 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """One phase's predicted seconds beside the median of the measured ones."""
+    """One phase's predicted seconds beside the median of the measured ones: those of all graphs of a step together."""
 
     phase: Phase
     predicted_seconds: float
@@ -63,6 +64,7 @@ class Report:
 
     model: str
     plans: tuple[Plan, ...]
+    step_plans: tuple[Plan, ...]  # of them, those of the graphs that run in one step
     tiers: tuple[TierReport, ...]
     phases: tuple[PhaseReport, ...]
     step: StepReport | None  # None before the second step
@@ -110,6 +112,12 @@ class Report:
                 "TORCH_LOGS=graph_breaks tells what Dynamo could not capture",
             ]
         return "\n".join(lines)
+
+
+def sum_runs(seconds: Sequence[float], num_graphs: int) -> tuple[float, ...]:
+    """Return what ``num_graphs`` runs of a phase took together, one after another, from the last ones back."""
+    ends = range(len(seconds), num_graphs - 1, -num_graphs)
+    return tuple(sum(seconds[end - num_graphs : end]) for end in ends)
 
 
 def _format_seconds(name: str, seconds: PhaseReport | StepReport) -> str:

@@ -26,11 +26,12 @@ from zinf_compile.runtime.leaves import hang_on_parameters
 from zinf_compile.runtime.measured import find_measured
 from zinf_compile.runtime.moving import move_homes
 from zinf_compile.runtime.op_impls import register
+from zinf_compile.runtime.open_forwards import storages_of
 from zinf_compile.runtime.slots import StoredParameter, torch_dtype
 from zinf_compile.runtime.step_hooks import install_step_hooks
 from zinf_compile.runtime.store import Store, find_record
 from zinf_compile.runtime.thawing import thaw_parameter
-from zinf_compile.terms import Tier, format_bytes
+from zinf_compile.terms import Phase, Tier, format_bytes
 
 _MAX_DESCRIPTORS = 65536  # Linux allows a process 65530 mappings by default
 
@@ -171,9 +172,11 @@ class Session:
             dtypes = floating or frozenset({torch.float32})
             with self.store.staging.uncounted():
                 self.hardware = find_measured(self.config.nvme, dtypes) or measure_hardware(self.store, dtypes)
-        program = Program(self, f"{self.model_name} graph {len(self.programs)}", self.hardware)
+        beside = self.store.open_forwards.nbytes_beside(storages_of(inputs))
+        program = Program(self, f"{self.model_name} graph {len(self.programs)}", self.hardware, open_nbytes=beside)
         compiled = compile_graph(graph_module, inputs, program)
         self.programs.append(program)
+        self.store.ram.begin_again(after_capture=True)
         trained = program.trained_records
 
         def call(*args: Any) -> Any:
@@ -190,6 +193,15 @@ class Session:
         self.store.ram.promise(largest.predicted_peak - reserve, dict(largest.parts)[WORKSPACE_PART])
         for tier in plan.tiers:
             self.promised[tier.tier] = max(self.promised.get(tier.tier, 0), tier.predicted_peak)
+
+    @property
+    def step_programs(self) -> list[Program]:
+        """Return the programs that ran in the last step of which a backward was seen; before that, the longest one."""
+        planned = [program for program in self.programs if program.plan is not None]
+        trained = [program.last_runs[Phase.BACKWARD] for program in planned if Phase.BACKWARD in program.last_runs]
+        if not trained:
+            return sorted(planned, key=lambda program: program.num_ticks)[-1:]
+        return [program for program in planned if max(trained) in program.last_runs.values()]
 
     def settle(self) -> None:
         """Move parameters to where the newest plan wants them. Called before a graph runs, never while one is traced."""

@@ -11,7 +11,7 @@ from torch import fx
 
 from zinf_compile.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
 from zinf_compile.ops import GATHER, STORE_GRAD
-from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops, count_workspace
+from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops, count_workspace, unwrap_call
 from zinf_compile.passes.analysis.idle import find_idle
 from zinf_compile.passes.analysis.modules import block_of, module_path
 from zinf_compile.passes.analysis.shapes import GraphShapes, find_sources, symbols_in
@@ -119,14 +119,14 @@ def _collect_ops(
         path = module_path(node)
         # An op without a module of its own belongs to the run of ops around it.
         module = block_of(path) if path else module
-        value = node.meta.get("val")
+        call = unwrap_call(node)
         ops.append(
             OpFact(
                 tick=_tick(node),
                 name=node.name,
-                op=str(node.target),
+                op=str(call.target),
                 module=module or "model",
-                dtype=str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "",
+                dtype=str(call.value.dtype).removeprefix("torch.") if isinstance(call.value, torch.Tensor) else "",
                 num_flops=shapes.size(count_flops(node)),
                 nbytes_accessed=shapes.size(count_bytes_accessed(node)),
                 inputs=tuple(sorted({_tick(roots[used].node) for used in node.all_input_nodes})),

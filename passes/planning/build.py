@@ -13,6 +13,7 @@ from zinf_compile.passes.planning.activations import BoundValues, bind_values, p
 from zinf_compile.passes.planning.arena import ARENA_ALIGN
 from zinf_compile.passes.planning.costs import plan_spans
 from zinf_compile.passes.planning.leaving import count_resting
+from zinf_compile.passes.planning.op_kinds import keeps_kernels
 from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.placement import Placed, Placer, count_placed
 from zinf_compile.passes.planning.prefetch import TransferPlan
@@ -20,6 +21,8 @@ from zinf_compile.passes.planning.prices import USUAL_PRICES, price_homes
 from zinf_compile.passes.planning.swaps import without_swapped
 from zinf_compile.passes.planning.transfers import Manner, TransferPlanner, sink_home
 from zinf_compile.plans import (
+    KERNELS_PART,
+    OPEN_PART,
     PLAN_VERSION,
     SWAPPED_PART,
     WORKSPACE_PART,
@@ -49,6 +52,10 @@ class Request:
     captured: tuple[GraphFacts[Size], ...] = ()  # the candidates in symbols, to ask about other sizes
     num_ranks: int = 1  # that train the model together, each with its shard of what the parameters say in full
     placements: tuple[Placement, ...] | None = None  # where other plans of the model have put its parameters already
+    kernel_cache_nbytes: int = (
+        0  # that kernels of all shapes take which values decide, on the machine it is planned for
+    )
+    open_nbytes: int = 0  # that forwards of other calls hold on the device, whose backward has not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +123,7 @@ class PlanBuilder:
         self._workspace = max(
             (item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0
         )
+        self._kernels = request.kernel_cache_nbytes if any(map(keeps_kernels, graph.ops)) else 0
         self._read_nbytes = sum(
             item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
         )
@@ -126,7 +134,12 @@ class PlanBuilder:
         self._uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))
         self._gradients = tuple(sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter)))
         self.floor_nbytes = (
-            self._bound.nbytes + self._activations.peak_nbytes + self._workspace + request.config.reserve_memory
+            self._bound.nbytes
+            + self._activations.peak_nbytes
+            + self._workspace
+            + self._kernels
+            + request.open_nbytes
+            + request.config.reserve_memory
         )
 
     @property
@@ -245,17 +258,19 @@ class PlanBuilder:
                 ("arena", arena_nbytes),
                 ("activations", self._activations.peak_nbytes),
                 (WORKSPACE_PART, self._workspace),
+                *_part_if_any(KERNELS_PART, self._kernels),
                 ("reserve", config.reserve_memory),
+                *_part_if_any(OPEN_PART, request.open_nbytes),
             ),
             Tier.HOST: (
                 ("homes", _nbytes_on(placements, Tier.HOST)),
                 ("staging", staging if uses_staging else 0),
-                *_resting_part(self._resting.host),
+                *_part_if_any(SWAPPED_PART, self._resting.host),
             ),
             Tier.NVME: (
                 ("homes", on_nvme),
                 ("padding", homes.placed.file_nbytes - on_nvme),
-                *_resting_part(self._resting.nvme),
+                *_part_if_any(SWAPPED_PART, self._resting.nvme),
             ),
         }
         whole = self._resting.returned_to(config)
@@ -303,5 +318,5 @@ def _nbytes_on(placements: Sequence[Placement], tier: Tier) -> int:
     return sum(placement.nbytes_on(tier) for placement in placements)
 
 
-def _resting_part(nbytes: int) -> tuple[tuple[str, int], ...]:
-    return ((SWAPPED_PART, nbytes),) if nbytes else ()
+def _part_if_any(part: str, nbytes: int) -> tuple[tuple[str, int], ...]:
+    return ((part, nbytes),) if nbytes else ()

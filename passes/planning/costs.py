@@ -7,7 +7,7 @@ from itertools import groupby
 from zinf_compile.facts import GraphFacts, OpFact, working_set
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.activations import unbound_values
-from zinf_compile.passes.planning.op_kinds import is_called, kind_of
+from zinf_compile.passes.planning.op_kinds import kind_of, num_calls
 from zinf_compile.plans import ComputeSpan
 from zinf_compile.sizes import Expression, Size
 
@@ -58,7 +58,7 @@ def _rates(op: OpFact[Size], hardware: Hardware) -> _Rates:
     return _Rates(
         flops_per_second=flops_per_second(op.dtype),
         bytes_per_second=hardware.op_bytes_per_second(kind_of(op.op), op.dtype),
-        overhead_seconds=hardware.op_overhead_seconds if is_called(op.op) else 0.0,
+        overhead_seconds=hardware.op_overhead_seconds * num_calls(op.op),
     )
 
 

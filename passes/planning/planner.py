@@ -13,8 +13,9 @@ from zinf_compile.errors import CapacityError
 from zinf_compile.facts import GraphFacts, working_set
 from zinf_compile.passes.planning.build import Groundwork, Request
 from zinf_compile.passes.planning.leaving import count_resting, leaving_levels
+from zinf_compile.passes.planning.op_kinds import keeps_kernels
 from zinf_compile.passes.planning.policies import compute_seconds, may_be_faster
-from zinf_compile.passes.planning.search import Front, find_plan, minimum_memory, search_plan
+from zinf_compile.passes.planning.search import Front, find_plan, minimum_memory, search_front
 from zinf_compile.passes.planning.swaps import without_swapped
 from zinf_compile.plans import ActivationSwap, Plan
 from zinf_compile.simulate import simulate
@@ -49,13 +50,13 @@ def make_plan(request: Request) -> Plan:
             continue
         for level in _levels(request, graph, Groundwork(request, graph)):
             try:
-                found = search_plan(level.request, graph, level.swaps, level.groundwork)
+                found = search_front(level.request, graph, level.swaps, level.groundwork)
             except CapacityError as error:
                 if not level.swaps:  # with less of the other tiers there is no more to say
                     failure = failure or error
                 continue
-            front.add(found)
-            if found is not None and _waits_for_little(found.plan):
+            front.join(found)
+            if found.best is not None and _waits_for_little(found.best.plan):
                 break
     if front.best is not None:
         return replace(front.best.plan, request=request)
@@ -128,4 +129,15 @@ def _capacity_error(request: Request) -> CapacityError:
         f"(in {peak_op.module}, at {peak_op.name}), largest: "
         + ", ".join(f"{value.name} {format_bytes(value.nbytes)}" for value in largest)
         + f"; raise device_memory to {-(-int(minimum) // _MIB)}MiB or make the batch smaller"
+        + _describe_kernels(request)
+    )
+
+
+def _describe_kernels(request: Request) -> str:
+    """Return what to do about kernels that are kept, where the graph has ops that need one for each number of rows."""
+    if not request.kernel_cache_nbytes or not any(map(keeps_kernels, request.candidates[0].ops)):
+        return ""
+    return (
+        f", or start with ONEDNN_PRIMITIVE_CACHE_CAPACITY=64 LRU_CACHE_CAPACITY=64: of it all, "
+        f"{format_bytes(request.kernel_cache_nbytes)} are kernels for the rows of experts that may be kept"
     )

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from zinf_compile.errors import CapacityError
 from zinf_compile.observed import Observed, with_observed
 from zinf_compile.passes.planning.planner import NEGLIGIBLE_STALLS, Request, make_plan
-from zinf_compile.plans import Plan
+from zinf_compile.plans import OPEN_PART, Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.simulation.timeline import Timeline
-from zinf_compile.terms import Phase
+from zinf_compile.terms import Phase, Tier
 
 _LEAST_GAIN = 0.03  # of a step: moving homes takes a while, and measured rates are not exact
 
@@ -55,6 +55,18 @@ def remake_plan(plan: Plan, request: Request, observed: Observed) -> Remade:
                 return Remade(plan=made, is_new=True, sentence=sentence)
     sentence = f"{plan.name}: its plan stays {what}, {timeline.step_seconds:.3g} s by measured rates"
     return Remade(plan=replace(kept, notes=(*plan.notes, f"{sentence}.")), is_new=False, sentence=sentence)
+
+
+def with_open_forwards(plan: Plan, request: Request) -> Plan | None:
+    """Return ``plan`` as it is, beside the open forwards that ``request`` says; None if that is over its capacity."""
+    device = plan.tier(Tier.DEVICE)
+    parts = (*(part for part in device.parts if part[0] != OPEN_PART), (OPEN_PART, request.open_nbytes))
+    peak = sum(nbytes for _, nbytes in parts)
+    if device.capacity is not None and peak > device.capacity:
+        return None
+    grown = replace(device, parts=parts, predicted_peak=peak)
+    tiers = tuple(grown if tier is device else tier for tier in plan.tiers)
+    return replace(plan, tiers=tiers, request=request)
 
 
 def _compute_factor(plan: Plan, predicted: Timeline, observed: Observed) -> float:

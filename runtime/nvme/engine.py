@@ -40,6 +40,15 @@ class Engine(Protocol):
     def reserve(self, nbytes: int) -> None:
         """Grow the file so that at least ``nbytes`` are allocated; never shrinks. CapacityError when out of room."""
 
+    def cut(self, nbytes: int) -> None:
+        """Shorten the file to ``nbytes``, in whole sectors, if it is longer: nothing behind them is used."""
+
+    def give_back(self, offset: int, nbytes: int) -> bool:
+        """Let the disk have the bytes of a range, which is not used any more; the file stays as long as it is.
+
+        Returns False, and keeps them, where that cannot be.
+        """
+
     def map(self, offset: int, nbytes: int) -> memoryview:
         """A writable view of file bytes, for people who inspect the store; ``read`` and ``write`` see the same bytes.
 

@@ -19,9 +19,10 @@ class Extent:
 
 
 class FileLayout:
-    """Extents of one file. The live and the free ones tile [0, end) exactly, and the last is live.
+    """Extents of one file. The live ones, the free ones and the holes tile [0, end) exactly, and the last is not free.
 
-    Extents allocated one after another are contiguous as long as none has been freed. Not thread-safe.
+    A hole was given back to the disk, and is never laid into again: there might be no room on the disk by then. Extents
+    allocated one after another are contiguous as long as none has been freed. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -29,12 +30,28 @@ class FileLayout:
         # The free extents, sorted by offset, as two parallel lists; no two of them touch.
         self._free_offsets: list[int] = []
         self._free_nbytes: list[int] = []
+        self._holes: dict[int, int] = {}  # bytes by offset
         self._end = 0
 
     @property
     def end(self) -> int:
-        """Bytes the file needs."""
+        """Return how long the file must be."""
         return self._end
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Return the bytes that the file takes of the disk: all but holes."""
+        return self._end - sum(self._holes.values())
+
+    @property
+    def live_nbytes(self) -> int:
+        """Return the bytes of all live extents, with their padding."""
+        return sum(extent.reserved_nbytes for extent in self._live.values())
+
+    @property
+    def free_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Return offset and bytes of every free extent, in order."""
+        return tuple(zip(self._free_offsets, self._free_nbytes, strict=True))
 
     def allocate(self, nbytes: int) -> Extent:
         """The smallest free extent that fits, the first of equals, else new bytes at the end.
@@ -84,14 +101,19 @@ class FileLayout:
         self._free_offsets.insert(index, start)
         self._free_nbytes.insert(index, stop - start)
 
+    def make_hole(self, offset: int) -> None:
+        """Let the free extent at ``offset`` be a hole."""
+        index = self._free_offsets.index(offset)
+        self._holes[self._free_offsets.pop(index)] = self._free_nbytes.pop(index)
+
     def check_integrity(self) -> None:
         """Raise VerifyError if extents overlap, bytes of [0, end) belong to nobody, or free neighbours are not one."""
-        free = list(zip(self._free_offsets, self._free_nbytes, strict=True))
+        free, holes = list(self.free_ranges), list(self._holes.items())
         live = [(extent.offset, extent.reserved_nbytes) for extent in self._live.values()]
         position = 0
         was_free = False
-        for offset, nbytes in sorted(free + live):
-            is_free = offset not in self._live
+        for offset, nbytes in sorted(free + live + holes):
+            is_free = offset not in self._live and offset not in self._holes
             if offset < position:
                 raise VerifyError(f"extents overlap at offset {offset}: the one before it ends at {position}")
             if offset > position:

@@ -101,6 +101,17 @@ class MemoryEngine:
                 )
             self._nbytes = wanted
 
+    def cut(self, nbytes: int) -> None:
+        """See Engine.cut."""
+        with self._gate.enter(f"cut {self.describe()} to {nbytes} bytes"), self._lock:
+            self._nbytes = min(self._nbytes, whole_sectors(nbytes))
+
+    def give_back(self, offset: int, nbytes: int) -> bool:
+        """Only checks its arguments, and keeps the bytes: there is no disk."""
+        with self._gate.enter(f"give back {nbytes} bytes at offset {offset} in {self.describe()}"):
+            check_range(self.describe(), "give back", offset, nbytes, self._nbytes)
+            return False
+
     def map(self, offset: int, nbytes: int) -> memoryview:
         """See Engine.map."""
         with self._gate.enter(f"map {nbytes} bytes at offset {offset} in {self.describe()}"):

@@ -1,6 +1,8 @@
 """The engine over one unnamed file: preadv and pwritev with O_DIRECT, from as many threads as call."""
 
+import ctypes
 import errno
+import functools
 import mmap
 import os
 import secrets
@@ -13,6 +15,7 @@ from typing import Self
 
 from zinf_compile.errors import CapacityError, ConfigError, StoreError
 from zinf_compile.runtime.nvme.engine import ALIGN, Gate, check_range, check_transfer, whole_sectors
+from zinf_compile.runtime.nvme.mapping import map_file
 
 _GIB = 1 << 30
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -22,6 +25,8 @@ _NO_TMPFILE = {
     errno.ENOENT,
     errno.EINVAL,
 }  # open(2), O_TMPFILE: the three ways to lack it
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
+_CANNOT_PUNCH = {errno.EOPNOTSUPP, errno.ENOSYS}  # fallocate(2): filesystems without holes
 
 
 class PosixEngine:
@@ -101,18 +106,38 @@ class PosixEngine:
                 raise StoreError(f"reserving {wanted} bytes in {self.describe()} failed: {_reason(error)}") from error
             self._nbytes = wanted
 
+    def cut(self, nbytes: int) -> None:
+        """See Engine.cut."""
+        with self._gate.enter(f"cut {self.describe()} to {nbytes} bytes"), self._reserve_lock:
+            wanted = whole_sectors(nbytes)
+            if wanted < self._nbytes:
+                os.ftruncate(self._buffered_fd, wanted)
+                self._nbytes = wanted
+
+    def give_back(self, offset: int, nbytes: int) -> bool:
+        """See Engine.give_back."""
+        with self._gate.enter(f"give back {nbytes} bytes at offset {offset} in {self.describe()}"):
+            check_range(self.describe(), "give back", offset, nbytes, self._nbytes)
+            fallocate = _find_fallocate()
+            if fallocate is None or nbytes == 0:
+                return False
+            if fallocate(self._buffered_fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes) == 0:
+                return True
+            error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            if error.errno in _CANNOT_PUNCH:
+                return False
+            raise self._failure("give back", offset, nbytes, _reason(error)) from error
+
     def map(self, offset: int, nbytes: int) -> memoryview:
         """See Engine.map. The mapping outlives ``close``: it ends when the view and its slices are gone."""
         with self._gate.enter(f"map {nbytes} bytes at offset {offset} in {self.describe()}"):
             check_range(self.describe(), "map", offset, nbytes, self._nbytes)
             if nbytes == 0:
                 return memoryview(bytearray())
-            skip = offset % mmap.ALLOCATIONGRANULARITY  # more than ALIGN where pages are 16 or 64 KiB
             try:
-                mapped = mmap.mmap(self._buffered_fd, nbytes + skip, offset=offset - skip)
+                return map_file(self._buffered_fd, offset, nbytes)
             except OSError as error:
                 raise self._failure("map", offset, nbytes, _reason(error)) from error
-            return memoryview(mapped)[skip:]
 
     def drop_cache(self, offset: int, nbytes: int) -> None:
         """See Engine.drop_cache. Writes back the whole file, and leaves pages that a live ``map`` view uses."""
@@ -176,6 +201,18 @@ class PosixEngine:
             f"and {self._free_nbytes() / _GIB:.2f} GiB are free there ({reason}); "
             "free some space, set `nvme` to another folder, or train a smaller model"
         )
+
+
+@functools.cache
+def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
+    """Return Linux's fallocate, which Python has only in its portable form; None where the C library has none."""
+    try:
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    except AttributeError:
+        return None
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)  # off_t of 64-bit systems
+    found: Callable[[int, int, int, int], int] = fallocate
+    return found
 
 
 def _check_directory(directory: str) -> None:

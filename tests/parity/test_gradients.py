@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 STEPS = 3
 WIDTH = 24
+# Room for what forwards have saved when one more runs; some parameters stay on the device then.
+SEVERAL_OPEN = {"device_memory": 128 * 2**10, "is_streamed": False}
 
 
 class Net(nn.Module):
@@ -112,7 +114,7 @@ def test_several_forwards_added_to_gradients_that_are_there(parity, captured):
 
         run(model, batches, trace, backward, zero_every=2)
 
-    parity.check_loop(loop, net, captured=captured)
+    parity.check_loop(loop, net, captured=captured, **SEVERAL_OPEN)
 
 
 def test_parameters_that_two_graphs_of_a_forward_share(parity, captured):
@@ -140,7 +142,7 @@ def test_checkpoints(parity, captured, workload, compute_dtype):
         return losses
 
     model, batches = parity.optimized(
-        workload, captured=captured, compute_dtype=compute_dtype, device_memory=80 * 2**10
+        workload, captured=captured, compute_dtype=compute_dtype, device_memory=128 * 2**10
     )
     plain = workload()[0].to(compute_dtype)
     if captured:
@@ -229,7 +231,7 @@ def test_tensor_hooks(parity, captured):
 
         run(model, batches, trace, backward, zero_every=2)
 
-    parity.check_loop(loop, net, captured=captured)
+    parity.check_loop(loop, net, captured=captured, **SEVERAL_OPEN)
     half = len(seen) // 2
     assert half == STEPS + 1  # the handle of step 1 stays for step 2
     for plain, ours in zip(seen[:half], seen[half:], strict=True):
@@ -255,7 +257,7 @@ def test_post_accumulate_hooks(parity, captured):
 
         run(model, batches, trace, backward)
 
-    parity.check_loop(loop, net, captured=captured)
+    parity.check_loop(loop, net, captured=captured, **SEVERAL_OPEN)
     half = len(seen) // 2
     assert half == 2 * STEPS
     for plain, ours in zip(seen[:half], seen[half:], strict=True):

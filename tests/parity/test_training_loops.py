@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 STEPS = 3
 MICRO_STEPS = 4
 WIDTH = 32
+OPEN_NBYTES = 7 * 2**10  # what a forward of ``net`` saves, a little more
 
 
 class Block(nn.Module):
@@ -227,7 +228,11 @@ def test_several_forwards_before_one_backward(parity, placement, captured):
             optimizer.zero_grad()
             trace.record_model(model, optimizer)
 
-    parity.check_loop(loop, net, placement, captured=captured)
+    options = {"recompute": True}
+    if captured:  # what the first two have saved is still there when the third one runs
+        budgets = parity.budgets(net, placement, captured=captured, **options)
+        options["device_memory"] = budgets["device_memory"] + 2 * OPEN_NBYTES
+    parity.check_loop(loop, net, placement, captured=captured, **options)
 
 
 def test_frozen_parameters(parity, placement, captured):
@@ -352,7 +357,7 @@ def test_optimizer_state_goes_through_a_checkpoint(parity, captured):
 
 
 def test_graph_break(parity):
-    report = parity.check_loop(step_simply, broken_net, captured=True, device_memory=72 * 2**10)
+    report = parity.check_loop(step_simply, broken_net, captured=True, device_memory=64 * 2**10)
     lines = Path(__file__).read_text().splitlines()
     number = next(number for number, line in enumerate(lines, start=1) if "the line that the report names" in line)
     assert any(where.startswith(f"{__file__}:{number}:") for where in report.graph_breaks), report.graph_breaks
@@ -365,7 +370,7 @@ def test_recompute(parity, recompute):
     assert [plan.activations.policy for plan in report.plans] == ["recompute_blocks" if recompute else "save"]
 
 
-@pytest.mark.parametrize("prefetch_memory", [0, 12 * 2**10, 24 * 2**10])
+@pytest.mark.parametrize("prefetch_memory", [0, 12 * 2**10, 16 * 2**10])
 def test_prefetch(parity, prefetch_memory):
     report = parity.check_loop(
         step_simply,

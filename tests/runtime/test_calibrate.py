@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from zinf_compile.config import make_config
+from zinf_compile.errors import StoreError
 from zinf_compile.hardware import OpKind
 from zinf_compile.hardware_check import find_problems
-from zinf_compile.runtime.calibrate import measure_hardware
+from zinf_compile.runtime.calibrate import _measure_taken, measure_hardware
 from zinf_compile.runtime.op_impls import register
 from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Tier
@@ -36,7 +37,10 @@ def test_every_rate_is_measured(has_disk: bool, tmp_path: Path) -> None:
     for source in tiers:
         for destination in tiers:
             if source is not destination:
-                assert hardware.bytes_per_second(source, destination) > 0
+                route = hardware.route(source, destination)
+                assert route.bytes_per_second > 0
+                assert 0 <= route.takes_of_compute <= 1
+                assert Tier.NVME in (source, destination) or route.takes_of_compute == 1
     if has_disk:
         assert hardware.route(Tier.NVME, Tier.DEVICE).latency_seconds > 0
     assert not [problem for problem in find_problems(hardware) if "is not between" not in problem]  # however slow
@@ -51,3 +55,13 @@ def test_float16_is_left_to_other_dtypes(tmp_path: Path) -> None:
             assert [rate.name for rate in hardware.flops] == ["float32"]
     finally:
         store.close()
+
+
+def test_what_moves_takes_a_share_of_compute_or_says_why_it_did_not_move() -> None:
+    assert 0 <= _measure_taken(lambda: None, repeats=1) <= 1, "over before anything is computed"
+
+    def refuse() -> None:
+        raise StoreError("the disk is gone")
+
+    with pytest.raises(StoreError, match="the disk is gone"):
+        _measure_taken(refuse, repeats=1)

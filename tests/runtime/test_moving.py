@@ -1,5 +1,8 @@
 """Homes change places within the budgets: memory never holds more than it may, on the way either."""
 
+import ctypes
+import errno
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,8 @@ from torch import nn
 
 from zinf_compile.plans import Placement
 from zinf_compile.runtime.moving import move_homes
+from zinf_compile.runtime.nvme import posix
+from zinf_compile.runtime.nvme.posix import PosixEngine
 from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Tier
 
@@ -49,12 +54,67 @@ def test_as_much_goes_out_as_comes_in(
         peaks.append(in_memory(store))
 
     monkeypatch.setattr(store, "count_home", count)
-    before, end = in_memory(store), store.layout.end
+    before, taken = in_memory(store), store.layout.taken_nbytes
     move_homes(store, back)
     assert in_memory(store) == before == NUM_LAYERS // 2 * 2 * 2**20
     assert max(peaks) <= store.config.device_memory + store.config.host_memory - store.config.staging_memory
     assert max(peaks) > before, "what fits comes in before room is made"
-    assert store.layout.end <= end + 2 * 2**20
+    assert store.layout.taken_nbytes <= taken + 2 * 2**20
     for layer, value in zip(model, expected, strict=True):
         assert torch.equal(layer.weight, value)
     assert tuple(store.placements.values()) == tuple(back)
+
+
+def blocks(store: Store) -> int:
+    """Return the bytes that the store's file really takes of the disk."""
+    assert isinstance(store.engine, PosixEngine)
+    return os.fstat(store.engine._buffered_fd).st_blocks * 512
+
+
+def test_what_homes_leave_in_the_file_is_given_back_to_the_disk(
+    optimize: Callable[..., nn.Module], store_of: Callable[[nn.Module], Store], tmp_path: Path
+) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
+    expected = [layer.weight.detach().clone() for layer in model]
+    optimize(model, device_memory="2MiB", host_memory="16MiB", nvme=tmp_path)
+    store = store_of(model)
+    first = tuple(store.placements.values())
+    on_nvme = [placed(item, Tier.NVME) for item in first]
+    move_homes(store, on_nvme)
+    odd = [placed(item, Tier.HOST) if index % 4 == 1 else item for index, item in enumerate(on_nvme)]
+    for homes in (odd, on_nvme, odd):
+        move_homes(store, homes)
+        placements = store.placements.values()
+        live = sum(2 * item.compute_nbytes for item in placements if item.compute is Tier.NVME)
+        assert store.layout.live_nbytes == store.layout.taken_nbytes == live
+        # What is planned and not there yet, the optimizer's state, keeps its room; a filesystem adds its own blocks.
+        planned = sum(item.file_nbytes for item in placements)
+        assert planned <= blocks(store) <= planned + 2**16
+        store.check_integrity()
+    for layer, value in zip(model, expected, strict=True):
+        assert torch.equal(layer.weight, value)
+
+
+def test_a_filesystem_without_holes_keeps_its_bytes(
+    optimize: Callable[..., nn.Module],
+    store_of: Callable[[nn.Module], Store],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
+    optimize(model, device_memory="2MiB", host_memory="16MiB", nvme=tmp_path)
+    store = store_of(model)
+    on_nvme = [placed(item, Tier.NVME) for item in store.placements.values()]
+    odd = [placed(item, Tier.HOST) if index % 4 == 1 else item for index, item in enumerate(on_nvme)]
+    monkeypatch.setattr(posix, "_find_fallocate", lambda: refuse_to_punch)
+    move_homes(store, on_nvme)
+    end = store.layout.end
+    move_homes(store, odd)
+    assert store.layout.taken_nbytes == store.layout.end > store.layout.live_nbytes
+    move_homes(store, on_nvme)
+    assert store.layout.end == end, "it is used again"
+
+
+def refuse_to_punch(descriptor: int, mode: int, offset: int, nbytes: int) -> int:
+    ctypes.set_errno(errno.EOPNOTSUPP)
+    return -1

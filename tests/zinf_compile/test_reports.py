@@ -1,7 +1,7 @@
 """The report as text: predicted beside measured, and what was exceeded."""
 
 from zinf_compile.plans import Plan
-from zinf_compile.reports import PhaseReport, Report, StepReport, TierReport
+from zinf_compile.reports import PhaseReport, Report, StepReport, TierReport, sum_runs
 from zinf_compile.terms import Phase, Tier
 
 
@@ -9,6 +9,7 @@ def _report(plan: Plan, *, measured_peak: int) -> Report:
     return Report(
         model="Net",
         plans=(plan,),
+        step_plans=(plan,),
         tiers=(
             TierReport(tier=Tier.DEVICE, capacity=8192, predicted_peak=4096, measured_peak=measured_peak),
             TierReport(tier=Tier.NVME, capacity=None, predicted_peak=0, measured_peak=0),
@@ -37,3 +38,8 @@ def test_every_number_has_its_ratio(small_plan: Plan) -> None:
 
 def test_a_promise_that_was_not_kept_is_told(small_plan: Plan) -> None:
     assert "device: exceeded by 1.0 KiB" in str(_report(small_plan, measured_peak=5120))
+
+
+def test_the_runs_of_several_graphs_in_a_step_are_one() -> None:
+    assert sum_runs((9.0, 1.0, 2.0, 3.0, 4.0), 2) == (7.0, 3.0)
+    assert sum_runs((1.0,), 2) == ()

@@ -136,7 +136,8 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
         lanes = " + ".join(route.lanes)
         name = route.name if lanes == route.name else f"{route.name}, on {lanes}"
         latency = f", first byte after {route.latency_seconds * 1e6:.0f} us" if route.latency_seconds else ""
-        rates.add_row(name, f"{route.bytes_per_second / 1e9:.2f} GB{latency}")
+        taken = f", takes {route.takes_of_compute:.0%} of compute" if route.takes_of_compute else ""
+        rates.add_row(name, f"{route.bytes_per_second / 1e9:.2f} GB{latency}{taken}")
     rates.add_row("AdamW", f"{hardware.optimizer_elements_per_second / 1e9:.2f} G elements")
     for table in (tiers, limits, rates):
         console.print(table)

@@ -73,8 +73,8 @@ class _BusyLanes:
             return
         within, phase = {sink.parameter for sink in plan.sinks}, self.phases[Phase.BACKWARD]
         if timing is StepTiming.OVERLAPPED:
-            forward = (transfer for transfer in plan.transfers if transfer.phase is Phase.FORWARD)
-            within, phase = {name for transfer in forward for name in transfer.parameters}, self.phases[Phase.FORWARD]
+            in_forward = {use.parameter for use in plan.uses if use.ticks[0] < plan.num_forward_ticks}
+            within, phase = in_forward, self.phases[Phase.FORWARD]
         for placement in plan.placements:
             is_within = placement.parameter in within
             if placement.gradient_nbytes and (is_within or timing is StepTiming.OVERLAPPED):

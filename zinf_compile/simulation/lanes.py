@@ -1,11 +1,20 @@
 """Lanes: each does one thing at a time, in the order in which it is asked. What was done becomes the nodes of the step."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from zinf_compile.hardware import Hardware, route_name
 from zinf_compile.simulation.timeline import COMPUTE_LANE, UPDATE_LANE, Event
 from zinf_compile.terms import Tier
 from zinf_compile.world import Leg
+
+
+class _Taking(NamedTuple):
+    """The time in which a transfer takes a share of what compute could do."""
+
+    start: float
+    end: float
+    share: float
 
 
 class Lanes:
@@ -18,6 +27,7 @@ class Lanes:
         self._routes = {pair: routes[name] for pair in pairs if (name := route_name(*pair)) in routes}
         self._last: dict[str, int] = {}  # what occupied a route's lane last
         self._ends: list[float] = []  # by node, when it ends: looked at more often than anything else
+        self._beside: list[_Taking] = []  # what is still moving, and takes of compute meanwhile
 
     def end_of(self, nodes: Iterable[int]) -> float:
         """Return when the last of some nodes ends; 0 for none."""
@@ -46,7 +56,26 @@ class Lanes:
 
     def travel(self, leg: Leg, name: str, after: tuple[int, ...]) -> int:
         """Append a leg that begins after some nodes, when all its lanes are free."""
-        return self._append(leg.route.name, leg.route.lanes, name, leg.seconds, leg.nbytes, after)
+        node = self._append(leg.route.name, leg.route.lanes, name, leg.seconds, leg.nbytes, after)
+        if leg.route.takes_of_compute:
+            moved = self.nodes[node]
+            self._beside.append(_Taking(moved.start_seconds, moved.end_seconds, leg.route.takes_of_compute))
+        return node
+
+    def end_beside(self, start: float, end: float) -> float:
+        """Return when compute ends that begins now, at ``start``, and would end at ``end`` if nothing moved beside it."""
+        if not self._beside or end <= start:
+            return end
+        self._beside = [taking for taking in self._beside if taking.end > start]  # compute's clock never goes back
+        bounds = sorted({bound for taking in self._beside for bound in taking[:2] if bound > start})
+        now, seconds = start, end - start
+        for bound in bounds:
+            taken = sum(taking.share for taking in self._beside if taking.start <= now < taking.end)
+            pace = max(0.0, 1.0 - taken)
+            if pace * (bound - now) >= seconds:
+                return now + seconds / pace
+            now, seconds = bound, seconds - pace * (bound - now)
+        return now + seconds
 
     def start_of(self, source: Tier, destination: Tier, after: tuple[int, ...]) -> float:
         """Return when a transfer between two tiers would begin."""

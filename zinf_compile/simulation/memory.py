@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from zinf_compile.plans import SWAPPED_PART, Plan
+from zinf_compile.plans import OPEN_PART, SWAPPED_PART, Plan
 from zinf_compile.simulation.timeline import Timeline
 from zinf_compile.terms import Tier
 
@@ -23,6 +23,9 @@ class MemoryRole(StrEnum):
     ACTIVATION = "activation"
     STAGING = "staging"
     RESERVE = "reserve"  # planned for, and nothing of the others: workspace, reserve, arena bytes that are idle
+
+
+_ROLE_OF_PART = {"staging": MemoryRole.STAGING, OPEN_PART: MemoryRole.ACTIVATION}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ def _stays(plan: Plan, tier: Tier) -> Iterator[_Stay]:
                 yield _Stay(Held(name=placement.parameter, role=role, nbytes=nbytes), 0, always)
     for part, nbytes in plan.tier(tier).parts:
         if part not in _COUNTED_PARTS:
-            role = MemoryRole.STAGING if part == "staging" else MemoryRole.RESERVE
+            role = _ROLE_OF_PART.get(part, MemoryRole.RESERVE)
             yield _Stay(Held(name=part, role=role, nbytes=nbytes), 0, always)
     for swap in plan.swaps:
         held = Held(name=swap.value, role=MemoryRole.ACTIVATION, nbytes=swap.nbytes)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from zinf_compile.facts import at_sizes
+from zinf_compile.ops import LOGIT_SUMS, LOGIT_SUMS_BACKWARD, WEIGH_LOGIT_SUMS
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops
 
 Function = Callable[..., object]
@@ -54,6 +55,27 @@ def test_attention_leaves_out_what_is_masked(trace: Function, is_causal: bool) -
     assert count_flops(node) == (whole // 2 if is_causal else whole)
 
 
+ROWS, GROUPS, INNER, OUTER = 48, 4, 16, 32
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "num_flops"),
+    [
+        ((ROWS, INNER), (GROUPS, INNER, OUTER), 2 * ROWS * INNER * OUTER),  # rows by experts: forward
+        ((GROUPS, OUTER, INNER), (INNER, ROWS), 2 * OUTER * INNER * ROWS),
+        ((INNER, ROWS), (ROWS, OUTER), 2 * INNER * ROWS * OUTER),  # the gradient of each expert's weight
+        ((GROUPS, ROWS, INNER), (GROUPS, INNER, OUTER), 2 * GROUPS * ROWS * INNER * OUTER),
+    ],
+)
+def test_products_of_groups(trace: Function, left: tuple[int, ...], right: tuple[int, ...], num_flops: int) -> None:
+    def forward(anchor: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        ends = None if left.dim() == right.dim() == 3 else torch.arange(1, GROUPS + 1, dtype=torch.int32)
+        return aten._grouped_mm(left.bfloat16(), right.bfloat16(), ends)
+
+    node = _only(trace(forward, left, right), aten._grouped_mm.default)
+    assert count_flops(node) == num_flops
+
+
 def test_an_elementwise_op_is_all_traffic(trace: Function) -> None:
     node = _only(trace(lambda anchor, x: torch.sin(x), (4, 4)), aten.sin.default)
     assert count_flops(node) == 0
@@ -96,6 +118,31 @@ def test_attention_backward_on_the_cpu(trace: Function) -> None:
     assert count_flops(node) == 5 * (2 * 3) * (2 * 5 * 7 * 8)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_is_wrapped_to_draw_the_same_twice_counts_as_by_itself(
+    trace: Function, analyze: Function, is_causal: bool
+) -> None:
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    random = torch._prims.rng_prims
+    state_nbytes = torch.get_rng_state().nbytes
+
+    def forward(anchor: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        (plain, _) = attention(query, key, value, 0.0, is_causal)
+        _, (first, _) = random.run_and_save_rng_state(attention, query, key, value, 0.0, is_causal)
+        state = torch.zeros(state_nbytes, dtype=torch.uint8)
+        (again, _) = random.run_with_rng_state(state, attention, query, key, value, 0.0, is_causal)
+        return plain, first, again
+
+    shape = (2, 3, 16, 8)
+    facts = analyze(trace(forward, shape, shape, shape), num_outputs=3)
+    plain, first, again = (op for op in facts.ops if "attention" in op.op)
+    assert {op.name for op in (first, again)} == {"run_and_save_rng_state", "run_with_rng_state"}
+    assert plain.num_flops > 0
+    for wrapped in (first, again):
+        assert (wrapped.op, wrapped.dtype, wrapped.num_flops) == (plain.op, plain.dtype, plain.num_flops)
+        assert wrapped.nbytes_accessed == plain.nbytes_accessed + state_nbytes
+
+
 def test_flops_in_symbols_are_those_of_every_shape(trace: Function, trace_dynamic: Function, analyze: Function) -> None:
     def forward(anchor: Tensor, x: Tensor) -> Tensor:
         folded = torch.nn.functional.conv1d(x, torch.ones(5, 4, 3), stride=2)
@@ -110,3 +157,19 @@ def test_flops_in_symbols_are_those_of_every_shape(trace: Function, trace_dynami
             expected = sorted(getattr(op, count) for op in fixed.ops if getattr(op, count))
             assert sorted(getattr(op, count) for op in numbers.ops if getattr(op, count)) == expected
         assert sorted(value.nbytes for value in numbers.values) == sorted(value.nbytes for value in fixed.values)
+
+
+@pytest.mark.parametrize("trains_weight", [True, False])
+def test_sums_over_logits_cost_their_products(trains_weight: bool, trace: Function) -> None:
+    def step(anchor: Tensor, hidden: Tensor, weight: Tensor, rows: Tensor) -> object:
+        target = torch.zeros(3, dtype=torch.int64)
+        wanted = [True, trains_weight, False]
+        one, two, _ = LOGIT_SUMS(hidden, weight, None, target, None, 0, True, 2)
+        again = LOGIT_SUMS_BACKWARD(rows, rows, None, one, two, hidden, weight, None, target, None, 0, True, 2, wanted)
+        return again, WEIGH_LOGIT_SUMS(hidden, weight, None, target, None, rows, rows, None, 2, wanted)
+
+    graph_module = trace(step, (3, 4), (7, 4), (3,))
+    product = 2 * 3 * 4 * 7
+    assert count_flops(_only(graph_module, LOGIT_SUMS)) == product
+    for op in (LOGIT_SUMS_BACKWARD, WEIGH_LOGIT_SUMS):
+        assert count_flops(_only(graph_module, op)) == (3 if trains_weight else 2) * product

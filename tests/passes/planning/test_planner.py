@@ -18,9 +18,10 @@ from zinf_compile.hardware import Hardware, OpKind, OpRate, Rate, make_route
 from zinf_compile.passes.planning.costs import op_seconds, plan_spans
 from zinf_compile.passes.planning.placement import check_budgets, plan_placement
 from zinf_compile.passes.planning.planner import NEGLIGIBLE_STALLS, Request, make_plan, minimum_device_memory
+from zinf_compile.passes.planning.remake import with_open_forwards
 from zinf_compile.passes.planning.search import EQUALLY_FAST, search_plan
 from zinf_compile.plan_verify import verify_plan
-from zinf_compile.plans import Plan
+from zinf_compile.plans import KERNELS_PART, OPEN_PART, Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import ActivationPolicy, LiveRange, Tier
 
@@ -301,3 +302,33 @@ def test_planning_needs_no_torch(name: str) -> None:
     code = f"import sys, zinf_compile.passes.planning.{name}; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("dtype", "is_counted"), [("bfloat16", True), ("float32", False)])
+def test_kernels_of_experts_are_a_part_of_the_device(graph: Function, dtype: str, is_counted: bool) -> None:
+    facts = graph({}, num_forward_ticks=3, num_ticks=3)
+    experts = replace(facts, ops=(replace(facts.ops[0], op="aten._grouped_mm.default", dtype=dtype), *facts.ops[1:]))
+    request = replace(_make_request((), experts, device_memory=8 * MIB), kernel_cache_nbytes=5 * MIB)
+    device = make_plan(request).tier(Tier.DEVICE)
+    assert dict(device.parts).get(KERNELS_PART, 0) == device.predicted_peak == (5 * MIB if is_counted else 0)
+    less = replace(request, config=replace(request.config, device_memory=4 * MIB))
+    if is_counted:
+        with pytest.raises(
+            CapacityError, match=r"raise device_memory to 5MiB .* LRU_CACHE_CAPACITY=64: of it all, 5\.0 MiB"
+        ):
+            make_plan(less)
+    else:
+        make_plan(less)
+
+
+def test_open_forwards_are_a_part_of_the_device(graph: Function) -> None:
+    request = replace(
+        _make_request((), graph({}, num_forward_ticks=3, num_ticks=3), device_memory=8 * MIB), open_nbytes=5 * MIB
+    )
+    plan = make_plan(request)
+    assert dict(plan.tier(Tier.DEVICE).parts)[OPEN_PART] == plan.tier(Tier.DEVICE).predicted_peak == 5 * MIB
+    with pytest.raises(CapacityError, match="raise device_memory to 5MiB"):
+        make_plan(replace(request, config=replace(request.config, device_memory=4 * MIB)))
+    grown = with_open_forwards(plan, replace(request, open_nbytes=7 * MIB))
+    assert grown == make_plan(replace(request, open_nbytes=7 * MIB))
+    assert with_open_forwards(plan, replace(request, open_nbytes=9 * MIB)) is None

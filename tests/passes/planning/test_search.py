@@ -11,7 +11,7 @@ from zinf_compile.facts import GraphFacts
 from zinf_compile.passes.planning.build import Choice, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planning.placement import plan_placement
 from zinf_compile.passes.planning.planner import make_plan, minimum_device_memory
-from zinf_compile.passes.planning.search import least_score, score_plan
+from zinf_compile.passes.planning.search import Found, Front, Score, least_score, score_plan
 from zinf_compile.plans import Plan
 from zinf_compile.terms import Tier
 
@@ -77,3 +77,33 @@ def test_what_is_not_simulated_could_not_be_better(
     plans = [make_plan(request), *(plan for graph in request.candidates for plan in simple_plans(request, graph))]
     for plan in plans:
         assert least_score(plan).key <= score_plan(plan).key
+
+
+def front_of(request: Request, *scores: tuple[int, int]) -> Front:
+    """Return a front of plans with these nanoseconds and bytes moved."""
+    plan = make_plan(request)
+    front = Front()
+    for nanoseconds, nbytes in scores:
+        score = Score(nanoseconds=nanoseconds, nbytes_moved=nbytes, nbytes_away=0, peak_nbytes=0)
+        front.add(Found(choice=Choice(look_ahead=LookAhead(prefetch_nbytes=0, group_nbytes=0)), plan=plan, score=score))
+    return front
+
+
+def best_of(front: Front) -> tuple[int, int]:
+    assert front.best is not None
+    return front.best.score.nanoseconds, front.best.score.nbytes_moved
+
+
+def test_of_equally_fast_plans_the_one_that_moves_fewer_bytes(request_of: Function) -> None:
+    request = request_of(1)
+    assert best_of(front_of(request, (1000, 9), (1004, 5), (1006, 1))) == (1004, 5)
+    assert best_of(front_of(request, (1006, 1), (1004, 5), (1000, 9))) == (1004, 5), "whichever was found first"
+    assert best_of(front_of(request, (1004, 5), (1003, 5))) == (1003, 5)
+
+
+def test_half_a_percent_is_given_away_once(request_of: Function) -> None:
+    request = request_of(1)
+    one, other = front_of(request, (1000, 9), (1004, 5)), front_of(request, (1008, 1))
+    assert best_of(other) == (1008, 1)
+    one.join(other)
+    assert best_of(one) == (1004, 5), "not eight thousandths for two searches"

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,46 @@ def test_map_and_transfers_see_each_others_bytes(engine: Engine) -> None:
     assert bytes(view[:4]) == b"\x0c" * 4
     engine.reserve(1 << 20)
     assert bytes(view[:4]) == b"\x0c" * 4, "a view stays valid when the file grows"
+
+
+def test_views_cost_no_descriptors_and_end_with_their_slices(engine: Engine) -> None:
+    """A process has 1024 descriptors on most systems, and a model has more parameters."""
+
+    def shared_mappings() -> int:
+        return sum(" rw-s " in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    engine.reserve(64 * ALIGN)
+    num_open, num_mapped = len(os.listdir("/proc/self/fd")), shared_mappings()
+    views = [engine.map(2 * each * ALIGN, ALIGN) for each in range(32)]
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    last = views[-1][8:16]
+    last[:] = b"kept for"
+    del views
+    assert bytes(last) == b"kept for"
+    assert shared_mappings() <= num_mapped + 1
+    del last
+    assert shared_mappings() == num_mapped
+
+
+def test_a_file_that_was_cut_grows_again(engine: Engine) -> None:
+    engine.reserve(4 * ALIGN)
+    engine.cut(2 * ALIGN)
+    engine.cut(3 * ALIGN)
+    assert engine.nbytes == 2 * ALIGN
+    with pytest.raises(VerifyError, match="is outside the 8192 reserved bytes"):
+        engine.write(2 * ALIGN, make_buffer(ALIGN))
+    engine.reserve(3 * ALIGN)
+    engine.write(2 * ALIGN, make_buffer(ALIGN))
+
+
+def test_what_is_given_back_leaves_its_neighbours_alone(engine: Engine) -> None:
+    engine.reserve(3 * ALIGN)
+    engine.write(0, make_buffer(3 * ALIGN, fill=7))
+    engine.give_back(ALIGN, ALIGN)
+    found = make_buffer(3 * ALIGN)
+    engine.read(0, found)
+    assert engine.nbytes == 3 * ALIGN
+    assert bytes(found[:ALIGN]) == bytes(found[2 * ALIGN :]) == b"\x07" * ALIGN
 
 
 def test_drop_cache_keeps_the_bytes(engine: Engine) -> None:

@@ -117,3 +117,17 @@ def test_any_sequence_keeps_the_layout_whole(steps: list[tuple[bool, int, int]])
         layout.free(extent)
     layout.check_integrity()
     assert layout.end == 0
+
+
+def test_a_hole_is_never_laid_into_again() -> None:
+    layout = FileLayout()
+    extents = [layout.allocate(ALIGN) for _ in range(4)]
+    layout.free(extents[1])
+    ((offset, nbytes),) = layout.free_ranges
+    layout.make_hole(offset)
+    assert (layout.end, layout.taken_nbytes, layout.live_nbytes) == (4 * ALIGN, 3 * ALIGN, 3 * ALIGN)
+    layout.free(extents[2])
+    assert layout.free_ranges == ((2 * ALIGN, ALIGN),)
+    assert [layout.allocate(ALIGN).offset for _ in range(2)] == [2 * ALIGN, 4 * ALIGN]
+    layout.check_integrity()
+    assert (offset, nbytes) == (ALIGN, ALIGN)

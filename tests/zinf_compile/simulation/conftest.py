@@ -118,6 +118,7 @@ def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False, 
     )
     peak = max(spans, key=lambda span: span.peak_nbytes)
     trained = [placement for placement in placements if placement.gradient_nbytes]
+    taken = random.choice((0.0, 0.3, 1.0))
     plan = Plan(
         version=PLAN_VERSION,
         name="random",
@@ -132,6 +133,7 @@ def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False, 
                     random.uniform(20, 200),
                     latency_seconds=random.choice((0.0, 0.5)),
                     is_duplex=is_duplex,
+                    takes_of_compute=taken,
                 )
                 for pair in ROUTES
             ),

@@ -19,7 +19,9 @@ def spell(events: tuple[Event, ...], lane: str) -> list[tuple[str, float, float]
     return [(event.name, event.start_seconds, event.end_seconds) for event in events if event.lane == lane]
 
 
-def with_routes(plan: Plan, *, latency_seconds: float = 0.0, is_duplex: bool = False) -> Plan:
+def with_routes(
+    plan: Plan, *, latency_seconds: float = 0.0, is_duplex: bool = False, takes_of_compute: float = 0.0
+) -> Plan:
     """Return the small plan with other routes of the same bandwidths."""
     rates = {Tier.NVME: {True: 50.0, False: 100.0}}
     routes = tuple(
@@ -29,6 +31,7 @@ def with_routes(plan: Plan, *, latency_seconds: float = 0.0, is_duplex: bool = F
             rates[Tier.NVME][destination is Tier.NVME] if Tier.NVME in (source, destination) else 1000.0,
             latency_seconds=latency_seconds,
             is_duplex=is_duplex,
+            takes_of_compute=takes_of_compute,
         )
         for source in Tier
         for destination in Tier
@@ -54,6 +57,34 @@ def test_every_transfer_takes_its_latency(small_plan: Plan) -> None:
     timeline = simulate(with_routes(make_forward(small_plan, first, second), latency_seconds=0.5))
     assert spell(timeline.events, "nvme -> device") == [("layers.0", 0.0, 2.5), ("layers.1", 2.5, 5.0)]
     assert spell(timeline.stalls, COMPUTE_LANE) == [("stall: layers.1", 3.0, 5.0)]
+
+
+@pytest.mark.parametrize(("share", "ends"), [(0.0, 6.0), (0.25, 6.5), (0.5, 7.0), (1.0, 8.0)])
+def test_a_transfer_takes_a_share_of_compute_while_it_moves(small_plan: Plan, share: float, ends: float) -> None:
+    # It moves from 0 to 2, in which compute does less; needed at tick 4, it makes nobody wait.
+    transfer = replace(small_plan.transfers[0], issue=0, need_by=4)
+    timeline = simulate(with_routes(make_forward(small_plan, transfer), takes_of_compute=share))
+    assert spell(timeline.events, "nvme -> device") == [("layers.0", 0.0, 2.0)]
+    assert timeline.stalls == ()
+    assert timeline.phase_seconds == ((Phase.FORWARD, ends),)
+
+
+def test_a_transfer_takes_nothing_of_compute_that_waits(small_plan: Plan) -> None:
+    # The first is waited for from 0 to 2, the second moves from 2 to 4 and takes half of that, until tick 1 at 4.
+    first, second = (replace(item, issue=0) for item in small_plan.transfers[:2])
+    plan = make_forward(small_plan, replace(first, need_by=0), replace(second, need_by=4))
+    timeline = simulate(with_routes(plan, takes_of_compute=0.5))
+    assert spell(timeline.stalls, COMPUTE_LANE) == [("stall: layers.0", 0.0, 2.0)]
+    assert timeline.seconds_at(1) == 4.0
+    assert timeline.phase_seconds == ((Phase.FORWARD, 9.0),)
+
+
+def test_what_two_routes_take_is_no_more_than_all(small_plan: Plan) -> None:
+    # Both move from 0 to 2; compute begins at 2.
+    first, second = (replace(item, issue=0, need_by=6) for item in small_plan.transfers[:2])
+    plan = make_forward(small_plan, first, replace(second, source=Tier.HOST, nbytes=2000))
+    plan = with_routes(plan, takes_of_compute=0.75)
+    assert simulate(plan).phase_seconds == ((Phase.FORWARD, 8.0),)
 
 
 @pytest.mark.parametrize(("is_duplex", "read", "stall"), [(False, (14.0, 16.0), 16.0), (True, (10.0, 12.0), 12.0)])
@@ -87,10 +118,11 @@ def test_a_swapped_value_leaves_behind_compute_and_comes_back(small_plan: Plan) 
 @pytest.mark.parametrize(("share", "computed"), [(0.0, 12.0), (0.5, 13.0), (1.0, 14.0)])
 def test_updates_take_from_compute_what_they_share(small_plan: Plan, share: float, computed: float) -> None:
     # One parameter is trained: 200 bytes of gradient, 200 of weight and 400 of state are read in 8 s, and all but the
-    # gradient written in 12. Its 20 elements take 2 s of update, chunk by chunk beside the read.
+    # gradient written in 12. Its 20 elements take 2 s of update, chunk by chunk beside the read. No op reads it.
     plan = make_bare(
         small_plan,
         placements=(small_plan.placement("layers.0.weight"),),
+        uses=(),
         hardware=replace(small_plan.hardware, updates_take_of_compute=share),
     )
     plan = replace(plan, step=replace(plan.step, timing=StepTiming.OVERLAPPED, num_elements=20))
@@ -196,3 +228,18 @@ def test_memory_by_role_follows_transfers(small_plan: Plan) -> None:
     parameters = [(point.seconds, dict(point.nbytes)[MemoryRole.PARAMETER]) for point in points]
     # 80 bytes are resident. layers.0 is there in ticks [0, 3), layers.1 in [1, 5), and so on; compute waits at tick 1.
     assert parameters[:5] == [(0.0, 280), (1.0, 480), (3.0, 480), (4.0, 280), (5.0, 280)]
+
+
+def test_the_first_read_of_a_resident_parameter_waits_for_its_update(small_plan: Plan) -> None:
+    # 800 bytes are read in 8 s, and 600 written in 12: home at 20. It is first read at tick 1, which compute reaches at 1.
+    (use,) = (item for item in small_plan.uses if item.parameter == "layers.0.weight")
+    plan = make_bare(
+        small_plan,
+        placements=(small_plan.placement("layers.0.weight"),),
+        uses=(replace(use, ticks=(1,)),),
+        hardware=replace(small_plan.hardware, updates_take_of_compute=0.0),
+    )
+    plan = replace(plan, step=replace(plan.step, timing=StepTiming.OVERLAPPED, num_elements=20))
+    timeline = simulate(plan)
+    assert spell(timeline.stalls, COMPUTE_LANE) == [("stall: update of layers.0.weight", 1.0, 20.0)]
+    assert timeline.phase_seconds == ((Phase.FORWARD, 25.0), (Phase.BACKWARD, 6.0), (Phase.STEP, 0.0))

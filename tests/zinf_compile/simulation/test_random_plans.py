@@ -96,7 +96,8 @@ def test_no_step_is_shorter_than_its_bound(
     plan = random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks)
     timeline = simulate(plan)
     assert 0 < least_seconds(plan) <= timeline.step_seconds
-    if timing is StepTiming.SYNCHRONOUS:  # else updates on their own lane may be what is longest
+    takes = any(route.takes_of_compute for route in plan.hardware.routes)  # of compute's lane, which is longer then
+    if timing is StepTiming.SYNCHRONOUS and not takes:  # else updates on their own lane may be what is longest
         assert least_seconds(plan) >= floor_seconds(timeline) * (1 - 1e-8)
 
 

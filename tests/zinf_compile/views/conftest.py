@@ -104,8 +104,10 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         end = time.monotonic() + _SECONDS
+        poll = select.poll()  # select takes descriptors below 1024 only
+        poll.register(self._read, select.POLLIN)
         while b"\0" not in self._received:
-            ready, _, _ = select.select([self._read], [], [], max(0.0, end - time.monotonic()))
+            ready = poll.poll(1000 * max(0.0, end - time.monotonic()))
             assert ready, f"the browser has said nothing for {_SECONDS:.0f} s"
             piece = os.read(self._read, 1 << 20)
             assert piece, "the browser has gone"

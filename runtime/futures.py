@@ -1,0 +1,38 @@
+"""Waiting for several calls in flight, and what is done once the last of them is."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from zinf_compile.runtime.staging import StagingBuffer, StagingPool
+
+
+def wait_all(futures: Sequence[Future[None]]) -> None:
+    """Wait for all futures, then raise the first error among them: nothing is in flight when this returns."""
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def call_when_done(futures: Sequence[Future[None]], call: Callable[[BaseException | None], None]) -> None:
+    """Call ``call`` with the first error, or None, when the last of ``futures`` is done; at once if all are."""
+    if not futures:
+        call(None)
+        return
+    num_futures = len(futures)  # not the list itself: futures keep their callbacks, and would so keep each other
+    done = itertools.count(1)  # callbacks come from different threads, and next() on a count is atomic
+    errors: list[BaseException] = []
+
+    def count_down(future: Future[None]) -> None:
+        if (error := future.exception()) is not None:
+            errors.append(error)
+        if next(done) == num_futures:
+            call(errors[0] if errors else None)
+
+    for future in futures:
+        future.add_done_callback(count_down)
+
+
+def return_when_done(staging: StagingPool, lease: StagingBuffer, futures: Sequence[Future[None]]) -> None:
+    """Return a staging buffer when the last of its calls is done, whether they succeed or not."""
+    call_when_done(futures, lambda _: staging.return_(lease))
