@@ -1,4 +1,4 @@
-"""Maps a part of a file into memory: Python's mmap keeps a descriptor for each mapping, and a model has thousands of homes."""
+"""Maps a part of a file into memory: Python's mmap keeps a descriptor for each, and a model has thousands of homes."""
 
 import ctypes
 import functools
