@@ -44,7 +44,7 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         compute: "aten", the lowered graph as it is.
         reserve_memory: share of device_memory to leave to Python and its compiled graphs; by default none, since they are
             not on the device. On a CPU, where all is one RAM, it keeps the whole process within the budgets.
-        prefetch_memory: how far transfers run ahead of compute; by default the planner chooses.
+        prefetch_memory: how far transfers run ahead of compute at most; by default the planner chooses.
         recompute: True to recompute every block's activations in backward, False never to; by default as needed.
         overlap_step: False to let ``optimizer.step()`` return only when every update is home. By default updates run in the
             background, in the order in which the next forward gathers; whoever looks at a parameter waits for its own.

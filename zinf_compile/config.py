@@ -67,7 +67,7 @@ class Config:
     compute_dtype: str | None = None  # None: compute in each parameter's own dtype
     compute: str = "aten"
     reserve_memory: int = 0  # share of device_memory left to Python, compiled graphs and the system's allocator
-    prefetch_memory: int | None = None  # bytes read ahead of compute; None: the planner's choice
+    prefetch_memory: int | None = None  # bytes read ahead of compute, at most; None: the planner's choice
     recompute: bool | None = None  # None: only where needed to fit; True: always; False: never
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete

@@ -298,7 +298,8 @@ def _rungs(request: Request, builder: PlanBuilder, starts: Sequence[_Start], *, 
 
 def _look_aheads(request: Request) -> Sequence[LookAhead]:
     if request.config.prefetch_memory is not None:
-        return (_look_ahead(request.config.prefetch_memory),)
+        # Without the last the smallest budget would depend on how early this machine has to issue a transfer.
+        return tuple(_look_ahead(nbytes) for nbytes in sorted({request.config.prefetch_memory, 0}, reverse=True))
     largest = max((align(parameter.compute_nbytes) for parameter in request.parameters), default=0)
     if largest <= _LOOK_AHEADS[0].prefetch_nbytes:
         return _LOOK_AHEADS
