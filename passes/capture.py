@@ -4,7 +4,7 @@ What to save and what to recompute is chosen between: ``GraphCompiler.choose`` i
 activation policy and returns the split it wants; ``compile_forward`` and ``compile_backward`` turn graphs into callables.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,15 +47,22 @@ class GraphCompiler(Protocol):
 
 
 def compile_graph(
-    graph_module: fx.GraphModule, inputs: Sequence[Tensor], compiler: GraphCompiler
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Tensor],
+    compiler: GraphCompiler,
+    *,
+    added_at_home: Container[int] = frozenset(),
 ) -> Callable[..., Any]:
-    """Return a callable for a torch-level graph: AOTAutograd's wrapper around what ``compiler`` makes of its parts."""
+    """Return a callable for a torch-level graph: AOTAutograd's wrapper around what ``compiler`` makes of its parts.
+
+    ``added_at_home`` are the parameters whose gradients of several uses are not summed before they leave.
+    """
 
     def partition(
         joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         def split(policy: ActivationPolicy, narrowed: Mapping[int, torch.dtype]) -> CapturedGraph:
-            inputs = JointInputs(policy=policy, narrowed=narrowed)
+            inputs = JointInputs(policy=policy, narrowed=narrowed, added_at_home=added_at_home)
             candidate = copy_graph_module(joint)
             edit_joint_graph(candidate, inputs)
             forward, backward = min_cut_rematerialization_partition(

@@ -1,6 +1,6 @@
 """The pass contract: what a pass is, what a property is, and the runner that checks both."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -53,6 +53,23 @@ class PrepareInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TileHandle:
+    """How a graph names consecutive rows of a stored parameter: the number that its gather takes, and which rows."""
+
+    param: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileInputs:
+    """What TILE passes read: the tiles of each parameter that is tiled, in order, by the parameter's own number."""
+
+    tiles: Mapping[int, Sequence[TileHandle]] = field(default_factory=dict)
+    fuses_losses: bool = False  # linear layers with the cross-entropy of their logits
+    chain_tiles: int = 1  # of rows, for MLPs and other chains of layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JointInputs:
     """What JOINT passes read."""
 
@@ -60,6 +77,7 @@ class JointInputs:
     narrowed: Mapping[int, torch.dtype] = field(
         default_factory=dict
     )  # gathers that move this narrower dtype, by parameter
+    added_at_home: Container[int] = frozenset()  # whose gradients of several uses are not summed on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

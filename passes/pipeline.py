@@ -2,10 +2,10 @@
 
 from torch import fx
 
-from zinf_compile.passes.contract import JointInputs, LowerInputs, Pass, PrepareInputs, run_pipeline
+from zinf_compile.passes.contract import JointInputs, LowerInputs, Pass, PrepareInputs, TileInputs, run_pipeline
 from zinf_compile.passes.joint.fold_casts import FOLD_CASTS
 from zinf_compile.passes.joint.merge_gradients import MERGE_GRADIENTS
-from zinf_compile.passes.joint.store_gradients_last import STORE_GRADIENTS_LAST
+from zinf_compile.passes.joint.place_stores import PLACE_STORES
 from zinf_compile.passes.joint.tag_recompute import TAG_RECOMPUTE
 from zinf_compile.passes.lowering.bind_outputs import BIND_OUTPUTS
 from zinf_compile.passes.lowering.box_inputs import BOX_INPUTS
@@ -15,8 +15,13 @@ from zinf_compile.passes.lowering.start_transfers import START_TRANSFERS
 from zinf_compile.passes.lowering.swap_activations import SWAP_ACTIVATIONS
 from zinf_compile.passes.prepare.insert_gathers import INSERT_GATHERS
 from zinf_compile.passes.properties import VALUES_KNOWN
+from zinf_compile.passes.tiling.fuse_linear_loss import FUSE_LINEAR_LOSSES
+from zinf_compile.passes.tiling.tile_chains import TILE_CHAINS
+from zinf_compile.passes.tiling.tile_parameters import TILE_PARAMETERS
 
 PREPARE: tuple[Pass[PrepareInputs], ...] = (INSERT_GATHERS,)
+
+TILE: tuple[Pass[TileInputs], ...] = (FUSE_LINEAR_LOSSES, TILE_CHAINS, TILE_PARAMETERS)
 
 JOINT: tuple[Pass[JointInputs], ...] = (
     MERGE_GRADIENTS,
@@ -26,7 +31,7 @@ JOINT: tuple[Pass[JointInputs], ...] = (
 
 INFERENCE: tuple[Pass[JointInputs], ...] = (FOLD_CASTS,)
 
-SPLIT: tuple[Pass[JointInputs], ...] = (STORE_GRADIENTS_LAST,)
+SPLIT: tuple[Pass[JointInputs], ...] = (PLACE_STORES,)
 
 LOWER: tuple[Pass[LowerInputs], ...] = (
     SWAP_ACTIVATIONS,
@@ -41,6 +46,11 @@ LOWER: tuple[Pass[LowerInputs], ...] = (
 def prepare_graph(graph_module: fx.GraphModule, inputs: PrepareInputs) -> None:
     """Edit a torch-level graph in place until autograd may see it."""
     run_pipeline(graph_module, PREPARE, inputs)
+
+
+def tile_graph(graph_module: fx.GraphModule, inputs: TileInputs) -> None:
+    """Edit a torch-level graph in place so that it reads some parameters by tiles."""
+    run_pipeline(graph_module, TILE, inputs)
 
 
 def edit_joint_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:

@@ -36,12 +36,13 @@ def _check_parameters_gathered(graph_module: fx.GraphModule) -> None:
 
 
 def _check_one_gradient_each(graph_module: fx.GraphModule) -> None:
-    """No parameter's gradient is stored twice in one backward."""
+    """No parameter's gradient is stored twice in one backward, unless by parts that are told apart."""
     seen: dict[object, fx.Node] = {}
     for node in graph_module.graph.find_nodes(op="call_function", target=STORE_GRAD):
-        if node.args[1] in seen:
-            raise VerifyError(f"'{node.name}' stores a gradient that '{seen[node.args[1]].name}' stores already")
-        seen[node.args[1]] = node
+        stored = node.args[1:]
+        if stored in seen:
+            raise VerifyError(f"'{node.name}' stores a gradient that '{seen[stored].name}' stores already")
+        seen[stored] = node
 
 
 def _check_stored_last(graph_module: fx.GraphModule) -> None:

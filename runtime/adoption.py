@@ -10,9 +10,10 @@ from zinf_compile.facts import ParameterFact
 from zinf_compile.plans import Placement
 from zinf_compile.runtime.gradients import take_gradient_home
 from zinf_compile.runtime.home import HomeParameter
+from zinf_compile.runtime.numbers import new_id
 from zinf_compile.runtime.ram import return_freed_memory
 from zinf_compile.runtime.slots import RECORD, Seat, Slot, StoredParameter, give_memory, torch_dtype
-from zinf_compile.runtime.store import Store, new_id
+from zinf_compile.runtime.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

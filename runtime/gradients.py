@@ -8,27 +8,31 @@ from torch import Tensor
 from zinf_compile.errors import StoreError, UnsupportedError
 from zinf_compile.runtime.home_gradient import begin_gradient, note_norms, show_gradient
 from zinf_compile.runtime.leaves import Delivery, choose_delivery
-from zinf_compile.runtime.slots import StoredParameter, record_of
+from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
+from zinf_compile.runtime.tiles import StoredTile
 from zinf_compile.terms import Tier
 
 
-def store_gradient(record: StoredParameter, grad: Tensor) -> None:
-    """Start moving a gradient home, or adding it to the one there; ``wait_writes`` ends it.
+def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
+    """Start moving a gradient, or a tile of one, home, or adding it to what is there; ``wait_writes`` ends it.
 
     One that autograd must see is handed over instead, and one that nobody asked for dropped.
     """
+    record = stored.whole
     store, slot, parameter = record.store, record.gradient, record.parameter
     store.check_usable(record)  # once its update is done
     if slot is None:
         raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
     _refuse_sparse(record, grad)
     delivery = choose_delivery(record)
-    if delivery is Delivery.AUTOGRAD:  # a copy: what a graph computed may lie in the arena
-        record.handed = grad.clone() if record.handed is None else record.handed + grad
+    if delivery is Delivery.AUTOGRAD:
+        _hand_over(stored, grad)
     if delivery is not Delivery.HOME:
         return
     with torch.no_grad(), store.failing_on_error():
-        if parameter.grad is None:
+        if isinstance(stored, StoredTile):
+            _store_tile(stored, slot, grad)
+        elif parameter.grad is None:
             if store.early_step is None or not store.early_step.take(record, grad):
                 _put_gradient(record, grad)
         elif slot.is_home_of(parameter.grad):
@@ -37,6 +41,37 @@ def store_gradient(record: StoredParameter, grad: Tensor) -> None:
             store.transfers.add_value(slot, grad, Tier.DEVICE, on_sum=on_sum)
         else:  # the user put a gradient there: it is theirs, and accumulates in place as in PyTorch
             parameter.grad.add_(grad.to(parameter.grad.dtype))
+
+
+def _hand_over(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
+    """Keep a gradient until autograd takes it: a copy, since what a graph computed may lie in the arena."""
+    record = stored.whole
+    if isinstance(stored, StoredTile):
+        if record.handed is None:
+            record.handed = torch.zeros(record.parameter.shape, dtype=grad.dtype)
+        record.handed.narrow(0, stored.first_row, stored.num_rows).add_(grad)
+    else:
+        record.handed = grad.clone() if record.handed is None else record.handed + grad
+
+
+def _store_tile(tile: StoredTile, slot: Slot, grad: Tensor) -> None:
+    """Start moving a tile of a gradient home, or adding it to what is there. It waits for the optimizer there."""
+    record, parameter = tile.whole, tile.whole.parameter
+    if parameter.grad is None:  # the first tile of a new one
+        slot = begin_gradient(record)
+        record.tiles_home = {}
+        parameter.grad = show_gradient(record)
+    elif not slot.is_home_of(parameter.grad):  # the user put a gradient there: it is theirs
+        parameter.grad.narrow(0, tile.first_row, tile.num_rows).add_(grad.to(parameter.grad.dtype))
+        return
+    if record.tiles_home is None or tile.first_row in record.tiles_home:
+        record.store.await_gradient(record)
+        record.store.transfers.add_value(tile.rows_of(slot), grad, Tier.DEVICE)
+        return
+    record.store.transfers.write_value(slot, grad, Tier.DEVICE, first=tile.rows_of(slot).first_element)
+    record.tiles_home[tile.first_row] = tile.num_rows
+    if sum(record.tiles_home.values()) == slot.tensor.shape[0]:
+        record.tiles_home = None
 
 
 def take_gradient_home(parameter: Tensor) -> None:

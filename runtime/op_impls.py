@@ -9,7 +9,7 @@ from torch import Tensor
 from zinf_compile import ops
 from zinf_compile.runtime.gradients import store_gradient
 from zinf_compile.runtime.logit_sums import logit_sums, logit_sums_backward, scale_gradient, weigh_logit_sums
-from zinf_compile.runtime.store import find_record, find_store
+from zinf_compile.runtime.numbers import find_record, find_store
 from zinf_compile.terms import Tier
 
 
@@ -19,8 +19,8 @@ def gather(anchor: Tensor, param: int, shape: Sequence[int], dtype: torch.dtype,
     return record.store.gather_value(record, dtype)
 
 
-def store_grad(grad: Tensor, param: int) -> Tensor:
-    """Move a gradient home; blocks until it is there."""
+def store_grad(grad: Tensor, param: int, part: int = 0) -> Tensor:
+    """Move a gradient home, or add it to what is there; blocks until it is there. ``part`` tells equal ones apart."""
     record = find_record(param)
     store_gradient(record, grad)
     with record.store.failing_on_error():

@@ -38,6 +38,11 @@ class Slot:
         return self.tensor.numel() * self.tensor.dtype.itemsize
 
     @property
+    def whole(self) -> "Slot":
+        """Return the slot itself: some rows of a slot answer with the slot that they are of."""
+        return self
+
+    @property
     def in_memory(self) -> bool:
         """Return whether the home is RAM, so that the home tensor may be computed on."""
         return self.tier is not Tier.NVME
@@ -136,6 +141,14 @@ class StoredParameter:
     is_updated_early: bool = False  # in backward, by the step that optimizer.step() is to end
     update: "Future[None] | None" = None  # of an optimizer step in the background; done when all of it is home
     lent: bool = False  # full_parameters() holds its value
+    tiles_home: dict[int, int] | None = (
+        None  # of a gradient not complete yet: first row and number of rows of each tile
+    )
+
+    @property
+    def whole(self) -> "StoredParameter":
+        """Return the parameter itself: a tile of one answers with the parameter that it is of."""
+        return self
 
     @property
     def has_compute_copy(self) -> bool:

@@ -1,6 +1,5 @@
 """The store: where the parameters of one model live, and the one object that owns its file, buffers and threads."""
 
-import itertools
 import os
 import threading
 import weakref
@@ -23,6 +22,7 @@ from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.home import refuse_gradient, torn_error
 from zinf_compile.runtime.home_gradient import settle_gradient
 from zinf_compile.runtime.meter import Meter
+from zinf_compile.runtime.numbers import new_id, register_store, register_stored
 from zinf_compile.runtime.nvme.engine import Engine
 from zinf_compile.runtime.nvme.layout import FileLayout
 from zinf_compile.runtime.nvme.posix import PosixEngine
@@ -30,31 +30,11 @@ from zinf_compile.runtime.open_forwards import OpenForwards
 from zinf_compile.runtime.ram import DeviceRam
 from zinf_compile.runtime.slots import Owner, Slot, StoredParameter, map_tensor
 from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.runtime.tiles import StoredTile
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.runtime.updates import UpdateQueue
 from zinf_compile.terms import Tier
-
-_ids = itertools.count(1)  # of stores and parameters alike: an id in a graph never means two things
-_stores: "weakref.WeakValueDictionary[int, Store]" = weakref.WeakValueDictionary()
-_records: "weakref.WeakValueDictionary[int, StoredParameter]" = weakref.WeakValueDictionary()
-
-
-def new_id() -> int:
-    """Return a number for a store or a parameter, unique in the process."""
-    return next(_ids)
-
-
-def find_store(store_id: int) -> "Store":
-    """Return the store an op names."""
-    return _stores[store_id]
-
-
-def find_record(param: int) -> StoredParameter:
-    """Return the parameter an op names; StoreError after its model is gone."""
-    record = _records.get(param)
-    if record is None:
-        raise StoreError(f"parameter number {param} belongs to a model that no longer exists")
-    return record
+from zinf_compile.tiles import TileRows, tile_name
 
 
 class EarlyStep(Protocol):
@@ -81,6 +61,7 @@ class Store:
         self.records: dict[str, StoredParameter] = {}
         self.facts: dict[str, ParameterFact] = {}
         self.placements: dict[str, Placement] = {}
+        self._tiles: dict[tuple[int, int, TileRows], StoredTile] = {}  # by parameter, number and rows
         self.meter = Meter()
         self.staging = StagingPool(max(config.staging_memory, 0))
         self.arena = Arena()
@@ -111,7 +92,7 @@ class Store:
         self._failure: str | None = None  # why it computes no more until a checkpoint is loaded
         self._unsure: set[str] = set()  # parameters that nobody has loaded since
         self._closed = False
-        _stores[self.store_id] = self
+        register_store(self)
         self._finalizer = weakref.finalize(self, _close, self.updates, self.transfers, self.staging, self.engine)
 
     # Homes
@@ -121,7 +102,18 @@ class Store:
         self.records[fact.name] = record
         self.facts[fact.name] = fact
         self.placements[fact.name] = placement
-        _records[record.param] = record
+        register_stored(record)
+
+    def tile(self, record: StoredParameter, number: int, rows: TileRows) -> StoredTile:
+        """Return some rows of a parameter, which ops find from now on; for the same rows the same tile."""
+        key = record.param, number, rows
+        if key not in self._tiles:
+            name = tile_name(record.name, number)
+            self._tiles[key] = StoredTile(
+                param=new_id(), name=name, whole=record, first_row=rows.first_row, num_rows=rows.num_rows
+            )
+            register_stored(self._tiles[key])
+        return self._tiles[key]
 
     def reserve(self, placements: Sequence[Placement]) -> None:
         """Reserve the disk space of what is placed next, so that a disk too small is an error before anything moves."""
@@ -170,13 +162,13 @@ class Store:
 
     # Values
 
-    def gather_value(self, record: StoredParameter, dtype: torch.dtype) -> Tensor:
+    def gather_value(self, record: StoredParameter | StoredTile, dtype: torch.dtype) -> Tensor:
         """Return the full value in one of its dtypes: the resident tensor itself, or fresh memory filled from its home.
 
         Blocks.
         """
-        self.check_usable(record)  # once its update is done
-        self.refresh_one(record)
+        self.check_usable(record.whole)  # once its update is done
+        self.refresh_one(record.whole)
         slot = record.copy_in(dtype)
         if slot.tier is Tier.DEVICE:
             return slot.tensor.detach()

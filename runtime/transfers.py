@@ -20,6 +20,7 @@ from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN, Engine, whole_sectors
 from zinf_compile.runtime.slots import Slot, StoredParameter
 from zinf_compile.runtime.staging import StagingBuffer, StagingPool
+from zinf_compile.runtime.tiles import SlotRows, StoredTile
 from zinf_compile.terms import Tier
 
 _NUM_THREADS = 4  # enough calls in flight for a disk's full bandwidth; more only take cores from compute
@@ -29,7 +30,9 @@ _BLOCK_NBYTES = 4 * 2**20  # one call: long enough for full bandwidth, short eno
 class Named(Protocol):
     """What an error of a read or a write names: a slot, or an activation that has left the device."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Its name, for messages."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -73,7 +76,7 @@ class Transfers:
     # Gathers
 
     def issue_gather(
-        self, records: Sequence[StoredParameter], dtypes: Sequence[torch.dtype], offsets: Sequence[int]
+        self, records: Sequence[StoredParameter | StoredTile], dtypes: Sequence[torch.dtype], offsets: Sequence[int]
     ) -> int:
         """Start moving the copies of these dtypes into consecutive arena bytes; return the ticket to wait with."""
         slots = [record.copy_in(dtype) for record, dtype in zip(records, dtypes, strict=True)]
@@ -123,7 +126,9 @@ class Transfers:
         """Return a transfer that was issued and not yet released."""
         return self._in_flight[ticket]
 
-    def _start_gather(self, slots: Sequence[Slot], offsets: Sequence[int], futures: list[Future[None]]) -> None:
+    def _start_gather(
+        self, slots: Sequence[Slot | SlotRows], offsets: Sequence[int], futures: list[Future[None]]
+    ) -> None:
         for run in _file_runs(slots, offsets):
             buffer = self._arena.buffer(run.arena_offset, run.nbytes)
             futures += self.read(run.slot, run.file_offset, buffer, Tier.DEVICE)
@@ -260,7 +265,12 @@ class Transfers:
             self.send_home(slot, first + start, first + stop, lease, source)
 
     def add_value(
-        self, slot: Slot, value: Tensor, source: Tier = Tier.HOST, *, on_sum: Callable[[Tensor], None] | None = None
+        self,
+        slot: Slot | SlotRows,
+        value: Tensor,
+        source: Tier = Tier.HOST,
+        *,
+        on_sum: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Start adding ``value`` to a slot; ``wait_writes`` makes the sum home.
 
@@ -280,13 +290,20 @@ class Transfers:
         self.rewrite_value(slot, add, source, whole=on_sum is not None and slot.nbytes <= self.staging.capacity // 2)
 
     def rewrite_value(
-        self, slot: Slot, change: Callable[[Tensor, int], object], source: Tier = Tier.HOST, *, whole: bool = False
+        self,
+        slot: Slot | SlotRows,
+        change: Callable[[Tensor, int], object],
+        source: Tier = Tier.HOST,
+        *,
+        whole: bool = False,
     ) -> None:
         """Read a slot on nvme a staging buffer at a time, or ``whole``, and start writing it back; ``wait_writes`` ends it.
 
         ``change`` gets flat elements, to be changed in place, and the number of the first one.
         """
-        self.wait([future for written, future in self._writes if written is slot], slot.name)  # by an earlier call
+        self.wait(
+            [future for written, future in self._writes if written is slot.whole], slot.name
+        )  # by an earlier call
         num_elements = slot.tensor.numel()
         step = max(1, num_elements) if whole else self.piece_elements(slot.tensor.dtype)
         for start in range(0, num_elements, step):
@@ -301,11 +318,13 @@ class Transfers:
                 raise
             self.send_home(slot, start, stop, lease, source)
 
-    def send_home(self, slot: Slot, start: int, stop: int, lease: StagingBuffer, source: Tier = Tier.HOST) -> None:
+    def send_home(
+        self, slot: Slot | SlotRows, start: int, stop: int, lease: StagingBuffer, source: Tier = Tier.HOST
+    ) -> None:
         """Start writing elements [start, stop) of a slot from ``lease``, and return that; ``wait_writes`` makes it home."""
         futures = self.write(slot, slot.byte_range(start, stop)[0], lease.view, source)
         return_when_done(self.staging, lease, futures)
-        self._writes += [(slot, future) for future in futures]
+        self._writes += [(slot.whole, future) for future in futures]
 
     def wait_writes(self) -> None:
         """Block until every value written so far is home; raise the StoreError of the first that failed."""
@@ -318,7 +337,7 @@ class Transfers:
             self.failed_slots += [slot for slot, future in pending if future.exception() is not None]
             raise
 
-    def read_value(self, slot: Slot, destination: Tensor) -> None:
+    def read_value(self, slot: Slot | SlotRows, destination: Tensor) -> None:
         """Fill ``destination``, a contiguous tensor of the slot's dtype, with the whole value; blocks."""
         if slot.in_memory:
             destination.copy_(slot.tensor)
@@ -329,7 +348,7 @@ class Transfers:
             destination.view(-1)[start : start + piece.numel()].copy_(piece)
             start += piece.numel()
 
-    def read_pieces(self, slot: Slot, destination: Tier = Tier.HOST) -> Iterator[Tensor]:
+    def read_pieces(self, slot: Slot | SlotRows, destination: Tier = Tier.HOST) -> Iterator[Tensor]:
         """Yield a slot's value as flat tensors, in order; each is valid until the next is asked for. Blocks."""
         num_elements, dtype = slot.tensor.numel(), slot.tensor.dtype
         step = self.piece_elements(dtype)
@@ -352,13 +371,13 @@ class Transfers:
 class _FileRun:
     """Bytes that are consecutive both in the file and in the arena: one read, however many parameters it covers."""
 
-    slot: Slot  # the first one, for messages
+    slot: Slot | SlotRows  # the first one, for messages
     file_offset: int
     arena_offset: int
     nbytes: int
 
 
-def _file_runs(slots: Sequence[Slot], offsets: Sequence[int]) -> list[_FileRun]:
+def _file_runs(slots: Sequence[Slot | SlotRows], offsets: Sequence[int]) -> list[_FileRun]:
     runs: list[_FileRun] = []
     for slot, offset in zip(slots, offsets, strict=True):
         if slot.in_memory:

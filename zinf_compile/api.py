@@ -45,6 +45,11 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         reserve_memory: share of device_memory to leave to Python and its compiled graphs; by default none, since they are
             not on the device. On a CPU, where all is one RAM, it keeps the whole process within the budgets.
         prefetch_memory: how far transfers run ahead of compute at most; by default the planner chooses.
+        tile_memory: parameters larger than this are gathered by tiles, consecutive rows of them: unless it is resident, the
+            whole one is never on the device, nor is its gradient. By default only where the model does not fit otherwise,
+            in as few tiles as will do: they keep the result but not its last bits.
+        tiles: the number of tiles of some parameters, by name; 1 for one that is always to be gathered whole. False to keep
+            every bit: nothing is tiled, and no loss is fused with its layer, also where the model does not fit otherwise.
         recompute: True to recompute every block's activations in backward, False never to; by default as needed.
         overlap_step: False to let ``optimizer.step()`` return only when every update is home. By default updates run in the
             background, in the order in which the next forward gathers; whoever looks at a parameter waits for its own.

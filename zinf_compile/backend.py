@@ -14,8 +14,9 @@ from zinf_compile.passes.capture import parameter_placeholders
 from zinf_compile.passes.contract import ParameterHandle, PrepareInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import prepare_graph
+from zinf_compile.runtime.numbers import find_record
 from zinf_compile.runtime.slots import record_of
-from zinf_compile.runtime.store import Store, find_record
+from zinf_compile.runtime.store import Store
 from zinf_compile.session import Session, check_devices, session_of_store
 
 # The sessions of models that were compiled without ``optimize``, by the options object of their torch.compile call,

@@ -17,6 +17,7 @@ _UNITS = {
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+LEAST_TILE = 64 * 2**10  # bytes of a parameter: what is smaller is gathered whole
 _COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -68,6 +69,8 @@ class Config:
     compute: str = "aten"
     reserve_memory: int = 0  # share of device_memory left to Python, compiled graphs and the system's allocator
     prefetch_memory: int | None = None  # bytes read ahead of compute, at most; None: the planner's choice
+    tile_memory: int | None = None  # larger parameters are gathered by tiles; None: only where needed to fit
+    tiles: tuple[tuple[str, int], ...] | None = ()  # in how many tiles some parameters are gathered; None: never any
     recompute: bool | None = None  # None: only where needed to fit; True: always; False: never
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
@@ -101,7 +104,7 @@ def make_config(options: Mapping[str, object]) -> Config:
     given = {name: option for name, option in options.items() if option is not None}
     sizes = {
         name: parse_size(given[name], option=name)  # type: ignore[arg-type]  # parse_size checks the type itself
-        for name in ("device_memory", "host_memory", "nvme_memory", "prefetch_memory", "reserve_memory")
+        for name in ("device_memory", "host_memory", "nvme_memory", "prefetch_memory", "reserve_memory", "tile_memory")
         if name in given
     }
     # Without a stated budget the two RAM tiers share what is free, leaving a fifth for Python, torch and the page cache.
@@ -120,6 +123,8 @@ def make_config(options: Mapping[str, object]) -> Config:
         compute=_check_compute(given.get("compute", "aten")),
         reserve_memory=sizes.get("reserve_memory", 0),
         prefetch_memory=sizes.get("prefetch_memory"),
+        tile_memory=_check_tile_memory(sizes.get("tile_memory")),
+        tiles=_check_tiles(given.get("tiles", {})),
         recompute=_check_bool(given.get("recompute"), option="recompute"),
         overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
@@ -150,6 +155,37 @@ def _check_dtype(dtype: object) -> str | None:
             f"compute_dtype={dtype!r} is not supported; use one of torch.{', torch.'.join(_COMPUTE_DTYPES)}"
         )
     return name
+
+
+def _check_tile_memory(nbytes: int | None) -> int | None:
+    if nbytes is not None and nbytes < LEAST_TILE:
+        raise ConfigError(
+            f"tile_memory={nbytes} is less than the {LEAST_TILE} bytes below which a transfer costs more in latency than "
+            "its bytes do; give that or more"
+        )
+    return nbytes
+
+
+def _check_tiles(tiles: object) -> tuple[tuple[str, int], ...] | None:
+    if tiles is False:
+        return None
+    if not isinstance(tiles, Mapping):
+        raise ConfigError(
+            f"tiles={tiles!r} is neither a dictionary nor False; give a number of tiles by the parameter's name, or False "
+            "to have none"
+        )
+    for name, given in tiles.items():
+        dim, count = given if isinstance(given, tuple) and len(given) == 2 else (0, given)
+        if not isinstance(name, str) or isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(
+                f"tiles={{{name!r}: {given!r}}} is not a number of tiles, 1 or more, by a parameter's name"
+            )
+        if dim != 0:
+            raise ConfigError(
+                f"tiles={{{name!r}: {given!r}}} asks for tiles along dimension {dim}; a parameter is gathered by parts of "
+                f"its dimension 0, whose rows lie side by side: say {{{name!r}: {count}}}"
+            )
+    return tuple(sorted((name, given[1] if isinstance(given, tuple) else given) for name, given in tiles.items()))
 
 
 def _check_compute(compute: object) -> str:

@@ -17,6 +17,15 @@ class CapacityError(ZinfError, MemoryError):
     """It does not fit; names the largest residents and the smallest budget that works."""
 
 
+class DeviceCapacityError(CapacityError):
+    """One captured graph does not fit the device, however its parameters and activations are placed."""
+
+    def __init__(self, message: str, *, activations_nbytes: int) -> None:
+        """``activations_nbytes`` is what its activations alone take at their peak."""
+        super().__init__(message)
+        self.activations_nbytes = activations_nbytes
+
+
 class StoreError(ZinfError, OSError):
     """Bytes could not be moved: names the parameter, the file, the offset and the system's reason."""
 

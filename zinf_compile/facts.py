@@ -25,6 +25,7 @@ class ParameterFact:
     narrowed: bool = (
         False  # its compute copy is there for graphs that cast it: the model itself computes with ``dtype``
     )
+    tile_of: str | None = None  # the parameter of which these are some rows, which have no homes of their own
 
     @property
     def has_compute_copy(self) -> bool:

@@ -3,7 +3,7 @@
 Semantics live in two ops, which are slow and correct anywhere, with no compiler at all::
 
     w     = zinf::gather(anchor, param, shape, dtype, device)      the full value of a parameter, ready on the device
-    token = zinf::store_grad(grad, param)                          its gradient leaves; the token is the anchor's gradient
+    token = zinf::store_grad(grad, param, part)                    its gradient leaves; the token is the anchor's gradient
 
 Lowering replaces them by ops that overlap movement with compute. A *ticket* ties them together by data, so that no
 reordering can separate a transfer from its wait::
@@ -42,7 +42,7 @@ from torch import Tensor, fx
 _LIBRARY = torch.library.Library("zinf", "DEF")
 
 _LIBRARY.define("gather(Tensor anchor, int param, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
-_LIBRARY.define("store_grad(Tensor grad, int param) -> Tensor")
+_LIBRARY.define("store_grad(Tensor grad, int param, int part=0) -> Tensor")
 _LIBRARY.define("issue_gather(int store, int[] params, ScalarType[] dtypes, int[] offsets) -> Tensor")
 _LIBRARY.define(
     "wait_gather(Tensor ticket, int store, int offset, SymInt[] shape, ScalarType dtype, Device device) -> Tensor"
@@ -116,7 +116,7 @@ def _gather_fake(anchor: Tensor, param: int, shape: Sequence[int], dtype: torch.
 
 
 @torch.library.register_fake("zinf::store_grad", lib=_LIBRARY)
-def _store_grad_fake(grad: Tensor, param: int) -> Tensor:
+def _store_grad_fake(grad: Tensor, param: int, part: int = 0) -> Tensor:
     return torch.empty(0)
 
 

@@ -35,6 +35,7 @@ class Placement:
     gradient_nbytes: int
     gradient_dtype: str | None  # in which backwards add up at home; None for frozen parameters
     optimizer_state_nbytes: int
+    tile_of: str | None = None  # the parameter of which these are some rows, all with the same homes
 
     @property
     def is_narrowed(self) -> bool:

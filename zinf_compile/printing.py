@@ -1,12 +1,13 @@
 """Plans as text, for a person and for golden tests: the dump of a plan."""
 
+import itertools
 import textwrap
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from zinf_compile.hardware import route_name
-from zinf_compile.plans import Placement, Plan
+from zinf_compile.plans import GatherTransfer, Placement, Plan
 from zinf_compile.simulate import Event, Timeline, simulate
 from zinf_compile.terms import StepTiming, Tier, format_bytes, format_seconds
 from zinf_compile.views.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
@@ -103,20 +104,31 @@ def _dump_transfers(plan: Plan, width: int) -> list[str]:
     digits = len(str(plan.arena_nbytes // unit.nbytes))
     total = format_bytes(sum(transfer.nbytes for transfer in plan.transfers))
     rows: list[tuple[str, ...] | str] = []
-    for row in fold_rows(plan.transfers, lambda item: (name_pattern(item.name), item.phase, item.source, item.nbytes)):
+    for row in fold_rows(
+        _fold_tiles(plan),
+        lambda tiles: (
+            name_pattern(tiles[0].name),
+            tiles[0].phase,
+            tiles[0].source,
+            sum(tile.nbytes for tile in tiles),
+        ),
+    ):
         if isinstance(row, Folded):
-            nbytes = format_bytes(sum(item.nbytes for item in row.items))
-            names = summarize_names(item.name for item in row.items)
-            rows.append(f"      ... {len(row.items)} more alike, {nbytes}: {names}")
+            folded = [transfer for tiles in row.items for transfer in tiles]
+            nbytes = format_bytes(sum(item.nbytes for item in folded))
+            names = summarize_names(item.name for item in folded)
+            rows.append(f"      ... {len(folded)} more alike, {nbytes}: {names}")
             continue
-        offsets = (f"{number // unit.nbytes:>{digits}}" for number in transfer_range(row))
+        first, last, nbytes_moved = row[0], row[-1], sum(item.nbytes for item in row)
+        offsets = (f"{number // unit.nbytes:>{digits}}" for number in transfer_range(first))
+        count = f", {len(row)} tiles" if len(row) > 1 else ""
         rows.append(
             (
-                f"{row.issue:>5} -> {row.need_by:>7} -> {row.release:>7}",
-                route_name(row.source, Tier.DEVICE),
-                row.name,
-                *((format_bytes(shard_size(row.nbytes, plan.num_ranks)),) if plan.num_ranks > 1 else ()),
-                format_bytes(row.nbytes),
+                f"{first.issue:>5} -> {first.need_by:>7} -> {last.release:>7}",
+                route_name(first.source, Tier.DEVICE),
+                summarize_names(item.name for item in row) + count,
+                *((format_bytes(shard_size(nbytes_moved, plan.num_ranks)),) if plan.num_ranks > 1 else ()),
+                format_bytes(nbytes_moved),
                 f"[{', '.join(offsets)})",
             )
         )
@@ -127,6 +139,21 @@ def _dump_transfers(plan: Plan, width: int) -> list[str]:
         f"transfers  {len(plan.transfers)} of {total} in all, at most {ahead} ahead of compute",
         *make_table(header, rows, align=f"<<<{'>' * len(sizes)}<", width=width, flexible=2, indent="  "),
     ]
+
+
+def _fold_tiles(plan: Plan) -> list[tuple[GatherTransfer, ...]]:
+    """Return transfers each alone, and those of one parameter's tiles together that follow each other in one phase."""
+    tile_of = {placement.parameter: placement.tile_of or placement.parameter for placement in plan.placements}
+
+    def read(transfer: GatherTransfer) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(tile_of[name] for name in transfer.parameters))
+
+    runs = itertools.groupby(plan.transfers, key=lambda transfer: (read(transfer), transfer.phase, transfer.source))
+    folded: list[tuple[GatherTransfer, ...]] = []
+    for (wholes, _, _), run in runs:
+        is_tiled = len(wholes) == 1 and wholes[0] not in tile_of
+        folded += [tuple(run)] if is_tiled else [(transfer,) for transfer in run]
+    return folded
 
 
 def _dump_swaps(plan: Plan, width: int) -> list[str]:

@@ -2,16 +2,16 @@
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
 
 from zinf_compile.errors import CapacityError, StoreError
-from zinf_compile.facts import GraphFacts, at_sizes
+from zinf_compile.facts import GraphFacts, ParameterFact, at_sizes
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
 from zinf_compile.passes.capture import BoxedCallable, Partition
@@ -24,7 +24,7 @@ from zinf_compile.passes.planning.questions import describe_largest
 from zinf_compile.passes.planning.remake import remake_plan, with_open_forwards
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.planned_shapes import PlannedShapes, dump_sizes
-from zinf_compile.plans import Plan
+from zinf_compile.plans import Placement, Plan
 from zinf_compile.runtime.executor import Executor
 from zinf_compile.runtime.machine import kernel_cache_nbytes
 from zinf_compile.runtime.open_forwards import storages_of
@@ -33,6 +33,8 @@ from zinf_compile.runtime.watch import StepWatch
 from zinf_compile.simulate import simulate
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy, Phase, Tier, format_bytes
+from zinf_compile.tile_search import TiledGraph
+from zinf_compile.tiles import join_placements, tile_name
 
 if TYPE_CHECKING:
     from zinf_compile.session import Narrowing, Session
@@ -52,8 +54,7 @@ _log = logging.getLogger(__name__)
 _PAGE_NBYTES = 4096  # of memory: a loss that the caller holds during backward is no reason to plan again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backward:
+class Backward(NamedTuple):
     """A lowered backward, and the arena bytes it needs."""
 
     run: BoxedCallable
@@ -63,11 +64,18 @@ class Backward:
 class Program:
     """One captured graph: chooses its split, plans it, and lowers it, again if parameters have moved or inputs grown."""
 
-    def __init__(self, session: "Session", name: str, hardware: Hardware, *, open_nbytes: int) -> None:
-        """``open_nbytes`` are held now by forwards whose backward has not run, beside the graph's inputs."""
+    def __init__(
+        self, session: "Session", name: str, hardware: Hardware, *, open_nbytes: int, tiled: TiledGraph
+    ) -> None:
+        """``open_nbytes`` are held now by forwards whose backward has not run, beside the graph's inputs.
+
+        ``tiled`` is the graph, and which parameters it gathers by tiles.
+        """
         self._session = session
         self._name = name
         self._hardware = hardware
+        self._tiled = tiled.tiled
+        self._notes = () if tiled.note is None else (tiled.note,)
         self._captured: CapturedGraph | None = None
         self._shapes: PlannedShapes | None = None
         self._forward: BoxedCallable | None = None
@@ -90,13 +98,17 @@ class Program:
     def read_records(self) -> list[StoredParameter]:
         """Return the parameters that the graph reads."""
         assert self._shapes is not None
-        return [self._session.store.records[use.parameter] for use in self._shapes.captured.uses]
+        return self._records(use.parameter for use in self._shapes.captured.uses)
 
     @property
     def trained_records(self) -> list[StoredParameter]:
         """Return the parameters that the graph's backward gives a gradient."""
         assert self._shapes is not None
-        return [self._session.store.records[gradient.parameter] for gradient in self._shapes.captured.gradients]
+        return self._records(gradient.parameter for gradient in self._shapes.captured.gradients)
+
+    def _records(self, names: Iterable[str]) -> list[StoredParameter]:
+        """Return each of the parameters once that names of the plan stand for."""
+        return [self._session.store.records[name] for name in dict.fromkeys(map(self._tiled.whole_name, names))]
 
     def choose(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Return the split to compile: the one whose plan has the shorter simulated step.
@@ -112,6 +124,12 @@ class Program:
                 candidates.append(replace(saving, captured=captured, facts=self._analyze(captured), plan=None))
         return self._adopt_best(candidates)
 
+    def plan_as_it_is(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> Plan:
+        """Return the best plan of a training graph with the copies that parameters have, and adopt nothing."""
+        narrowed = self._session.narrow_copies(reads)
+        policies = allowed_policies(self._session.config.recompute)
+        return self._plan_for([self._analyze(partition(policy, narrowed)) for policy in policies])
+
     def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Plan a graph without backward, and return it as it is to be compiled."""
         return self._adopt_best([self._choose_dtypes(partition, ActivationPolicy.SAVE, reads)])
@@ -125,7 +143,7 @@ class Program:
         """
         session = self._session
         own = self._make_candidate(partition, policy, session.narrow_copies(reads))
-        placements = own.plan.placements if own.plan is not None else session.placements
+        placements = join_placements(own.plan.placements) if own.plan is not None else session.placements
         streamed = {item.parameter for item in placements if item.compute is not Tier.DEVICE}
         narrowing = session.plan_narrowing(reads, streamed)
         if narrowing is None:
@@ -185,7 +203,7 @@ class Program:
             if phase is Phase.FORWARD:
                 self._make_room(inputs)
                 self._make_room_beside_open(inputs)
-                if self.plan.placements != self._session.placements:
+                if join_placements(self.plan.placements) != self._session.placements:
                     self._adopt(self._plan_for([self._shapes.facts]))
                 self._look_at_first_steps()
                 self._session.settle()
@@ -268,7 +286,7 @@ class Program:
         remade = remake_plan(self.plan, request, observed)
         verify_plan(remade.plan)
         try:
-            self._session.store.reserve_growth(remade.plan.placements)
+            self._session.store.reserve_growth(join_placements(remade.plan.placements))
         except StoreError as error:
             _log.info("%s; the plan stays, since the disk has no room for it: %s", remade.sentence, error)
             return
@@ -277,7 +295,7 @@ class Program:
         if remade.is_new:
             self.replanned.append(remade.sentence)
             self._session.store.begin_again()  # what is reported is measured under the plan that predicts it
-            self._adopt(replace(remade.plan, notes=(*remade.plan.notes, *self._session.notes)))
+            self._adopt(replace(remade.plan, notes=(*remade.plan.notes, *self._notes, *self._session.notes)))
         else:
             self.plan = remade.plan
 
@@ -300,40 +318,57 @@ class Program:
         return self._backwards[frozenset(index for index, given in enumerate(inputs) if is_token(given))].run(inputs)
 
     def _analyze(self, captured: CapturedGraph) -> GraphFacts[Size]:
-        names = {record.param: name for name, record in self._session.store.records.items()}
+        names = {number: name for name, number in self._numbers().items()}
         return analyze_graph(captured, name=self._name, param_names=names)
+
+    def _numbers(self) -> dict[str, int]:
+        """Return the numbers under which ops find the parameters and tiles that plans name."""
+        store = self._session.store
+        numbers = {name: record.param for name, record in store.records.items()}
+        for name, tiles in self._tiled.tiles.items():
+            for number, rows in enumerate(tiles):
+                numbers[tile_name(name, number)] = store.tile(store.records[name], number, rows).param
+        return numbers
 
     def _plan_for(self, candidates: Sequence[GraphFacts[Size]], narrowing: "Narrowing | None" = None) -> Plan:
         request = self._request(candidates)
         if narrowing is not None:
             placements = narrowing.placements if self._session.programs else None
-            request = replace(request, parameters=narrowing.parameters, placements=placements)
+            request = self._with_homes(request, narrowing.parameters, placements)
         plan = make_plan(request)
-        plan = replace(plan, notes=(*plan.notes, *self._session.notes))
+        plan = replace(plan, notes=(*plan.notes, *self._notes, *self._session.notes))
         verify_plan(plan)
         return plan
 
     def _request(self, candidates: Sequence[GraphFacts[Size]]) -> Request:
         session = self._session
-        return Request(
+        request = Request(
             name=self._name,
             candidates=tuple(at_sizes(candidate) for candidate in candidates),
             captured=tuple(candidates) if self._shapes is None else (self._shapes.captured,),
-            parameters=session.facts,
+            parameters=(),
             config=session.config,
             hardware=self._hardware,
-            placements=session.placements if session.programs else None,
             kernel_cache_nbytes=kernel_cache_nbytes(),
             open_nbytes=self._open_nbytes,
         )
+        return self._with_homes(request, session.facts, session.placements if session.programs else None)
+
+    def _with_homes(
+        self, request: Request, parameters: Iterable[ParameterFact], placements: Iterable[Placement] | None
+    ) -> Request:
+        """Return a request for parameters of the model, with tiles in place of those that are tiled here."""
+        cut = None if placements is None else self._tiled.cut_placements(placements)
+        return replace(request, parameters=self._tiled.cut_facts(parameters), placements=cut)
 
     def _adopt(self, plan: Plan) -> None:
         """Make a plan this program's, and its placements the session's; parameters move before the next run."""
-        self._session.placements = plan.placements
+        self._session.placements = join_placements(plan.placements)
         self._session.store.chunk_elements = plan.step.chunk_elements
         self._session.store.activations.reserve(plan.swapped_nbytes(Tier.NVME))
         by_first_use = sorted(plan.uses, key=lambda use: use.ticks[0])
-        self._session.store.update_order = {use.parameter: position for position, use in enumerate(by_first_use)}
+        names = dict.fromkeys(self._tiled.whole_name(use.parameter) for use in by_first_use)
+        self._session.store.update_order = {name: position for position, name in enumerate(names)}
         self.plan = plan
         self._watch = StepWatch(self._session.store.meter)
         self._session.promise(plan)
@@ -345,7 +380,7 @@ class Program:
         inputs = LowerInputs(
             plan=plan,
             store_id=store.store_id,
-            param_ids={name: record.param for name, record in store.records.items()},
+            param_ids=self._numbers(),
         )
         forward = copy_graph_module(self._captured.forward)
         lower_graph(forward, inputs)

@@ -1,8 +1,8 @@
 """One model under zinf_compile: its budgets, its store, and the programs made of its captured graphs."""
 
-import resource
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from zinf_compile.facts import ParameterFact
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture import compile_graph, describe_break, refuse_writes_to_parameters
-from zinf_compile.passes.planning.placement import check_budgets, place_narrowed, place_thawed, plan_placement
+from zinf_compile.passes.planning.budgets import check_budgets
+from zinf_compile.passes.planning.placement import place_narrowed, place_thawed, plan_placement
 from zinf_compile.plans import WORKSPACE_PART, Placement, Plan
 from zinf_compile.program import Program
 from zinf_compile.runtime.accessors import Forward
@@ -25,15 +26,17 @@ from zinf_compile.runtime.calibrate import measure_hardware
 from zinf_compile.runtime.leaves import hang_on_parameters
 from zinf_compile.runtime.measured import find_measured
 from zinf_compile.runtime.moving import move_homes
+from zinf_compile.runtime.numbers import find_record
 from zinf_compile.runtime.op_impls import register
 from zinf_compile.runtime.open_forwards import storages_of
 from zinf_compile.runtime.slots import StoredParameter, torch_dtype
 from zinf_compile.runtime.step_hooks import install_step_hooks
-from zinf_compile.runtime.store import Store, find_record
+from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.thawing import thaw_parameter
+from zinf_compile.simulate import simulate
 from zinf_compile.terms import Phase, Tier, format_bytes
-
-_MAX_DESCRIPTORS = 65536  # Linux allows a process 65530 mappings by default
+from zinf_compile.tile_search import TiledGraph, check_tiles, fit_by_tiles
+from zinf_compile.trial import plan_tiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,6 @@ class Session:
     def __init__(self, config: Config, model_name: str) -> None:
         register()
         install_step_hooks()
-        _allow_descriptors()
         self.config = config
         self.model_name = model_name
         self.store = Store(config)
@@ -74,8 +76,12 @@ class Session:
     def adopt(self, parameters: Mapping[str, Parameter], *, as_home: bool, with_values: bool = True) -> None:
         """Take parameters into the store. CapacityError before anything has moved when they cannot fit.
 
-        Without ``with_values`` they get homes only, and whoever has the values writes them there.
+        Without ``with_values`` they get homes only, and whoever has the values writes them there. ConfigError for tiles of
+        a parameter that is not there, or of too few rows.
         """
+        check_tiles(
+            self.config, {**{name: record.parameter for name, record in self.store.records.items()}, **parameters}
+        )
         self.settle()
         named = [
             NamedParameter(
@@ -111,7 +117,7 @@ class Session:
 
     def narrow_copies(self, reads: Mapping[int, torch.dtype]) -> dict[int, torch.dtype]:
         """Return which of these parameters have a compute copy of the dtype that a graph casts their reads to."""
-        facts = {param: self.store.facts[find_record(param).name] for param in reads}
+        facts = {param: self.store.facts[find_record(param).whole.name] for param in reads}
         return {
             param: dtype
             for param, dtype in reads.items()
@@ -123,7 +129,7 @@ class Session:
 
         None if no parameter would, or if budgets or the disk have no room for it, which the notes then say.
         """
-        asked = {param: self.store.facts[find_record(param).name] for param in reads}
+        asked = {param: self.store.facts[find_record(param).whole.name] for param in reads}
         fresh = {
             fact.name: fact.narrowed_to(str(reads[param]).removeprefix("torch."), reads[param].itemsize)
             for param, fact in asked.items()
@@ -172,9 +178,9 @@ class Session:
             dtypes = floating or frozenset({torch.float32})
             with self.store.staging.uncounted():
                 self.hardware = find_measured(self.config.nvme, dtypes) or measure_hardware(self.store, dtypes)
-        beside = self.store.open_forwards.nbytes_beside(storages_of(inputs))
-        program = Program(self, f"{self.model_name} graph {len(self.programs)}", self.hardware, open_nbytes=beside)
-        compiled = compile_graph(graph_module, inputs, program)
+        program, compiled = fit_by_tiles(
+            graph_module, self.store, partial(self._compile_tiled, inputs), partial(self._predict_tiled, inputs)
+        )
         self.programs.append(program)
         self.store.ram.begin_again(after_capture=True)
         trained = program.trained_records
@@ -184,6 +190,21 @@ class Session:
             return compiled(*(anchor if arg is self.store.anchor else arg for arg in args))
 
         return call
+
+    def _compile_tiled(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> tuple[Program, Callable[..., Any]]:
+        """Return the program of a graph, and what it makes of it. DeviceCapacityError if it does not fit."""
+        program = self._begin_program(inputs, tiled)
+        return program, compile_graph(tiled.graph_module, inputs, program, added_at_home=tiled.numbers)
+
+    def _predict_tiled(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> float:
+        """Return the simulated seconds of a step of a graph that is not compiled. DeviceCapacityError if it does not fit."""
+        return simulate(plan_tiled(self._begin_program(inputs, tiled), tiled, inputs)).step_seconds
+
+    def _begin_program(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> Program:
+        assert self.hardware is not None
+        beside = self.store.open_forwards.nbytes_beside(storages_of(inputs))
+        name = f"{self.model_name} graph {len(self.programs)}"
+        return Program(self, name, self.hardware, open_nbytes=beside, tiled=tiled)
 
     def promise(self, plan: Plan) -> None:
         """Keep the device tier within what the plans say, of which this is the newest; remember what was promised so far."""
@@ -234,11 +255,3 @@ def check_devices(parameters: Mapping[str, Parameter], *, may_be_meta: bool = Fa
         )
     if device.type != "cpu":
         raise UnsupportedError(f"the model is on {device}; this version computes on the CPU: call model.cpu() first")
-
-
-def _allow_descriptors() -> None:
-    """Raise the soft limit on open files to the hard one: every home tensor on nvme is a mapping with a descriptor."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

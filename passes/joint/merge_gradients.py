@@ -7,6 +7,11 @@ Emitted::
 
 Accumulation into ``p.grad`` then adds the same sum that plain PyTorch adds. It also keeps common-subexpression
 elimination from taking two equal contributions for one.
+
+Of a tile each contribution leaves by itself, and they are added at home: waiting for the last would take the memory of all
+tiles. What was in ``p.grad`` before is then added to first, so that sums may round differently::
+
+    token = zinf.store_grad(grad_2, tile, 1)       told apart from the first by its number
 """
 
 from collections import defaultdict
@@ -26,11 +31,17 @@ def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
     if not stores:
         return
     _fold_token_sums(graph, stores)
-    by_param: dict[object, list[fx.Node]] = defaultdict(list)
+    by_param: dict[int, list[fx.Node]] = defaultdict(list)
     for store in stores:
-        by_param[store.args[1]].append(store)
-    for first, *others in by_param.values():
+        param = store.args[1]
+        assert isinstance(param, int)
+        by_param[param].append(store)
+    for param, (first, *others) in by_param.items():
         if not others:
+            continue
+        if param in inputs.added_at_home:
+            for part, store in enumerate(others, start=1):
+                store.args = (*store.args, part)
             continue
         last, total = others[-1], first.args[0]
         for store in others:

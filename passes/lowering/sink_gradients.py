@@ -24,7 +24,7 @@ def _run(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
     output = graph.output_node()
     token = insert_call(graph, stores[0], torch.ops.aten.empty.memory_format, ([0],), name="token")
     for store in stores:
-        grad, param = store.args
+        grad, param, *_ = store.args
         parameter = node_facts(store).parameter
         insert_call(graph, store, SINK_GRAD, (grad, inputs.store_id, param), name=f"{parameter}_grad_sink")
         store.replace_all_uses_with(token)

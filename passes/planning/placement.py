@@ -3,15 +3,15 @@
 What costs most seconds of transfers per byte gets the fastest home first (``HomePrices``).
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import ParameterFact, UseFact
-from zinf_compile.passes.planning.arena import align
-from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.prices import COMPUTE, MASTER, ROLES, USUAL_PRICES, HomePrices
 from zinf_compile.plans import Placement
 from zinf_compile.terms import Tier, format_bytes
@@ -70,17 +70,21 @@ class Placer:
     def __init__(
         self, parameters: Sequence[ParameterFact], uses: Sequence[UseFact] | None = None, *, num_ranks: int = 1
     ) -> None:
-        self._parameters = parameters
-        by_name = {use.parameter: use for use in uses or ()}
-        self._uses = [2 if uses is None else 0] * len(parameters)
+        self._tiles = _group_tiles(parameters)
+        self._parameters = parameters = [_join_facts(tiles) for tiles in self._tiles]
+        by_name: dict[str, list[UseFact]] = defaultdict(list)
+        for use in uses or ():
+            by_name[use.parameter].append(use)
+        self._uses = [2.0 if uses is None else 0.0] * len(parameters)
         self._read = [COMPUTE] * len(parameters)  # the copy that is gathered
-        for index, parameter in enumerate(parameters):
-            if parameter.name in by_name:
-                use = by_name[parameter.name]
-                self._uses[index] = len(use.ticks)
-                if parameter.has_two_copies and use.dtype != parameter.compute_dtype:
+        for index, tiles in enumerate(self._tiles):
+            found = [use for tile in tiles for use in by_name.get(tile.name, ())]
+            if found:
+                self._uses[index] = sum(len(use.ticks) for use in found) / len(tiles)
+                if tiles[0].has_two_copies and found[-1].dtype != tiles[0].compute_dtype:
                     self._read[index] = MASTER
         self._nbytes = [slot_nbytes(shard_parameter(parameter, num_ranks)) for parameter in parameters]
+        self._tile_nbytes = [[slot_nbytes(shard_parameter(tile, num_ranks)) for tile in tiles] for tiles in self._tiles]
         self._full_nbytes = [  # of the copy that is gathered
             slot_nbytes(parameter)[read] for parameter, read in zip(parameters, self._read, strict=True)
         ]
@@ -92,7 +96,7 @@ class Placer:
             *sorted(large, key=lambda index: -self._uses[index]),
         ]
         self._orders: dict[HomePrices, list[_Copy]] = {}
-        self._made: dict[tuple[int, bytes], Placement] = {}
+        self._made: dict[tuple[int, bytes], list[Placement]] = {}
         self._placed: dict[bytes, Placed] = {}  # by the home of every copy
 
     @property
@@ -145,11 +149,11 @@ class Placer:
 
     def _placed_at(self, homes: bytes) -> Placed:
         if homes not in self._placed:
-            placements = tuple(
-                self._placement(index, homes[len(ROLES) * index : len(ROLES) * (index + 1)])
+            placements = (
+                self._placements(index, homes[len(ROLES) * index : len(ROLES) * (index + 1)])
                 for index in range(len(self._parameters))
             )
-            self._placed[homes] = count_placed(placements)
+            self._placed[homes] = count_placed(tuple(chain.from_iterable(placements)))
         return self._placed[homes]
 
     def _by_price(self, prices: HomePrices) -> list[_Copy]:
@@ -178,13 +182,35 @@ class Placer:
         moved_by_step: float = getattr(prices, ROLES[MASTER if role == COMPUTE else role]) if is_updated else 0.0
         return prices.gather * gathers + moved_by_step
 
-    def _placement(self, index: int, homes: bytes) -> Placement:
+    def _placements(self, index: int, homes: bytes) -> list[Placement]:
+        """Return the placement of a parameter, or of each of its tiles."""
         if (index, homes) not in self._made:
-            nbytes, read = list(self._nbytes[index]), self._read[index]
-            if homes[read] == _DEVICE:
-                nbytes[read] = self._full_nbytes[index]
-            self._made[index, homes] = make_placement(self._parameters[index], [_TIERS[home] for home in homes], nbytes)
+            read, tiers = self._read[index], [_TIERS[home] for home in homes]
+            self._made[index, homes] = made = []
+            for tile, shard in zip(self._tiles[index], self._tile_nbytes[index], strict=True):
+                nbytes = list(shard)
+                if homes[read] == _DEVICE:
+                    nbytes[read] = slot_nbytes(tile)[read]
+                made.append(make_placement(tile, tiers, nbytes))
         return self._made[index, homes]
+
+
+def _group_tiles(parameters: Sequence[ParameterFact]) -> list[list[ParameterFact]]:
+    """Return parameters each alone, and tiles with those of the same parameter, which stand side by side."""
+    return [list(tiles) for _, tiles in groupby(parameters, key=lambda fact: fact.tile_of or fact.name)]
+
+
+def _join_facts(tiles: Sequence[ParameterFact]) -> ParameterFact:
+    """Return the fact of a parameter from those of its tiles."""
+    if len(tiles) == 1:
+        return tiles[0]
+    return replace(
+        tiles[0],
+        num_elements=sum(tile.num_elements for tile in tiles),
+        master_nbytes=sum(tile.master_nbytes for tile in tiles),
+        compute_nbytes=sum(tile.compute_nbytes for tile in tiles),
+        state_nbytes=sum(tile.state_nbytes for tile in tiles),
+    )
 
 
 def count_placed(placements: tuple[Placement, ...]) -> Placed:
@@ -214,6 +240,7 @@ def make_placement(parameter: ParameterFact, homes: Sequence[Tier], nbytes: Sequ
         gradient_nbytes=gradient_nbytes,
         gradient_dtype=parameter.gradient_dtype,
         optimizer_state_nbytes=state_nbytes,
+        tile_of=parameter.tile_of,
     )
 
 
@@ -284,46 +311,6 @@ def place_narrowed(
     return tuple(placed)
 
 
-def check_budgets(parameters: Sequence[ParameterFact], placements: Sequence[Placement], config: Config) -> None:
-    """Raise CapacityError if no graph of the model could ever run within the budgets, whatever its activations.
-
-    The device must hold the small residents and the largest other parameter; staging must hold chunks of the step.
-    """
-    if _least_device_memory(placements) > config.device_memory:
-        needed = _search_device_memory(parameters, config)
-        streamed = [item for item in placements if item.compute is not Tier.DEVICE]
-        largest = sorted(streamed, key=lambda item: -item.compute_nbytes)[:3]
-        names = ", ".join(f"{item.parameter} {format_bytes(item.compute_nbytes)}" for item in largest)
-        raise CapacityError(
-            f"device_memory is {format_bytes(config.device_memory)}, and the largest parameter with its gradient needs "
-            f"{format_bytes(needed)} before any activations; largest: {names}; raise device_memory to "
-            f"{_size_option(needed)} and as much as the activations need"
-        )
-    plan_step(parameters, placements, staging_nbytes=config.staging_memory)
-    if any(item.nbytes_on(Tier.NVME) for item in placements) and config.staging_memory < MIN_STAGING:
-        raise CapacityError(
-            f"host_memory is {format_bytes(config.host_memory)}, and moving parameters to nvme needs staging of "
-            f"{format_bytes(MIN_STAGING)}; raise host_memory to {_size_option(2 * MIN_STAGING)}"
-        )
-
-
-def _least_device_memory(placements: Sequence[Placement]) -> int:
-    """Return the bytes of what is resident, and of the largest other parameter with its gradient."""
-    resident = sum(placement.nbytes_on(Tier.DEVICE) for placement in placements)
-    streamed = [align(item.compute_nbytes) for item in placements if item.compute is not Tier.DEVICE]
-    return resident + 2 * max(streamed, default=0)
-
-
-def _search_device_memory(parameters: Sequence[ParameterFact], config: Config) -> int:
-    """Return the smallest device budget that ``check_budgets`` lets pass; the larger it is, the more is resident."""
-    needed = config.device_memory
-    while True:
-        least = _least_device_memory(plan_placement(parameters, with_device_memory(config, needed)))
-        if least <= needed:
-            return needed
-        needed = least
-
-
 def with_device_memory(config: Config, nbytes: int) -> Config:
     """Return a config to search for a device budget with: nvme takes whatever is left, however much."""
     return replace(config, device_memory=nbytes, nvme=config.nvme or ".", nvme_memory=None)
@@ -346,9 +333,9 @@ def _check_nvme(placements: Sequence[Placement], config: Config, on_nvme: int) -
         "there is no nvme folder" if config.nvme is None else f"nvme_memory is {format_bytes(config.nvme_memory or 0)}"
     )
     remedy = (
-        f"give nvme='/path/on/a/local/disk', or raise host_memory to {_size_option(host_memory)}"
+        f"give nvme='/path/on/a/local/disk', or raise host_memory to {size_option(host_memory)}"
         if config.nvme is None
-        else f"raise nvme_memory to {_size_option(on_nvme)}"
+        else f"raise nvme_memory to {size_option(on_nvme)}"
     )
     raise CapacityError(
         f"parameters, gradients and optimizer state that fit neither device ({format_bytes(config.device_memory)}) nor "
@@ -357,6 +344,6 @@ def _check_nvme(placements: Sequence[Placement], config: Config, on_nvme: int) -
     )
 
 
-def _size_option(nbytes: int) -> str:
+def size_option(nbytes: int) -> str:
     """Return a size rounded up to a whole MiB, as a user would write it."""
     return f"{-(-nbytes // 2**20)}MiB"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from zinf_compile.errors import CapacityError
+from zinf_compile.errors import CapacityError, DeviceCapacityError
 from zinf_compile.facts import GraphFacts, working_set
 from zinf_compile.passes.planning.build import Groundwork, Request
 from zinf_compile.passes.planning.leaving import count_resting, leaving_levels
@@ -123,13 +123,14 @@ def _capacity_error(request: Request) -> CapacityError:
     at_peak = [value for value in graph.values if value.live.start <= peak_tick < value.live.end]
     largest = sorted(at_peak, key=lambda value: (-value.nbytes, value.name))[:3]
     peak_op = next(op for op in graph.ops if op.tick == peak_tick)
-    return CapacityError(
+    return DeviceCapacityError(
         f"{request.name} needs {format_bytes(int(minimum))} on device, device_memory is "
         f"{format_bytes(request.config.device_memory)}; its activations alone peak at {format_bytes(live[peak_tick])} "
         f"(in {peak_op.module}, at {peak_op.name}), largest: "
         + ", ".join(f"{value.name} {format_bytes(value.nbytes)}" for value in largest)
         + f"; raise device_memory to {-(-int(minimum) // _MIB)}MiB or make the batch smaller"
-        + _describe_kernels(request)
+        + _describe_kernels(request),
+        activations_nbytes=live[peak_tick],
     )
 
 

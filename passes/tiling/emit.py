@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from zinf_compile.passes.fx_edit import node_name
@@ -63,8 +62,10 @@ class Emitter:
 
 def _fake_result(node: fx.Node, example: fx.Node) -> Any:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
-    mode = detect_fake_mode([*pytree.tree_leaves((args, kwargs)), value_of(example)]) or FakeTensorMode()
-    with mode:
+    # Not torch's own search: under Dynamo that finds the mode of the backend, and these values have that of the capture.
+    leaves = pytree.tree_leaves((args, kwargs, value_of(example)))
+    modes = (leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
+    with next(modes, None) or FakeTensorMode():
         if callable(node.target):
             return node.target(*args, **kwargs)
         return getattr(args[0], node.target)(*args[1:], **kwargs)

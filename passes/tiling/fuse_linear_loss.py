@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from zinf_compile.linear_loss import linear_cross_entropy
 from zinf_compile.ops import sums_dtype
+from zinf_compile.passes.contract import Pass, TileInputs
 from zinf_compile.passes.tiling.calls import arguments_of, value_of
 from zinf_compile.passes.tiling.emit import Emitter
 from zinf_compile.passes.tiling.order import may_run_later
@@ -127,3 +128,12 @@ def _fits(found: LinearLoss) -> bool:
         return False  # autocast computes the logits in another dtype
     casts = {value_of(node).dtype for node in found.between} - {logits.dtype}
     return casts <= {sums_dtype(logits.dtype)}
+
+
+def _run(graph_module: fx.GraphModule, inputs: TileInputs) -> None:
+    if inputs.fuses_losses:
+        for found in list(find_linear_losses(graph_module.graph)):
+            fuse_linear_loss(found)
+
+
+FUSE_LINEAR_LOSSES: Pass[TileInputs] = Pass(name="fuse_linear_losses", run=_run)

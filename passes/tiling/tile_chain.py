@@ -14,7 +14,7 @@ its last call is wide: it may be tagged, so that backward makes it again, a tile
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,22 +65,26 @@ class _Tile:
         return self.number == len(self.sizes) - 1
 
 
-def tile_node(node: fx.Node, tiling: Tiling, num_tiles: int) -> fx.Node:
-    """Replace a call by pieces of it, one after another; return the node that has its result."""
-    return tile_chain(Chain(links=(Link(node=node, tiling=tiling),)), num_tiles)
+def tile_node(node: fx.Node, tiling: Tiling, tiles: int | Sequence[int]) -> fx.Node:
+    """Replace a call by pieces of it, one after another; return the node that has its result.
+
+    ``tiles`` is how many, or how many indices of the axis each has.
+    """
+    return tile_chain(Chain(links=(Link(node=node, tiling=tiling),)), tiles)
 
 
-def tile_chain(chain: Chain, num_tiles: int, *, recompute: bool = False) -> fx.Node:
+def tile_chain(chain: Chain, tiles: int | Sequence[int], *, recompute: bool = False) -> fx.Node:
     """Replace a chain by pieces of it, each through the whole chain; return the node that has its result.
 
-    With ``recompute`` torch's partitioner is told that backward makes again what lies between.
+    ``tiles`` is how many, or how many indices of the axis each has. With ``recompute`` torch's partitioner is told that
+    backward makes again what lies between.
     """
     last = chain.result
     emitter = Emitter(last.node)
-    sizes = last.tiling.tile_sizes(num_tiles)
+    sizes = last.tiling.tile_sizes(tiles) if isinstance(tiles, int) else tuple(tiles)
     whole: fx.Node | None = None
     pieces: list[fx.Node] = []
-    for number in range(num_tiles):
+    for number in range(len(sizes)):
         tile = _Tile(number=number, sizes=sizes)
         made: dict[fx.Node, fx.Node] = {}
         for link in chain.links:

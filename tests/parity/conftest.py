@@ -32,6 +32,7 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 _STAGING = 512 * 2**10  # the least a streamed AdamW step needs, with a margin for a separate compute copy
 _PLENTY = 64 * 2**20
+_EVERY_BIT = {"tiles": False}  # within so little memory a loss would be fused with its layer
 NEEDS = re.compile(r"needs (\d+(?:\.\d+)? \w+)")
 
 
@@ -192,12 +193,13 @@ class Parity:
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         if placement == "nvme":
             tiers = {"host_memory": _STAGING, "nvme": self._folder}
-            return {"device_memory": self.smallest_device_memory(workload, tiers, **mode), **tiers}
+            return {"device_memory": self.smallest_device_memory(workload, tiers, **mode), **tiers, **_EVERY_BIT}
         device = self.smallest_device_memory(workload, **mode)
         if placement == "host":
-            return {"device_memory": device, "host_memory": _STAGING + _PLENTY}
+            return {"device_memory": device, "host_memory": _STAGING + _PLENTY, **_EVERY_BIT}
         assert placement == "mixed"
         return {
+            **_EVERY_BIT,
             "device_memory": device + nbytes // 4,
             "host_memory": _STAGING + nbytes // 2,
             "nvme": self._folder,
@@ -218,7 +220,7 @@ class Parity:
         """
         key = ("device_memory", workload, tiers is None, captured, loss, *sorted(options.items()))
         if key not in self._cache:
-            host = tiers or {"host_memory": _STAGING + _PLENTY}
+            host = {**(tiers or {"host_memory": _STAGING + _PLENTY}), **_EVERY_BIT}
             model, batches = workload()
             with pytest.raises(CapacityError) as refused:
                 zinf_compile.optimize(model, device_memory=0, **host)

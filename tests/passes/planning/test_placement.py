@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import UseFact
+from zinf_compile.passes.planning.budgets import check_budgets
 from zinf_compile.passes.planning.placement import (
     MIN_STAGING,
     RESIDENT_THRESHOLD,
-    check_budgets,
     place_narrowed,
     place_thawed,
     plan_placement,
@@ -22,6 +22,7 @@ from zinf_compile.passes.planning.placement import (
 from zinf_compile.passes.planning.planner import Request
 from zinf_compile.plans import Placement
 from zinf_compile.terms import Tier
+from zinf_compile.tiles import TiledParameters, cut_rows, join_placements
 
 Function = Callable[..., Any]
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -183,9 +184,16 @@ def test_a_disk_that_is_too_small_is_named(parameter: Function) -> None:
 
 def test_the_device_must_hold_the_largest_parameter_and_its_gradient(parameter: Function) -> None:
     parameters = [parameter("a.weight", ELEMENTS), parameter("b.weight", ELEMENTS - 1)]
-    config = make_config(2**19, 2**26)
-    with pytest.raises(CapacityError, match=r"largest parameter .* needs 784.0 KiB .*; largest: a.weight 390.6 KiB"):
-        check_budgets(parameters, plan_placement(parameters, config), config)
+    tiled = make_config(2**19, 2**26)
+    placements = plan_placement(parameters, tiled)
+    for whole in (replace(tiled, tiles=None), replace(tiled, capture=False)):
+        with pytest.raises(
+            CapacityError, match=r"largest parameter .* needs 784.0 KiB .*; largest: a.weight 390.6 KiB"
+        ):
+            check_budgets(parameters, placements, whole)
+    check_budgets(parameters, placements, tiled)
+    with pytest.raises(CapacityError, match=r"largest parameter, or tile of one, .* needs 128.0 KiB"):
+        check_budgets(parameters, placements, replace(tiled, device_memory=2**17 - 1))
 
 
 def test_moving_to_nvme_needs_staging(parameter: Function) -> None:
@@ -195,3 +203,23 @@ def test_moving_to_nvme_needs_staging(parameter: Function) -> None:
         check_budgets(frozen, plan_placement(frozen, config), config)
     enough = replace(config, host_memory=2 * MIN_STAGING)
     check_budgets(frozen, plan_placement(frozen, enough), enough)
+
+
+@given(
+    host=st.integers(0, 40).map(lambda share: share * NBYTES // 4),
+    resident=st.none() | st.integers(0, 12).map(lambda share: share * NBYTES // 4),
+    num_tiles=st.integers(2, 5),
+)
+@settings(deadline=None, max_examples=60)
+def test_tiles_have_the_homes_of_their_parameter(
+    parameter: Function, host: int, resident: int | None, num_tiles: int
+) -> None:
+    facts = [parameter(f"{name}.weight", ELEMENTS) for name in "abc"]
+    tiled = TiledParameters({"b.weight": cut_rows(100, num_tiles)})
+    uses = [use_of("a.weight", 2), use_of("b.weight", 2), use_of("c.weight", 3)]
+    cut_uses = [uses[0], *(use_of(f"b.weight.tile_{number}", 2) for number in range(num_tiles)), uses[2]]
+    config = make_config(2**30, host)
+    whole = plan_placement(facts, config, resident_nbytes=resident, uses=uses)
+    cut = plan_placement(tiled.cut_facts(facts), config, resident_nbytes=resident, uses=cut_uses)
+    assert len(cut) == 2 + num_tiles
+    assert join_placements(cut) == whole

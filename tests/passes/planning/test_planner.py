@@ -15,8 +15,9 @@ from zinf_compile.config import Config, parse_size
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import ValueFact
 from zinf_compile.hardware import Hardware, OpKind, OpRate, Rate, make_route
+from zinf_compile.passes.planning.budgets import check_budgets
 from zinf_compile.passes.planning.costs import op_seconds, plan_spans
-from zinf_compile.passes.planning.placement import check_budgets, plan_placement
+from zinf_compile.passes.planning.placement import plan_placement
 from zinf_compile.passes.planning.planner import NEGLIGIBLE_STALLS, Request, make_plan, minimum_device_memory
 from zinf_compile.passes.planning.remake import with_open_forwards
 from zinf_compile.passes.planning.search import EQUALLY_FAST, search_plan
@@ -224,12 +225,12 @@ def test_the_homes_of_other_graphs_are_kept_where_they_fit(parameter: Function, 
     assert make_plan(moved).placements == tight.placements  # they do not fit: parameters move
 
 
-def test_a_fixed_look_ahead_is_kept(parameter: Function, graph: Function) -> None:
+def test_a_look_ahead_that_is_given_is_a_limit(parameter: Function, graph: Function) -> None:
     parameters = tuple(parameter(f"layers.{index}.weight", 100_000) for index in range(6))
     facts = graph({item.name: [index + 1] for index, item in enumerate(parameters)}, num_forward_ticks=8, num_ticks=8)
     for prefetch in (0, 500_000, 900_000):
         plan = make_plan(_make_request(parameters, facts, device_memory=2 * MIB, prefetch_memory=prefetch))
-        assert plan.prefetch_nbytes == prefetch
+        assert plan.prefetch_nbytes in (0, prefetch)
         assert _most_ahead(plan) <= prefetch
 
 

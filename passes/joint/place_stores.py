@@ -1,7 +1,7 @@
-"""Store a gradient only after the last op that reads its parameter, in the backward graph that the partitioner made.
+"""Store each gradient as soon as it may be, in the backward graph that the partitioner made: it takes memory until then.
 
 A parameter may be updated as soon as its gradient is stored (``step_in_backward``); whatever is still to be computed from
-its old value has to come before. Autograd orders it so for a parameter that is used once. Emitted::
+its old value has to come before. Emitted::
 
     grad = aten.mm(...)
     ...                                  ops that read zinf.gather(.., param)
@@ -26,12 +26,12 @@ def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
             for reader in (node, *(user for user in node.users if user.op != "output")):
                 if param not in last_reads or position[reader] > position[last_reads[param]]:
                     last_reads[param] = reader
-    for store in graph.find_nodes(op="call_function", target=STORE_GRAD):
-        last_read = last_reads.get(store.args[1])
-        if last_read is not None and position[last_read] > position[store]:
-            last_read.append(store)
+    for store in reversed(graph.find_nodes(op="call_function", target=STORE_GRAD)):
+        grad, param, *_ = store.args
+        assert isinstance(grad, fx.Node)
+        before = max(grad, last_reads.get(param, grad), key=position.__getitem__)
+        if before.op != "placeholder":
+            before.append(store)
 
 
-STORE_GRADIENTS_LAST: Pass[JointInputs] = Pass(
-    name="store_gradients_last", run=_run, establishes=frozenset({STORED_LAST})
-)
+PLACE_STORES: Pass[JointInputs] = Pass(name="place_stores", run=_run, establishes=frozenset({STORED_LAST}))

@@ -1,4 +1,4 @@
-"""STORE_GRADIENTS_LAST: nothing reads a parameter once its gradient is stored."""
+"""PLACE_STORES: nothing reads a parameter once its gradient is stored."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from zinf_compile.errors import VerifyError
 from zinf_compile.passes.contract import JointInputs, run_pipeline
 from zinf_compile.passes.fx_edit import dump_graph
-from zinf_compile.passes.joint.store_gradients_last import STORE_GRADIENTS_LAST
+from zinf_compile.passes.joint.place_stores import PLACE_STORES
 from zinf_compile.passes.properties import STORED_LAST
 from zinf_compile.terms import ActivationPolicy
 
@@ -18,7 +18,7 @@ Function = Callable[..., object]
 
 
 def _run(graph_module: fx.GraphModule) -> str:
-    run_pipeline(graph_module, [STORE_GRADIENTS_LAST], JointInputs(policy=ActivationPolicy.SAVE))
+    run_pipeline(graph_module, [PLACE_STORES], JointInputs(policy=ActivationPolicy.SAVE))
     return dump_graph(graph_module.graph)
 
 

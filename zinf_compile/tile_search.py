@@ -1,0 +1,268 @@
+"""Which parameters of a captured graph to tile, and into how many: none if it fits without, else as few tiles as will do."""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from zinf_compile.config import LEAST_TILE, Config
+from zinf_compile.errors import ConfigError, DeviceCapacityError, UnsupportedError
+from zinf_compile.passes.contract import TileHandle, TileInputs
+from zinf_compile.passes.fx_edit import copy_graph_module
+from zinf_compile.passes.pipeline import tile_graph
+from zinf_compile.passes.tiling.fuse_linear_loss import find_linear_losses
+from zinf_compile.passes.tiling.tile_chains import find_row_chains
+from zinf_compile.passes.tiling.tile_parameters import Tileable, find_tileable
+from zinf_compile.runtime.numbers import find_record
+from zinf_compile.runtime.slots import StoredParameter
+from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.tiles import rows_in_whole_sectors
+from zinf_compile.terms import format_bytes
+from zinf_compile.tiles import WHOLE, TiledParameters, TileRows, cut_rows
+
+Made = TypeVar("Made")
+_MOST_CHAIN_TILES = 64
+_FASTER = 0.995  # of a step: what is less is no reason for more tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledGraph:
+    """A torch-level graph that reads some parameters by tiles."""
+
+    graph_module: fx.GraphModule
+    tiled: TiledParameters
+    numbers: frozenset[int] = frozenset()  # of the tiles, as ops name them
+    note: str | None = None  # for a reader of the report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A parameter that a graph may read by tiles, which begin at a multiple of some rows."""
+
+    record: StoredParameter
+    nbytes: int  # that a gather of all of it moves at the most
+    multiple: int
+    found: Tileable
+
+    @property
+    def num_rows(self) -> int:
+        return self.found.shape[0]
+
+    @property
+    def most_tiles(self) -> int:
+        """Return into how many tiles it may be cut at the most; 1 if a reader needs all of it."""
+        return 1 if self.found.refused_by is not None else -(-self.num_rows // self.multiple)
+
+
+def fit_by_tiles(
+    graph_module: fx.GraphModule,
+    store: Store,
+    compile_tiled: Callable[[TiledGraph], Made],
+    predict_seconds: Callable[[TiledGraph], float],
+) -> Made:
+    """Return what ``compile_tiled`` makes of a graph that reads as few tiles as it takes to fit, which may be none.
+
+    Of two numbers of tiles that fit, one after the other, the one with the shorter step is taken. Both functions raise
+    DeviceCapacityError for a graph that does not fit. If none does, that of the last is raised, which is the smallest there
+    is, with what could not be tiled.
+    """
+    if store.config.tiles is None:
+        return compile_tiled(TiledGraph(graph_module=graph_module, tiled=WHOLE))
+    search = _Search(graph_module, store)
+    choices = search.finer_and_finer()
+    try:
+        return compile_tiled(search.apply(next(choices)))
+    except DeviceCapacityError as error:
+        search.refused = error
+    fitting: tuple[float, TiledGraph] | None = None
+    for choice in choices:
+        tiled = search.apply(choice)
+        try:
+            seconds = predict_seconds(tiled)
+        except DeviceCapacityError as error:
+            search.refused = error
+            continue
+        if fitting is not None:
+            return compile_tiled(tiled if seconds < _FASTER * fitting[0] else fitting[1])
+        fitting = seconds, tiled
+    if fitting is not None:
+        return compile_tiled(fitting[1])
+    if (reason := search.describe_largest()) is not None:
+        search.refused.add_note(f"zinf_compile: {reason}")
+    raise search.refused
+
+
+def check_tiles(config: Config, parameters: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError if options ask for tiles of a parameter that is not there, or for more than it has rows."""
+    for name, count in config.tiles or ():
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"tiles={{{name!r}: {count}}} names no parameter of the model{hint}")
+        shape = tuple(parameters[name].shape)
+        if count > 1 and (len(shape) < 2 or count > shape[0]):
+            raise ConfigError(
+                f"tiles={{{name!r}: {count}}} asks for {count} tiles of its rows, and it has the shape {list(shape)}; a "
+                "parameter of two dimensions or more has as many tiles as rows at the most"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What a graph is tiled into: the tiles of each parameter, those of chains of layers, and whether losses are fused."""
+
+    num_tiles: Mapping[str, int]
+    chain_tiles: int = 1
+    fuses_losses: bool = False
+
+
+class _Search:
+    """The choices for one graph, from none to the finest there is. ``refused`` says why the last did not fit."""
+
+    def __init__(self, graph_module: fx.GraphModule, store: Store) -> None:
+        self._graph_module = graph_module
+        self._store = store
+        self._config = store.config
+        found = map(self._make_candidate, find_tileable(graph_module.graph))
+        self._candidates = {candidate.record.name: candidate for candidate in found}
+        self._has_loss = next(find_linear_losses(graph_module.graph), None) is not None
+        self._has_chains = next(find_row_chains(graph_module.graph), None) is not None
+        self.refused: DeviceCapacityError | None = None
+
+    def _make_candidate(self, found: Tileable) -> _Candidate:
+        record = find_record(found.param).whole
+        slots = {record.compute, record.master, *([record.gradient] if record.gradient is not None else [])}
+        itemsizes = [slot.tensor.dtype.itemsize for slot in slots]
+        multiple = 1 if self._store.engine is None else rows_in_whole_sectors(found.shape, itemsizes)
+        nbytes = self._store.facts[record.name].compute_nbytes
+        return _Candidate(record=record, nbytes=nbytes, multiple=multiple, found=found)
+
+    def finer_and_finer(self) -> Iterator[_Choice]:
+        """Give choices, each to be asked for when the one before did not fit: first what options ask for."""
+        choice = _Choice(num_tiles=self._asked_tiles())
+        yield choice
+        if self._has_loss:
+            choice = replace(choice, fuses_losses=True)
+            yield choice
+        fixed = dict(self._config.tiles or ())
+        free = {name: each for name, each in self._candidates.items() if name not in fixed and each.most_tiles > 1}
+        # A tile and a workspace as large are on the device at once: what is larger than half of it need not be tried.
+        largest = max((candidate.nbytes for candidate in free.values()), default=0)
+        nbytes = min(largest, self._config.device_memory) // 2
+        while True:
+            assert self.refused is not None
+            may_cut_chains = self._has_chains and choice.chain_tiles < _MOST_CHAIN_TILES
+            are_activations_large = self.refused.activations_nbytes > self._config.device_memory // 2
+            if may_cut_chains and (are_activations_large or nbytes < LEAST_TILE):
+                choice = replace(choice, chain_tiles=2 * choice.chain_tiles)
+                yield choice
+            elif nbytes >= LEAST_TILE:
+                counts = {name: max(choice.num_tiles[name], _num_tiles(each, nbytes)) for name, each in free.items()}
+                nbytes //= 2
+                finer = replace(choice, num_tiles={**choice.num_tiles, **counts})
+                if finer != choice:
+                    choice = finer
+                    yield choice
+            else:
+                return
+
+    def _asked_tiles(self) -> dict[str, int]:
+        """Return the tiles that options ask for. UnsupportedError for a parameter by name that some op reads whole."""
+        config, candidates = self._config, self._candidates
+        asked = dict.fromkeys(candidates, 1)
+        if config.tile_memory is not None:
+            asked = {name: _num_tiles(candidate, config.tile_memory) for name, candidate in candidates.items()}
+        for name, count in config.tiles or ():
+            if name not in candidates:
+                continue  # another graph reads it
+            candidate = candidates[name]
+            if count > candidate.most_tiles:
+                reason = (
+                    _describe_refusal(candidate)
+                    if candidate.most_tiles == 1
+                    else f"its {candidate.num_rows} rows are cut at multiples of {candidate.multiple}, whole sectors of the "
+                    f"file, into {candidate.most_tiles} tiles at the most"
+                )
+                raise UnsupportedError(f"tiles={{{name!r}: {count}}} cannot be: {reason}")
+            asked[name] = count
+        return asked
+
+    def apply(self, choice: _Choice) -> TiledGraph:
+        """Return the graph as a choice has it; the graph itself if it has no tiles."""
+        rows: dict[str, Sequence[TileRows]] = {}
+        handles: dict[int, list[TileHandle]] = {}
+        for name, count in choice.num_tiles.items():
+            if count > 1:
+                candidate = self._candidates[name]
+                record = candidate.record
+                rows[name] = tiles = cut_rows(candidate.num_rows, count, candidate.multiple)
+                handles[record.param] = [
+                    TileHandle(param=self._store.tile(record, number, each).param, num_rows=each.num_rows)
+                    for number, each in enumerate(tiles)
+                ]
+        inputs = TileInputs(tiles=handles, fuses_losses=choice.fuses_losses, chain_tiles=choice.chain_tiles)
+        if inputs == TileInputs():
+            return TiledGraph(graph_module=self._graph_module, tiled=WHOLE)
+        copied = copy_graph_module(self._graph_module)
+        tile_graph(copied, inputs)
+        return TiledGraph(
+            graph_module=copied,
+            tiled=TiledParameters(rows),
+            numbers=frozenset(handle.param for tiles in handles.values() for handle in tiles),
+            note=_describe_choice(choice),
+        )
+
+    def describe_largest(self) -> str | None:
+        """Return why the largest parameter cannot be tiled; None if it can, or is small."""
+        largest = max(self._candidates.values(), key=lambda candidate: candidate.nbytes, default=None)
+        if largest is None or largest.most_tiles > 1 or largest.nbytes <= LEAST_TILE:
+            return None
+        return _describe_refusal(largest)
+
+
+def _num_tiles(candidate: _Candidate, tile_nbytes: int) -> int:
+    return min(candidate.most_tiles, max(1, -(-candidate.nbytes // tile_nbytes)))
+
+
+def _describe_choice(choice: _Choice) -> str:
+    """Return a sentence for a reader of the report."""
+    told = [f"{name} is gathered in {count} tiles" for name, count in choice.num_tiles.items() if count > 1]
+    if choice.chain_tiles > 1:
+        told.append(f"layers that follow each other compute {choice.chain_tiles} tiles of rows, one after another")
+    if choice.fuses_losses:
+        told.append("the loss is fused with its linear layer, whose logits never exist whole")
+    return f"to fit the device, or as asked for, {'; '.join(told)}: results are the same to rounding"
+
+
+def _describe_refusal(candidate: _Candidate) -> str:
+    """Return why a parameter cannot be tiled, with the line of the user's that reads it whole."""
+    record, reader = candidate.record, candidate.found.refused_by
+    size = format_bytes(candidate.nbytes)
+    if reader is None:
+        return (
+            f"'{record.name}' ({size}) cannot be tiled: only {candidate.multiple} of its rows are whole sectors of the "
+            f"file, and it has {candidate.num_rows}"
+        )
+    return f"'{record.name}' ({size}) cannot be tiled: {_describe_op(reader)} reads all of it{_where(reader)}"
+
+
+def _describe_op(node: fx.Node) -> str:
+    return (
+        node.target
+        if isinstance(node.target, str)
+        else torch.typename(node.target)
+        if callable(node.target)
+        else node.op
+    )
+
+
+def _where(node: fx.Node) -> str:
+    """Return the user's line behind a node, as `` at file.py:12``; nothing if it is not known."""
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return ""
+    file, number, *_ = lines[-1].removeprefix("File ").split(", ")
+    return f" at {file.strip(chr(34))}:{number.removeprefix('line ')}"
