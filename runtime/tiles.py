@@ -3,7 +3,6 @@
 A tile has a number of its own, under which ops find it, and no home of its own: its bytes are a part of its parameter's.
 """
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zinf_compile.runtime.nvme.engine import whole_sectors
 from zinf_compile.runtime.slots import Slot, StoredParameter
 from zinf_compile.terms import Tier
 
@@ -89,15 +87,3 @@ class StoredTile:
     def rows_of(self, slot: Slot) -> SlotRows:
         """Return its rows of a slot of its parameter."""
         return SlotRows(whole=slot, first_row=self.first_row, num_rows=self.num_rows)
-
-
-def rows_in_whole_sectors(shape: Sequence[int], itemsizes: Sequence[int]) -> int:
-    """Return the least number of rows that are whole sectors of the file in each of these item sizes."""
-    row = 1
-    for size in shape[1:]:
-        row *= size
-    rows = 1
-    for itemsize in itemsizes:
-        while rows * row * itemsize % whole_sectors(1):
-            rows *= 2
-    return rows

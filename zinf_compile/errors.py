@@ -20,9 +20,10 @@ class CapacityError(ZinfError, MemoryError):
 class DeviceCapacityError(CapacityError):
     """One captured graph does not fit the device, however its parameters and activations are placed."""
 
-    def __init__(self, message: str, *, activations_nbytes: int) -> None:
-        """``activations_nbytes`` is what its activations alone take at their peak."""
+    def __init__(self, message: str, *, needed_nbytes: int, activations_nbytes: int) -> None:
+        """``needed_nbytes`` is the smallest budget that works, ``activations_nbytes`` the peak of activations alone."""
         super().__init__(message)
+        self.needed_nbytes = needed_nbytes
         self.activations_nbytes = activations_nbytes
 
 

@@ -19,6 +19,7 @@ from zinf_compile.errors import ConfigError, UnsupportedError
 from zinf_compile.facts import ParameterFact, at_sizes
 from zinf_compile.hardware import Hardware, TierSize
 from zinf_compile.hardware_io import load_hardware
+from zinf_compile.offline_tiles import OfflineTiles
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.offline.deep import trace_deep
 from zinf_compile.passes.offline.optimizer_state import StateSizes
@@ -33,6 +34,8 @@ from zinf_compile.runtime.shadow import check_supported
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Tier, format_bytes
 from zinf_compile.this_machine import look_at_machine
+from zinf_compile.tile_search import check_tiles
+from zinf_compile.tiles import join_placements
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -77,7 +80,8 @@ def plan(
         world: how many ranks train the model together, one on each device of as many nodes as they fill. Inputs and
             budgets are of one rank, which keeps its shard of parameters, gradients and optimizer state (ZeRO-3). Planning
             only: nothing runs on several ranks yet.
-        compute_dtype, reserve_memory, prefetch_memory, recompute, overlap_step, step_in_backward: as in ``optimize``.
+        compute_dtype, reserve_memory, prefetch_memory, tile_memory, tiles, recompute, overlap_step, step_in_backward: as in
+            ``optimize``.
 
     A model that is captured as several graphs has the plan of the one whose backward gives the most gradients; the plan's
     notes say what the others need.
@@ -94,26 +98,42 @@ def plan(
     name = type(model).__name__
     called = replace(_make_inputs(inputs), loss=loss)
     policies = allowed_policies(config.recompute if train else False)
-    trace = trace_deep(
-        model, called, name=name, compute_dtype=config.compute_dtype, policies=policies, train=train, dynamic=dynamic
-    )
-    _check_result(trace, name, train=train, has_loss=loss is not None)
     parameters = _parameter_facts(model, config, optimizer if train else None)
+    named = dict(model.named_parameters())
+    check_tiles(config, named)
+    tiles = OfflineTiles(
+        config, {fact.name: fact for fact in parameters}, {name: each.shape for name, each in named.items()}
+    )
 
     def request(graph: TracedGraph, placements: tuple[Placement, ...] | None) -> Request:
+        tiled = tiles.tiled_in(graph)
         return Request(
             name=graph.candidates[0].name,
             candidates=tuple(at_sizes(candidate) for candidate in graph.candidates),
             captured=graph.candidates,
-            parameters=parameters,
+            parameters=tiled.cut_facts(parameters),
             config=config,
             hardware=hardware,
             num_ranks=world,
-            placements=placements,
+            placements=None if placements is None else tiled.cut_placements(join_placements(placements)),
             kernel_cache_nbytes=kernel_cache,
         )
 
-    return _plan_all(trace, request)
+    def attempt() -> Plan:
+        trace = trace_deep(
+            model,
+            called,
+            name=name,
+            compute_dtype=config.compute_dtype,
+            policies=policies,
+            train=train,
+            dynamic=dynamic,
+            tile=tiles.apply,
+        )
+        _check_result(trace, name, train=train, has_loss=loss is not None)
+        return _plan_all(replace(trace, notes=(*trace.notes, *tiles.notes)), request)
+
+    return tiles.fit(attempt)
 
 
 def _find_hardware(

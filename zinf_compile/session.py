@@ -33,6 +33,7 @@ from zinf_compile.runtime.slots import StoredParameter, torch_dtype
 from zinf_compile.runtime.step_hooks import install_step_hooks
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.thawing import thaw_parameter
+from zinf_compile.runtime.tile_catalog import StoreCatalog
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import Phase, Tier, format_bytes
 from zinf_compile.tile_search import TiledGraph, check_tiles, fit_by_tiles
@@ -179,7 +180,10 @@ class Session:
             with self.store.staging.uncounted():
                 self.hardware = find_measured(self.config.nvme, dtypes) or measure_hardware(self.store, dtypes)
         program, compiled = fit_by_tiles(
-            graph_module, self.store, partial(self._compile_tiled, inputs), partial(self._predict_tiled, inputs)
+            graph_module,
+            StoreCatalog(self.store),
+            partial(self._compile_tiled, inputs),
+            partial(self._predict_tiled, inputs),
         )
         self.programs.append(program)
         self.store.ram.begin_again(after_capture=True)

@@ -3,29 +3,31 @@
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from zinf_compile.config import LEAST_TILE, Config
 from zinf_compile.errors import ConfigError, DeviceCapacityError, UnsupportedError
+from zinf_compile.facts import ParameterFact
 from zinf_compile.passes.contract import TileHandle, TileInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import tile_graph
 from zinf_compile.passes.tiling.fuse_linear_loss import find_linear_losses
 from zinf_compile.passes.tiling.tile_chains import find_row_chains
 from zinf_compile.passes.tiling.tile_parameters import Tileable, find_tileable
-from zinf_compile.runtime.numbers import find_record
-from zinf_compile.runtime.slots import StoredParameter
-from zinf_compile.runtime.store import Store
-from zinf_compile.runtime.tiles import rows_in_whole_sectors
 from zinf_compile.terms import format_bytes
-from zinf_compile.tiles import WHOLE, TiledParameters, TileRows, cut_rows
+from zinf_compile.tiles import WHOLE, TiledParameters, TileRows, cut_rows, rows_in_whole_sectors
 
 Made = TypeVar("Made")
 _MOST_CHAIN_TILES = 64
-_FASTER = 0.995  # of a step: what is less is no reason for more tiles
+_COPIES = (
+    5  # of a parameter on the device at once: it, a kernel's own, its gradient, one more on its way to a sum, its cast
+)
+_HELPED = 0.95  # of what was needed before: finer tiles that leave more are the last of their kind
+FASTER = 0.995  # of a step: what is less is no reason for more tiles
+MANY_TILES = 128  # in a graph: to plan for more of them takes longer than it may win
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +40,24 @@ class TiledGraph:
     note: str | None = None  # for a reader of the report
 
 
+class Catalog(Protocol):
+    """What a search knows of the parameters that a graph names by numbers."""
+
+    config: Config
+
+    def fact_of(self, param: int) -> ParameterFact | None:
+        """Return the fact of a parameter; None for one that must stay whole."""
+
+    def number_of(self, param: int, number: int, rows: TileRows) -> int:
+        """Return the number under which ops find a tile of a parameter."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     """A parameter that a graph may read by tiles, which begin at a multiple of some rows."""
 
-    record: StoredParameter
-    nbytes: int  # that a gather of all of it moves at the most
+    name: str
+    nbytes: int  # of the compute copy
     multiple: int
     found: Tileable
 
@@ -59,7 +73,7 @@ class _Candidate:
 
 def fit_by_tiles(
     graph_module: fx.GraphModule,
-    store: Store,
+    catalog: Catalog,
     compile_tiled: Callable[[TiledGraph], Made],
     predict_seconds: Callable[[TiledGraph], float],
 ) -> Made:
@@ -69,9 +83,7 @@ def fit_by_tiles(
     DeviceCapacityError for a graph that does not fit. If none does, that of the last is raised, which is the smallest there
     is, with what could not be tiled.
     """
-    if store.config.tiles is None:
-        return compile_tiled(TiledGraph(graph_module=graph_module, tiled=WHOLE))
-    search = _Search(graph_module, store)
+    search = TileSearch(graph_module, catalog)
     choices = search.finer_and_finer()
     try:
         return compile_tiled(search.apply(next(choices)))
@@ -86,13 +98,13 @@ def fit_by_tiles(
             search.refused = error
             continue
         if fitting is not None:
-            return compile_tiled(tiled if seconds < _FASTER * fitting[0] else fitting[1])
+            return compile_tiled(tiled if seconds < FASTER * fitting[0] else fitting[1])
         fitting = seconds, tiled
+        if len(tiled.numbers) > MANY_TILES:
+            break
     if fitting is not None:
         return compile_tiled(fitting[1])
-    if (reason := search.describe_largest()) is not None:
-        search.refused.add_note(f"zinf_compile: {reason}")
-    raise search.refused
+    raise search.finest_refused()
 
 
 def check_tiles(config: Config, parameters: Mapping[str, Tensor]) -> None:
@@ -111,7 +123,7 @@ def check_tiles(config: Config, parameters: Mapping[str, Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
+class Choice:
     """What a graph is tiled into: the tiles of each parameter, those of chains of layers, and whether losses are fused."""
 
     num_tiles: Mapping[str, int]
@@ -119,31 +131,34 @@ class _Choice:
     fuses_losses: bool = False
 
 
-class _Search:
+class TileSearch:
     """The choices for one graph, from none to the finest there is. ``refused`` says why the last did not fit."""
 
-    def __init__(self, graph_module: fx.GraphModule, store: Store) -> None:
+    def __init__(self, graph_module: fx.GraphModule, catalog: Catalog) -> None:
         self._graph_module = graph_module
-        self._store = store
-        self._config = store.config
+        self._catalog = catalog
+        self._config = catalog.config
         found = map(self._make_candidate, find_tileable(graph_module.graph))
-        self._candidates = {candidate.record.name: candidate for candidate in found}
+        self._candidates = {candidate.name: candidate for candidate in found if candidate is not None}
         self._has_loss = next(find_linear_losses(graph_module.graph), None) is not None
         self._has_chains = next(find_row_chains(graph_module.graph), None) is not None
         self.refused: DeviceCapacityError | None = None
 
-    def _make_candidate(self, found: Tileable) -> _Candidate:
-        record = find_record(found.param).whole
-        slots = {record.compute, record.master, *([record.gradient] if record.gradient is not None else [])}
-        itemsizes = [slot.tensor.dtype.itemsize for slot in slots]
-        multiple = 1 if self._store.engine is None else rows_in_whole_sectors(found.shape, itemsizes)
-        nbytes = self._store.facts[record.name].compute_nbytes
-        return _Candidate(record=record, nbytes=nbytes, multiple=multiple, found=found)
+    def _make_candidate(self, found: Tileable) -> _Candidate | None:
+        fact = self._catalog.fact_of(found.param)
+        if fact is None:
+            return None
+        sizes = {fact.compute_nbytes, fact.master_nbytes, fact.gradient_nbytes} - {0}
+        has_file = self._config.nvme is not None
+        multiple = rows_in_whole_sectors(found.shape, [size // fact.num_elements for size in sizes]) if has_file else 1
+        return _Candidate(name=fact.name, nbytes=fact.compute_nbytes, multiple=multiple, found=found)
 
-    def finer_and_finer(self) -> Iterator[_Choice]:
+    def finer_and_finer(self) -> Iterator[Choice]:
         """Give choices, each to be asked for when the one before did not fit: first what options ask for."""
-        choice = _Choice(num_tiles=self._asked_tiles())
+        choice = Choice(num_tiles=self._asked_tiles())
         yield choice
+        if self._config.tiles is None:
+            return
         if self._has_loss:
             choice = replace(choice, fuses_losses=True)
             yield choice
@@ -152,22 +167,33 @@ class _Search:
         # A tile and a workspace as large are on the device at once: what is larger than half of it need not be tried.
         largest = max((candidate.nbytes for candidate in free.values()), default=0)
         nbytes = min(largest, self._config.device_memory) // 2
-        while True:
+        useful = {"parameters", *(["chains"] if self._has_chains else [])}  # what finer tiles of have helped so far
+        while useful:
             assert self.refused is not None
-            may_cut_chains = self._has_chains and choice.chain_tiles < _MOST_CHAIN_TILES
-            are_activations_large = self.refused.activations_nbytes > self._config.device_memory // 2
-            if may_cut_chains and (are_activations_large or nbytes < LEAST_TILE):
-                choice = replace(choice, chain_tiles=2 * choice.chain_tiles)
-                yield choice
-            elif nbytes >= LEAST_TILE:
-                counts = {name: max(choice.num_tiles[name], _num_tiles(each, nbytes)) for name, each in free.items()}
-                nbytes //= 2
-                finer = replace(choice, num_tiles={**choice.num_tiles, **counts})
-                if finer != choice:
-                    choice = finer
-                    yield choice
+            refused, piece = self.refused, self._largest_piece(choice, free)
+            # What is counted as activations has the gradient of a weight in it, and may have one more on its way to a sum.
+            wide = refused.activations_nbytes - 2 * piece
+            others = refused.needed_nbytes - _COPIES * piece - (max(0, wide) if "chains" in useful else 0)
+            if others > self._config.device_memory:
+                return  # without any of what tiles make smaller it would not fit
+            is_chain = "chains" in useful and (wide > self._config.device_memory // 2 or "parameters" not in useful)
+            if is_chain:
+                finer = replace(choice, chain_tiles=2 * choice.chain_tiles)
             else:
-                return
+                counts = {name: max(choice.num_tiles[name], _num_tiles(each, nbytes)) for name, each in free.items()}
+                finer = replace(choice, num_tiles={**choice.num_tiles, **counts})
+                nbytes //= 2
+            if finer == choice or finer.chain_tiles > _MOST_CHAIN_TILES or nbytes < LEAST_TILE // 2:
+                useful.discard("chains" if is_chain else "parameters")
+                continue
+            choice = finer
+            yield choice
+            if self.refused is not refused and self.refused.needed_nbytes > _HELPED * refused.needed_nbytes:
+                useful.discard("chains" if is_chain else "parameters")
+
+    def _largest_piece(self, choice: Choice, free: Mapping[str, _Candidate]) -> int:
+        """Return the most bytes of a parameter that may be cut finer, or of a tile of one, that a choice gathers at once."""
+        return max((each.nbytes // choice.num_tiles[name] for name, each in free.items()), default=0)
 
     def _asked_tiles(self) -> dict[str, int]:
         """Return the tiles that options ask for. UnsupportedError for a parameter by name that some op reads whole."""
@@ -190,17 +216,17 @@ class _Search:
             asked[name] = count
         return asked
 
-    def apply(self, choice: _Choice) -> TiledGraph:
+    def apply(self, choice: Choice) -> TiledGraph:
         """Return the graph as a choice has it; the graph itself if it has no tiles."""
         rows: dict[str, Sequence[TileRows]] = {}
         handles: dict[int, list[TileHandle]] = {}
         for name, count in choice.num_tiles.items():
             if count > 1:
                 candidate = self._candidates[name]
-                record = candidate.record
+                param = candidate.found.param
                 rows[name] = tiles = cut_rows(candidate.num_rows, count, candidate.multiple)
-                handles[record.param] = [
-                    TileHandle(param=self._store.tile(record, number, each).param, num_rows=each.num_rows)
+                handles[param] = [
+                    TileHandle(param=self._catalog.number_of(param, number, each), num_rows=each.num_rows)
                     for number, each in enumerate(tiles)
                 ]
         inputs = TileInputs(tiles=handles, fuses_losses=choice.fuses_losses, chain_tiles=choice.chain_tiles)
@@ -215,19 +241,20 @@ class _Search:
             note=_describe_choice(choice),
         )
 
-    def describe_largest(self) -> str | None:
-        """Return why the largest parameter cannot be tiled; None if it can, or is small."""
+    def finest_refused(self) -> DeviceCapacityError:
+        """Return why the finest choice did not fit, with why the largest parameter cannot be tiled if that is so."""
+        assert self.refused is not None
         largest = max(self._candidates.values(), key=lambda candidate: candidate.nbytes, default=None)
-        if largest is None or largest.most_tiles > 1 or largest.nbytes <= LEAST_TILE:
-            return None
-        return _describe_refusal(largest)
+        if largest is not None and largest.most_tiles == 1 and largest.nbytes > LEAST_TILE:
+            self.refused.add_note(f"zinf_compile: {_describe_refusal(largest)}")
+        return self.refused
 
 
 def _num_tiles(candidate: _Candidate, tile_nbytes: int) -> int:
     return min(candidate.most_tiles, max(1, -(-candidate.nbytes // tile_nbytes)))
 
 
-def _describe_choice(choice: _Choice) -> str:
+def _describe_choice(choice: Choice) -> str:
     """Return a sentence for a reader of the report."""
     told = [f"{name} is gathered in {count} tiles" for name, count in choice.num_tiles.items() if count > 1]
     if choice.chain_tiles > 1:
@@ -239,14 +266,14 @@ def _describe_choice(choice: _Choice) -> str:
 
 def _describe_refusal(candidate: _Candidate) -> str:
     """Return why a parameter cannot be tiled, with the line of the user's that reads it whole."""
-    record, reader = candidate.record, candidate.found.refused_by
+    reader = candidate.found.refused_by
     size = format_bytes(candidate.nbytes)
     if reader is None:
         return (
-            f"'{record.name}' ({size}) cannot be tiled: only {candidate.multiple} of its rows are whole sectors of the "
+            f"'{candidate.name}' ({size}) cannot be tiled: only {candidate.multiple} of its rows are whole sectors of the "
             f"file, and it has {candidate.num_rows}"
         )
-    return f"'{record.name}' ({size}) cannot be tiled: {_describe_op(reader)} reads all of it{_where(reader)}"
+    return f"'{candidate.name}' ({size}) cannot be tiled: {_describe_op(reader)} reads all of it{_where(reader)}"
 
 
 def _describe_op(node: fx.Node) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zinf_compile.facts import ParameterFact
-from zinf_compile.plans import Placement
+from zinf_compile.plans import SECTOR_NBYTES, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,18 @@ def cut_rows(total_rows: int, num_tiles: int, multiple: int = 1) -> tuple[TileRo
         TileRows(first_row=first, num_rows=min(size, total_rows - first), total_rows=total_rows)
         for first in range(0, total_rows, size)
     )
+
+
+def rows_in_whole_sectors(shape: Sequence[int], itemsizes: Sequence[int]) -> int:
+    """Return the least number of rows that are whole sectors of the file in each of these item sizes."""
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    rows = 1
+    for itemsize in itemsizes:
+        while rows * row * itemsize % SECTOR_NBYTES:
+            rows *= 2
+    return rows
 
 
 def tile_name(parameter: str, number: int) -> str:

@@ -13,7 +13,7 @@ from zinf_compile.facts import GraphFacts
 from zinf_compile.passes.analysis.repeats import NUM_TEMPLATES, NotRepeatedError, Run, expand_runs, without_names
 from zinf_compile.passes.offline.runs import find_runs, shorten_runs
 from zinf_compile.passes.offline.skeleton import make_skeleton
-from zinf_compile.passes.offline.trace import Inputs, Trace, TracedGraph, trace_model
+from zinf_compile.passes.offline.trace import Inputs, TileGraph, Trace, TracedGraph, leave_whole, trace_model
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy
 
@@ -38,8 +38,9 @@ def trace_deep(
     policies: Sequence[ActivationPolicy],
     train: bool,
     dynamic: bool,
+    tile: TileGraph = leave_whole,
 ) -> Trace:
-    """Return the graphs of one call of ``model``, which stays as it is.
+    """Return the graphs of one call of ``model``, which stays as it is, each as ``tile`` makes it.
 
     Runs of more than five alike blocks are captured with four of each, and once more with five: if expanding the facts of
     the first by a block gives those of the second, the whole model's are had the same way. Else the whole is captured. The
@@ -50,7 +51,9 @@ def trace_deep(
         fake_mode = FakeTensorMode()
         edit = functools.partial(shorten_runs, runs=runs, num_blocks=num_blocks)
         skeleton = make_skeleton(model, fake_mode, compute_dtype=compute_dtype, edit=edit)
-        return trace_model(skeleton, fake_mode, inputs, name=name, policies=policies, train=train, dynamic=dynamic)
+        return trace_model(
+            skeleton, fake_mode, inputs, name=name, policies=policies, train=train, dynamic=dynamic, tile=tile
+        )
 
     runs = find_runs(model, longer_than=NUM_TEMPLATES + 1)
     if not runs:

@@ -24,7 +24,7 @@ class Skeleton:
     """A model over fake tensors; ``param_names`` maps the ids in its gathers to names of parameters."""
 
     module: Module
-    param_names: Mapping[int, str]
+    param_names: dict[int, str]
 
 
 def make_skeleton(

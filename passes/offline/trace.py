@@ -35,6 +35,16 @@ _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException,
 _NUM_DYNAMIC_DIMS = 2  # of an input: batch and sequence
 
 
+# Returns a torch-level graph that reads some parameters by tiles, and the numbers of those. It is given the names of
+# parameters by their numbers, and adds those of tiles.
+TileGraph = Callable[[fx.GraphModule, dict[int, str]], tuple[fx.GraphModule, frozenset[int]]]
+
+
+def leave_whole(graph_module: fx.GraphModule, _: dict[int, str]) -> tuple[fx.GraphModule, frozenset[int]]:
+    """Return the graph as it is, without tiles."""
+    return graph_module, frozenset()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What a model is called with; ``loss`` is called with what it returns, if there is one."""
@@ -71,8 +81,9 @@ def trace_model(
     policies: Sequence[ActivationPolicy],
     train: bool,
     dynamic: bool,
+    tile: TileGraph = leave_whole,
 ) -> Trace:
-    """Return the graphs that one call of the skeleton is captured as.
+    """Return the graphs that one call of the skeleton is captured as, each as ``tile`` makes it.
 
     With ``dynamic``, the first two dimensions of every input are symbols. Raises UnsupportedError where nothing could be
     captured, since the model's shapes or branches depend on values, or it cannot be traced.
@@ -89,7 +100,8 @@ def trace_model(
     def backend(graph_module: fx.GraphModule, graph_inputs: Sequence[Tensor]) -> Callable[..., Any]:
         refuse_writes_to_parameters(graph_module)
         facts = _Facts(f"{name} graph {len(graphs)}", skeleton.param_names, policies)
-        compile_graph(graph_module, graph_inputs, facts)
+        tiled, tiles = tile(graph_module, skeleton.param_names)
+        compile_graph(tiled, graph_inputs, facts, added_at_home=tiles)
         graphs.append(TracedGraph(candidates=tuple(facts.candidates), ended_by=describe_break(graph_module)))
         return graph_module.forward  # on fake tensors, so that what comes after a graph break is captured too
 

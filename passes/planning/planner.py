@@ -130,6 +130,7 @@ def _capacity_error(request: Request) -> CapacityError:
         + ", ".join(f"{value.name} {format_bytes(value.nbytes)}" for value in largest)
         + f"; raise device_memory to {-(-int(minimum) // _MIB)}MiB or make the batch smaller"
         + _describe_kernels(request),
+        needed_nbytes=int(minimum),
         activations_nbytes=live[peak_tick],
     )
 

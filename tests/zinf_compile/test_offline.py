@@ -226,3 +226,45 @@ def test_an_optimized_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="was optimized already"):
         zinf_compile.plan(model, torch.randn(8, 64), hardware=HARDWARE)
     zinf_compile.close(model)
+
+
+class LanguageModel(torch.nn.Module):
+    def __init__(self, vocabulary: int, num_layers: int) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocabulary, 256)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(num_layers))
+        self.head = torch.nn.Linear(256, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def test_parameters_larger_than_the_device_are_planned_by_tiles() -> None:
+    """The embedding is 256 MiB; the blocks between are captured cut short, and have no tiles."""
+    with torch.device("meta"):
+        model = LanguageModel(2**18, 7)
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    made = zinf_compile.plan(model, tokens, hardware="laptop-16g", device_memory="128MiB")
+    assert made.tier(Tier.DEVICE).predicted_peak <= 128 * 2**20
+    tiled = [placement for placement in made.placements if placement.tile_of is not None]
+    assert {placement.tile_of for placement in tiled} == {"embed.weight", "head.weight"}
+    assert sum(placement.compute_nbytes for placement in tiled) == 2 * 2**28
+    assert any("embed.weight is gathered in" in note for note in made.notes)
+    with pytest.raises(CapacityError, match=r"needs .* on device"):
+        zinf_compile.plan(model, tokens, hardware="laptop-16g", device_memory="128MiB", tiles=False)
+
+
+def test_what_runs_by_tiles_is_planned_by_the_same_tiles(tmp_path: Path) -> None:
+    options = {"device_memory": "4MiB", "tile_memory": "1MiB"}
+    model, tokens = LanguageModel(4096, 7), torch.zeros(1, 64, dtype=torch.int64)
+    made = zinf_compile.plan(model, tokens, hardware="laptop-16g", **options)
+    zinf_compile.optimize(model, host_memory="96MiB", **options)
+    model(tokens)
+    (ran,) = zinf_compile.report(model).plans
+    zinf_compile.close(model)
+    sizes = [[(item.parameter, item.compute_nbytes) for item in plan.placements] for plan in (made, ran)]
+    assert sizes[0] == sizes[1]
+    assert sum(item.tile_of is not None for item in made.placements) >= 8

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_compile.facts import ParameterFact
-from zinf_compile.plans import Placement
+from zinf_compile.plans import SECTOR_NBYTES, Placement
 from zinf_compile.terms import Tier
-from zinf_compile.tiles import TiledParameters, cut_rows, join_placements, tile_name
+from zinf_compile.tiles import TiledParameters, cut_rows, join_placements, rows_in_whole_sectors, tile_name
 
 ROW_ELEMENTS = 48
 
@@ -77,3 +78,22 @@ def test_names_of_a_plan_lead_to_parameters() -> None:
     assert tiled.whole_name("head.weight.tile_1") == "head.weight"
     assert tiled.whole_name("head.weight.tile_2") == "head.weight.tile_2"  # there are two
     assert tiled.whole_name("head.bias") == "head.bias"
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsizes", "rows"),
+    [
+        ((512, 1024), [4], 1),
+        ((512, 1024), [2, 4], 2),
+        ((512, 32), [4], 32),
+        ((512, 33), [4], 1024),  # more than there are: it cannot be cut
+        ((64, 3, 3, 3), [8], 512),
+    ],
+)
+def test_tiles_begin_at_whole_sectors(shape: tuple[int, ...], itemsizes: list[int], rows: int) -> None:
+    assert rows_in_whole_sectors(shape, itemsizes) == rows
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    assert all(rows * row * itemsize % SECTOR_NBYTES == 0 for itemsize in itemsizes)
+    assert any(rows // 2 * row * itemsize % SECTOR_NBYTES for itemsize in itemsizes) or rows == 1

@@ -1,0 +1,105 @@
+"""Tiles of a model that is planned without a store: the same search as when it runs, a capture for each choice."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx
+
+from zinf_compile.config import Config
+from zinf_compile.errors import CapacityError, DeviceCapacityError
+from zinf_compile.facts import ParameterFact
+from zinf_compile.passes.offline.trace import TracedGraph
+from zinf_compile.plans import Plan
+from zinf_compile.simulate import simulate
+from zinf_compile.tile_search import FASTER, MANY_TILES, TileSearch
+from zinf_compile.tiles import TiledParameters, TileRows, cut_rows, rows_in_whole_sectors, tile_name
+
+_TILE = re.compile(r"(.*)\.tile_\d+")
+
+
+class OfflineTiles:
+    """Which tiles the graphs of a model have in the attempt that is being made: as few as what was refused so far allows."""
+
+    def __init__(self, config: Config, facts: Mapping[str, ParameterFact], shapes: Mapping[str, torch.Size]) -> None:
+        self._config, self._facts, self._shapes = config, facts, shapes
+        self._refusals: list[DeviceCapacityError] = []
+        self._num_finer = 0
+        self.notes: list[str] = []
+
+    def fit(self, attempt: Callable[[], Plan]) -> Plan:
+        """Return the plan of the first attempt that fits, or of the next finer one if its step is shorter.
+
+        Raises the CapacityError of the finest if none does.
+        """
+        while True:
+            try:
+                plan = attempt()
+                break
+            except DeviceCapacityError as error:
+                if error in self._refusals:  # there was nothing finer to try
+                    raise
+                self._refusals.append(error)
+        if not self._refusals or sum(placement.tile_of is not None for placement in plan.placements) > MANY_TILES:
+            return plan
+        self._num_finer = 1
+        try:
+            finer = attempt()
+        except CapacityError:
+            return plan
+        return finer if simulate(finer).step_seconds < FASTER * simulate(plan).step_seconds else plan
+
+    def apply(self, graph_module: fx.GraphModule, names: dict[int, str]) -> tuple[fx.GraphModule, frozenset[int]]:
+        """Return a graph with the tiles of this attempt, and their numbers, which get their names.
+
+        Raises the DeviceCapacityError of the last attempt if there are no finer ones.
+        """
+        search = TileSearch(graph_module, _Catalog(self._config, self._facts, self._shapes, names))
+        choices = search.finer_and_finer()
+        choice = next(choices)
+        for error in (*self._refusals, *(self._refusals[-1:] * self._num_finer)):
+            search.refused = error
+            found = next(choices, None)
+            if found is None:
+                raise search.finest_refused()
+            choice = found
+        tiled = search.apply(choice)
+        self.notes = [] if tiled.note is None else [tiled.note]
+        return tiled.graph_module, tiled.numbers
+
+    def tiled_in(self, graph: TracedGraph) -> TiledParameters:
+        """Return the tiles that a captured graph reads."""
+        matches = {found[0]: found[1] for use in graph.candidates[0].uses if (found := _TILE.fullmatch(use.parameter))}
+        counts = Counter(matches.values())
+        return TiledParameters({name: self._cut(name, count) for name, count in counts.items()})
+
+    def _cut(self, name: str, count: int) -> tuple[TileRows, ...]:
+        shape, fact = self._shapes[name], self._facts[name]
+        sizes = {fact.compute_nbytes, fact.master_nbytes, fact.gradient_nbytes} - {0}
+        itemsizes = [size // fact.num_elements for size in sizes]
+        return cut_rows(shape[0], count, rows_in_whole_sectors(shape, itemsizes) if self._config.nvme else 1)
+
+
+class _Catalog:
+    """The parameters of a skeleton, which may have fewer blocks than the model."""
+
+    def __init__(
+        self,
+        config: Config,
+        facts: Mapping[str, ParameterFact],
+        shapes: Mapping[str, torch.Size],
+        names: dict[int, str],
+    ) -> None:
+        self.config = config
+        self._facts, self._shapes, self._names = facts, shapes, names
+
+    def fact_of(self, param: int) -> ParameterFact | None:
+        """Return the fact of a parameter that a graph names; None for one that has another number in the model."""
+        return self._facts.get(self._names[param])
+
+    def number_of(self, param: int, number: int, rows: TileRows) -> int:
+        """Return a new number for a tile."""
+        tile = max(self._names) + 1
+        self._names[tile] = tile_name(self._names[param], number)
+        return tile
