@@ -31,7 +31,7 @@ class OfflineTiles:
     def fit(self, attempt: Callable[[], Plan]) -> Plan:
         """Return the plan of the first attempt that fits, or of the next finer one if its step is shorter.
 
-        Raises the CapacityError of the finest if none does.
+        Raises the CapacityError of the one that needs the least if none does.
         """
         while True:
             try:
@@ -53,7 +53,7 @@ class OfflineTiles:
     def apply(self, graph_module: fx.GraphModule, names: dict[int, str]) -> tuple[fx.GraphModule, frozenset[int]]:
         """Return a graph with the tiles of this attempt, and their numbers, which get their names.
 
-        Raises the DeviceCapacityError of the last attempt if there are no finer ones.
+        Raises the DeviceCapacityError of the attempt that needed the least if there are no finer ones.
         """
         search = TileSearch(graph_module, _Catalog(self._config, self._facts, self._shapes, names))
         choices = search.finer_and_finer()
@@ -62,7 +62,7 @@ class OfflineTiles:
             search.refused = error
             found = next(choices, None)
             if found is None:
-                raise search.finest_refused()
+                raise search.explain(min(self._refusals, key=lambda refused: refused.needed_nbytes))
             choice = found
         tiled = search.apply(choice)
         self.notes = [] if tiled.note is None else [tiled.note]

@@ -80,15 +80,15 @@ def fit_by_tiles(
     """Return what ``compile_tiled`` makes of a graph that reads as few tiles as it takes to fit, which may be none.
 
     Of two numbers of tiles that fit, one after the other, the one with the shorter step is taken. Both functions raise
-    DeviceCapacityError for a graph that does not fit. If none does, that of the last is raised, which is the smallest there
-    is, with what could not be tiled.
+    DeviceCapacityError for a graph that does not fit. If none does, that of the graph that needs the least is raised, with
+    what could not be tiled.
     """
     search = TileSearch(graph_module, catalog)
     choices = search.finer_and_finer()
     try:
         return compile_tiled(search.apply(next(choices)))
     except DeviceCapacityError as error:
-        search.refused = error
+        search.refused = least = error
     fitting: tuple[float, TiledGraph] | None = None
     for choice in choices:
         tiled = search.apply(choice)
@@ -96,6 +96,7 @@ def fit_by_tiles(
             seconds = predict_seconds(tiled)
         except DeviceCapacityError as error:
             search.refused = error
+            least = min(least, error, key=lambda refused: refused.needed_nbytes)
             continue
         if fitting is not None:
             return compile_tiled(tiled if seconds < FASTER * fitting[0] else fitting[1])
@@ -104,7 +105,7 @@ def fit_by_tiles(
             break
     if fitting is not None:
         return compile_tiled(fitting[1])
-    raise search.finest_refused()
+    raise search.explain(least)
 
 
 def check_tiles(config: Config, parameters: Mapping[str, Tensor]) -> None:
@@ -164,9 +165,6 @@ class TileSearch:
             yield choice
         fixed = dict(self._config.tiles or ())
         free = {name: each for name, each in self._candidates.items() if name not in fixed and each.most_tiles > 1}
-        # A tile and a workspace as large are on the device at once: what is larger than half of it need not be tried.
-        largest = max((candidate.nbytes for candidate in free.values()), default=0)
-        nbytes = min(largest, self._config.device_memory) // 2
         useful = {"parameters", *(["chains"] if self._has_chains else [])}  # what finer tiles of have helped so far
         while useful:
             assert self.refused is not None
@@ -180,10 +178,11 @@ class TileSearch:
             if is_chain:
                 finer = replace(choice, chain_tiles=2 * choice.chain_tiles)
             else:
+                # A tile and a workspace as large are on the device at once: what is larger than half of it cannot fit.
+                nbytes = max(LEAST_TILE, min(piece, self._config.device_memory) // 2)
                 counts = {name: max(choice.num_tiles[name], _num_tiles(each, nbytes)) for name, each in free.items()}
                 finer = replace(choice, num_tiles={**choice.num_tiles, **counts})
-                nbytes //= 2
-            if finer == choice or finer.chain_tiles > _MOST_CHAIN_TILES or nbytes < LEAST_TILE // 2:
+            if finer == choice or finer.chain_tiles > _MOST_CHAIN_TILES:
                 useful.discard("chains" if is_chain else "parameters")
                 continue
             choice = finer
@@ -241,13 +240,12 @@ class TileSearch:
             note=_describe_choice(choice),
         )
 
-    def finest_refused(self) -> DeviceCapacityError:
-        """Return why the finest choice did not fit, with why the largest parameter cannot be tiled if that is so."""
-        assert self.refused is not None
+    def explain(self, refused: DeviceCapacityError) -> DeviceCapacityError:
+        """Return why a choice did not fit, with why the largest parameter cannot be tiled if that is so."""
         largest = max(self._candidates.values(), key=lambda candidate: candidate.nbytes, default=None)
         if largest is not None and largest.most_tiles == 1 and largest.nbytes > LEAST_TILE:
-            self.refused.add_note(f"zinf_compile: {_describe_refusal(largest)}")
-        return self.refused
+            refused.add_note(f"zinf_compile: {_describe_refusal(largest)}")
+        return refused
 
 
 def _num_tiles(candidate: _Candidate, tile_nbytes: int) -> int:

@@ -84,14 +84,14 @@ def train(budgets):
         zinf_compile.close(model)
 
 
-ample = {"device_memory": "1GiB", "host_memory": "1GiB", "nvme": folder}
+ample = {"device_memory": "1GiB", "host_memory": "1GiB", "nvme": folder, "tiles": False}  # the same losses in all
 runs = {}
 losses, tiers = train(ample)
 device_peak = tiers["device"][0]
 runs["memory"] = {"losses": losses, "tiers": tiers, "messages": []}
 for tier in ("device", "host", "nvme"):
     option = f"{tier}_memory"
-    budgets = {"device_memory": device_peak // 2, "host_memory": "8MiB", "nvme": folder, option: "64KiB"}
+    budgets = {**ample, "device_memory": device_peak // 2, "host_memory": "8MiB", option: "64KiB"}
     if tier == "host":
         budgets["nvme"] = None
     messages = []

@@ -376,7 +376,7 @@ def test_recompute(parity, recompute):
 def test_transfers_that_run_ahead(parity, monkeypatch):
     """In so little memory the planner would rather keep parameters than read them early, so it gets no choice here."""
     monkeypatch.setattr(search, "_look_aheads", lambda _: (LookAhead(prefetch_nbytes=24 * 2**10, group_nbytes=2**10),))
-    report = parity.check_loop(step_simply, net, captured=True, placement="nvme")
+    report = parity.check_loop(step_simply, net, captured=True, placement="nvme", prefetch_memory=24 * 2**10)
     assert any(transfer.issue < transfer.need_by for plan in report.plans for transfer in plan.transfers)
 
 
