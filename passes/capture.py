@@ -5,6 +5,7 @@ activation policy and returns the split it wants; ``compile_forward`` and ``comp
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +21,9 @@ from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import JointInputs
 from zinf_compile.passes.fx_edit import copy_graph_module, set_missing_values
 from zinf_compile.passes.pipeline import edit_backward_graph, edit_inference_graph, edit_joint_graph
-from zinf_compile.terms import ActivationPolicy
 
-# Splits a graph under an activation policy, with gathers that move the dtypes given by parameter and not its own.
-Partition = Callable[[ActivationPolicy, Mapping[int, torch.dtype]], CapturedGraph]
+# Splits a graph as it is told to.
+Partition = Callable[[JointInputs], CapturedGraph]
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -61,8 +61,8 @@ def compile_graph(
     def partition(
         joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        def split(policy: ActivationPolicy, narrowed: Mapping[int, torch.dtype]) -> CapturedGraph:
-            inputs = JointInputs(policy=policy, narrowed=narrowed, added_at_home=added_at_home)
+        def split(inputs: JointInputs) -> CapturedGraph:
+            inputs = replace(inputs, added_at_home=added_at_home)
             candidate = copy_graph_module(joint)
             edit_joint_graph(candidate, inputs)
             forward, backward = min_cut_rematerialization_partition(
@@ -71,7 +71,7 @@ def compile_graph(
             set_missing_values(forward.graph)
             set_missing_values(backward.graph)
             edit_backward_graph(backward, inputs)
-            return CapturedGraph(forward=forward, backward=backward, num_outputs=num_fwd_outputs, policy=policy)
+            return CapturedGraph(forward=forward, backward=backward, num_outputs=num_fwd_outputs, policy=inputs.policy)
 
         chosen = compiler.choose(split, find_narrow_reads(joint.graph))
         assert chosen.backward is not None
@@ -81,10 +81,10 @@ def compile_graph(
         (outputs,) = graph_module.graph.output_node().args
         assert isinstance(outputs, list | tuple)
 
-        def edit(policy: ActivationPolicy, narrowed: Mapping[int, torch.dtype]) -> CapturedGraph:
+        def edit(inputs: JointInputs) -> CapturedGraph:
             forward = copy_graph_module(graph_module)
-            edit_inference_graph(forward, JointInputs(policy=policy, narrowed=narrowed))
-            return CapturedGraph(forward=forward, backward=None, num_outputs=len(outputs), policy=policy)
+            edit_inference_graph(forward, inputs)
+            return CapturedGraph(forward=forward, backward=None, num_outputs=len(outputs), policy=inputs.policy)
 
         chosen = compiler.choose_inference(edit, find_narrow_reads(graph_module.graph))
         return _boxed(compiler.compile_forward(chosen.forward))

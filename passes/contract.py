@@ -78,6 +78,7 @@ class JointInputs:
         default_factory=dict
     )  # gathers that move this narrower dtype, by parameter
     added_at_home: Container[int] = frozenset()  # whose gradients of several uses are not summed on the device
+    made_again: frozenset[str] = frozenset()  # names of forward ops that backward runs again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
             in as few tiles as will do: they keep the result but not its last bits.
         tiles: the number of tiles of some parameters, by name; 1 for one that is always to be gathered whole. False to keep
             every bit: nothing is tiled, and no loss is fused with its layer, also where the model does not fit otherwise.
-        recompute: True to recompute every block's activations in backward, False never to; by default as needed.
+        recompute: True to recompute every block's activations in backward, False never to; by default as is fastest.
         overlap_step: False to let ``optimizer.step()`` return only when every update is home. By default updates run in the
             background, in the order in which the next forward gathers; whoever looks at a parameter waits for its own.
         step_in_backward: True to update a parameter as soon as its gradient is complete. The gradient never rests, and

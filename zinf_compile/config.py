@@ -71,7 +71,7 @@ class Config:
     prefetch_memory: int | None = None  # bytes read ahead of compute, at most; None: the planner's choice
     tile_memory: int | None = None  # larger parameters are gathered by tiles; None: only where needed to fit
     tiles: tuple[tuple[str, int], ...] | None = ()  # in how many tiles some parameters are gathered; None: never any
-    recompute: bool | None = None  # None: only where needed to fit; True: always; False: never
+    recompute: bool | None = None  # None: none, single values or blocks, as is fastest; True: blocks; False: never
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure

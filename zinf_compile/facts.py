@@ -77,6 +77,7 @@ class OpFact(Generic[SizeT_co]):
     num_flops: SizeT_co
     nbytes_accessed: SizeT_co
     inputs: tuple[int, ...] = ()  # ticks of the nodes whose results it reads, views looked through, sorted
+    repeatable: bool = True  # gives the same when it runs again, and may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,8 @@ class GraphFacts(Generic[SizeT_co]):
     uses: tuple[UseFact, ...]
     gradients: tuple[GradientFact, ...]
     symbols: tuple[ShapeSymbol, ...] = ()  # with the value that the sizes are at, or were captured at
+    # What may be held outside of the graph between forward and backward, where the loss is computed there.
+    outside_nbytes: SizeT_co = 0  # type: ignore[assignment]  # a number is a size
 
     def phase_of(self, tick: int) -> Phase:
         """Return the phase a tick belongs to."""
@@ -138,7 +141,8 @@ def at_sizes(facts: GraphFacts[Size], sizes: Mapping[str, int] | None = None) ->
     """
     complete = complete_sizes(facts.symbols, sizes or {})
     counts = ((op.num_flops, op.nbytes_accessed) for op in facts.ops)
-    numbers = evaluate_sizes(chain(chain.from_iterable(counts), (value.nbytes for value in facts.values)), complete)
+    nbytes = (value.nbytes for value in facts.values)
+    numbers = evaluate_sizes(chain(chain.from_iterable(counts), nbytes, [facts.outside_nbytes]), complete)
 
     def op_at(op: OpFact[Size]) -> OpFact:
         numbered = replace(op, num_flops=number(op.num_flops), nbytes_accessed=number(op.nbytes_accessed))
@@ -152,13 +156,15 @@ def at_sizes(facts: GraphFacts[Size], sizes: Mapping[str, int] | None = None) ->
         ops=tuple(map(op_at, facts.ops)),
         values=tuple(replace(value, nbytes=number(value.nbytes)) for value in facts.values),
         symbols=tuple(ShapeSymbol(name=symbol.name, value=complete[symbol.name]) for symbol in facts.symbols),
+        outside_nbytes=number(facts.outside_nbytes),
     )
     return cast(GraphFacts, facts_of_numbers)
 
 
 def is_within(facts: GraphFacts, planned: GraphFacts) -> bool:
     """Return whether a plan made for ``planned`` holds for the same graph at other sizes: no value is larger."""
-    return all(value.nbytes <= room.nbytes for value, room in zip(facts.values, planned.values, strict=True))
+    values = zip(facts.values, planned.values, strict=True)
+    return facts.outside_nbytes <= planned.outside_nbytes and all(value.nbytes <= room.nbytes for value, room in values)
 
 
 def join_sizes(first: GraphFacts, second: GraphFacts) -> GraphFacts:
@@ -184,6 +190,7 @@ def join_sizes(first: GraphFacts, second: GraphFacts) -> GraphFacts:
             replace(symbol, value=max(symbol.value, other.value))
             for symbol, other in zip(first.symbols, second.symbols, strict=True)
         ),
+        outside_nbytes=max(first.outside_nbytes, second.outside_nbytes),
     )
 
 

@@ -126,6 +126,7 @@ def plan(
             name=name,
             compute_dtype=config.compute_dtype,
             policies=policies,
+            hardware=hardware,
             train=train,
             dynamic=dynamic,
             tile=tiles.apply,

@@ -15,6 +15,7 @@ PLAN_VERSION = 1
 SECTOR_NBYTES = 4096  # of the store file: what O_DIRECT asks for on disks of 4 KiB sectors
 _NUM_STATES = 2  # tensors that an optimizer keeps of a parameter, as Adam does
 WORKSPACE_PART = "workspace"  # the part of the device that kernels take beside their outputs
+OUTSIDE_PART = "loss outside"  # the part of the device that a loss outside of the graph takes beyond all other parts
 OPEN_PART = "open forwards"  # the part of the device that forwards of other calls hold, whose backward has not run
 KERNELS_PART = "kept kernels"  # the part of the device that libraries keep kernels in, one for each shape they have met
 SWAPPED_PART = "swapped activations"  # the part of host and of nvme that activations rest in
@@ -162,6 +163,16 @@ class ComputeSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputedValue:
+    """A value that forward makes and does not save, since backward makes it again, at ``tick`` and in so many seconds."""
+
+    value: str
+    nbytes: int
+    tick: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPlan:
     """What backward's inputs cost."""
 
@@ -169,6 +180,7 @@ class ActivationPlan:
     saved_nbytes: int
     peak_nbytes: int  # most bytes of values outside of the arena live at one tick
     peak_tick: int
+    recomputed: tuple[RecomputedValue, ...] = ()  # the large ones, by tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from zinf_compile.hardware import route_name
-from zinf_compile.plans import GatherTransfer, Placement, Plan
+from zinf_compile.plans import GatherTransfer, Placement, Plan, RecomputedValue
 from zinf_compile.simulate import Event, Timeline, simulate
 from zinf_compile.terms import StepTiming, Tier, format_bytes, format_seconds
 from zinf_compile.views.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
@@ -191,6 +191,14 @@ _STEP_TIMES = {
 }
 
 
+def _dump_recomputed(values: Sequence[RecomputedValue]) -> list[str]:
+    """Return what backward makes again in place of reading it, in one line; none if that is nothing large."""
+    if not values:
+        return []
+    nbytes, seconds = sum(value.nbytes for value in values), sum(value.seconds for value in values)
+    return [f"             {len(values):,} values of {format_bytes(nbytes)} made again in {format_seconds(seconds)}"]
+
+
 def _dump_values(plan: Plan) -> list[str]:
     """Return what compute makes: bound values, activations, gradients, and the step that takes those."""
     activations, step = plan.activations, plan.step
@@ -208,6 +216,7 @@ def _dump_values(plan: Plan) -> list[str]:
     where = f" ({at.phase}, {at.module})" if at else ""
     lines += [
         f"activations  policy {activations.policy}: {format_bytes(activations.saved_nbytes)} saved for backward",
+        *_dump_recomputed(activations.recomputed),
         f"             outside of the arena at most {format_bytes(activations.peak_nbytes)}, "
         f"at tick {activations.peak_tick}{where}",
     ]

@@ -15,11 +15,11 @@ from zinf_compile.facts import GraphFacts, ParameterFact, at_sizes
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
 from zinf_compile.passes.capture import BoxedCallable, Partition
-from zinf_compile.passes.contract import LowerInputs, node_facts
+from zinf_compile.passes.contract import JointInputs, LowerInputs, node_facts
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
-from zinf_compile.passes.planning.policies import allowed_policies, least_recompute_seconds, may_be_faster
+from zinf_compile.passes.planning.policies import allowed_policies, other_splits
 from zinf_compile.passes.planning.questions import describe_largest
 from zinf_compile.passes.planning.remake import remake_plan, with_open_forwards
 from zinf_compile.plan_verify import verify_plan
@@ -111,24 +111,23 @@ class Program:
         return [self._session.store.records[name] for name in dict.fromkeys(map(self._tiled.whole_name, names))]
 
     def choose(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
-        """Return the split to compile: the one whose plan has the shorter simulated step.
-
-        Torch's own choice of what to save comes first; others are split where they could be faster.
-        """
+        """Return the split whose plan has the shortest step; torch's own choice of what to save is looked at first."""
         first, *others = allowed_policies(self._session.config.recompute)
         saving = self._choose_dtypes(partition, first, reads)
         candidates = [saving]
-        if others and may_be_faster(least_recompute_seconds(at_sizes(saving.facts), self._hardware), saving.plan):
-            for policy in others:
-                captured = partition(policy, saving.narrowed)
-                candidates.append(replace(saving, captured=captured, facts=self._analyze(captured), plan=None))
+        for split in other_splits(others, at_sizes(saving.facts), self._hardware, saving.plan):
+            inputs = JointInputs(policy=split.policy, narrowed=saving.narrowed, made_again=split.made_again)
+            captured = partition(inputs)
+            candidates.append(replace(saving, captured=captured, facts=self._analyze(captured), plan=None))
         return self._adopt_best(candidates)
 
     def plan_as_it_is(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> Plan:
         """Return the best plan of a training graph with the copies that parameters have, and adopt nothing."""
         narrowed = self._session.narrow_copies(reads)
-        policies = allowed_policies(self._session.config.recompute)
-        return self._plan_for([self._analyze(partition(policy, narrowed)) for policy in policies])
+        # Between the fastest and the smallest nothing is looked at: a search for tiles asks this many times.
+        policies = set(allowed_policies(self._session.config.recompute)) - {ActivationPolicy.RECOMPUTE_VALUES}
+        splits = [partition(JointInputs(policy=policy, narrowed=narrowed)) for policy in sorted(policies, reverse=True)]
+        return self._plan_for([self._analyze(split) for split in splits])
 
     def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Plan a graph without backward, and return it as it is to be compiled."""
@@ -163,7 +162,7 @@ class Program:
         narrowed: Mapping[int, torch.dtype],
         narrowing: "Narrowing | None" = None,
     ) -> "_Candidate":
-        captured = partition(policy, narrowed)
+        captured = partition(JointInputs(policy=policy, narrowed=narrowed))
         facts = self._analyze(captured)
         plan = None
         with suppress(CapacityError):
@@ -172,10 +171,8 @@ class Program:
 
     def _adopt_best(self, candidates: "Sequence[_Candidate]") -> CapturedGraph:
         """Plan for the candidates together, unless that is done, and adopt the best. CapacityError if none fits."""
-        facts = [candidate.facts for candidate in candidates]
-        plan = candidates[0].plan if len(candidates) == 1 else None
-        if plan is None:
-            plan = self._plan_for(facts)
+        alone = candidates[0].plan if len(candidates) == 1 else None
+        plan = alone or self._plan_for([candidate.facts for candidate in candidates])
         chosen = next(item for item in candidates if item.facts.policy is plan.activations.policy)
         self._captured = chosen.captured
         self._shapes = PlannedShapes(chosen.captured.forward.graph, chosen.facts)

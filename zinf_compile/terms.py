@@ -52,6 +52,7 @@ class ActivationPolicy(StrEnum):
     """How the values that backward needs are had again."""
 
     SAVE = "save"  # torch's min-cut choice: save, recomputing only what is nearly free
+    RECOMPUTE_VALUES = "recompute_values"  # of what that saves, make again in backward what is cheap for its bytes
     RECOMPUTE_BLOCKS = "recompute_blocks"  # save what enters each block, recompute the block in backward
 
 

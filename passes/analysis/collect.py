@@ -5,6 +5,7 @@ Numbers every node with its tick (``NodeFacts``), by which lowering finds it aga
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from zinf_compile.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops, count_workspace, unwrap_call
 from zinf_compile.passes.analysis.idle import find_idle
 from zinf_compile.passes.analysis.modules import block_of, module_path
+from zinf_compile.passes.analysis.repeatable import is_repeatable
 from zinf_compile.passes.analysis.shapes import GraphShapes, find_sources, symbols_in
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
 from zinf_compile.passes.contract import NODE_FACTS, NodeFacts, node_facts
@@ -21,6 +23,9 @@ from zinf_compile.passes.out_forms import has_out_form
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy, LiveRange
 
+# Of a graph's result, beside it and its gradient: what losses of eager PyTorch were seen to hold at once. None of ``sum()``,
+# one of a mean squared error, two of a cross entropy, three of one of two classes with logits, four of ``square().mean()``.
+_COPIES_OUTSIDE = 4
 _REORDERING = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
@@ -57,6 +62,7 @@ def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[in
         uses=_collect_uses(nodes, roots),
         gradients=tuple(_gradient(node, param_names[node.args[1]]) for node in nodes if node.target is STORE_GRAD),
         symbols=shapes.symbols,
+        outside_nbytes=shapes.size(_count_outside(captured, roots)),
     )
 
 
@@ -130,6 +136,7 @@ def _collect_ops(
                 num_flops=shapes.size(count_flops(node)),
                 nbytes_accessed=shapes.size(count_bytes_accessed(node)),
                 inputs=tuple(sorted({_tick(roots[used].node) for used in node.all_input_nodes})),
+                repeatable=is_repeatable(node),
             )
         )
     return tuple(ops)
@@ -191,6 +198,23 @@ def _workspaces(nodes: list[fx.Node], shapes: GraphShapes) -> list[ValueFact[Siz
         for node in nodes
         if node.target in _REORDERING
     ]
+
+
+def _count_outside(captured: CapturedGraph, roots: Mapping[fx.Node, StorageRoot]) -> Size:
+    """Return the bytes that a loss outside of the graph holds between forward and backward, beside what it is given.
+
+    They are told by the gradients that come from there. A graph that gets the gradient of a single number has computed its
+    loss itself.
+    """
+    if captured.backward is None:
+        return 0
+    given = [node for node in captured.backward.graph.find_nodes(op="placeholder") if roots[node].node is node]
+    gradients = [node.meta["val"] for node in given if isinstance(node.meta["val"], torch.Tensor)]
+    if any(all(isinstance(size, int) and size == 1 for size in gradient.shape) for gradient in gradients):
+        return 0
+    nbytes: Any = sum(tensor_nbytes(gradient) for gradient in gradients)
+    held: Size = _COPIES_OUTSIDE * nbytes
+    return held
 
 
 def _collect_uses(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) -> tuple[UseFact, ...]:

@@ -5,6 +5,8 @@ Tags set on forward nodes::
     gather, and every view or cast of one     MUST_RECOMPUTE: full weights are never saved, they are gathered again
     everything inside a repeated block        MUST_RECOMPUTE under ``ActivationPolicy.RECOMPUTE_BLOCKS``, one
                                               checkpoint region per block, so that what enters a block is saved
+    ops named in ``inputs.made_again``,       MUST_RECOMPUTE under ``ActivationPolicy.RECOMPUTE_VALUES``
+        their results and views of those
     random numbers                            MUST_SAVE: drawing them again would give others
 
 Regions of the user's own ``torch.utils.checkpoint`` keep their tags.
@@ -12,6 +14,7 @@ Regions of the user's own ``torch.utils.checkpoint`` keep their tags.
 
 import itertools
 import operator
+from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -19,12 +22,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.modules import block_of, is_repeated, module_path
+from zinf_compile.passes.analysis.repeatable import RECOMPUTE, REGION, is_random
 from zinf_compile.passes.contract import JointInputs, Pass
 from zinf_compile.passes.fx_edit import view_source
 from zinf_compile.terms import ActivationPolicy
-
-_RECOMPUTE = "recompute"  # the keys torch's partitioner reads
-_REGION = "ac_graph_id"
 
 
 def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
@@ -32,9 +33,11 @@ def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
     if inputs.policy is ActivationPolicy.RECOMPUTE_BLOCKS:
         _tag_blocks([node for node in nodes if _is_forward_op(node)])
     for node in nodes:
+        if inputs.made_again and REGION not in node.meta and _is_made_by(node, inputs.made_again):
+            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
         if node.target is GATHER or _is_cast_or_view_of_gather(node):
-            node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta.pop(_REGION, None)
+            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.pop(REGION, None)
 
 
 def _is_forward_op(node: fx.Node) -> bool:
@@ -49,6 +52,14 @@ def _is_cast_or_view_of_gather(node: fx.Node) -> bool:
     return source.target is GATHER or _is_cast_or_view_of_gather(source)
 
 
+def _is_made_by(node: fx.Node, names: Collection[str]) -> bool:
+    """Return whether a forward node is one of the ops named, one of its results, or a view of one."""
+    if node.op != "call_function" or "fwd_nn_module_stack" in node.meta:
+        return False
+    source = node.args[0] if node.target is operator.getitem else view_source(node)
+    return node.name in names or (isinstance(source, fx.Node) and _is_made_by(source, names))
+
+
 def _tag_blocks(nodes: list[fx.Node]) -> None:
     regions: dict[tuple[str, int], int] = {}
     # A block that runs twice (a module used twice) is two regions: a run of consecutive nodes is one execution.
@@ -56,27 +67,16 @@ def _tag_blocks(nodes: list[fx.Node]) -> None:
         if not is_repeated(block):
             continue
         for node in members:
-            if _REGION in node.meta:
+            if REGION in node.meta:
                 continue
             source = node.args[0] if node.target is operator.getitem else node
             assert isinstance(source, fx.Node)
-            if _is_random(source):
+            if is_random(source):
                 if isinstance(node.meta["val"], torch.Tensor):  # of an op with several results, each result by itself
-                    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+                    node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
                 continue
-            node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta[_REGION] = regions.setdefault((block, run), len(regions))
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Return whether a node's result differs from call to call. Attention without dropout is marked so, and is not."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            return bool((argument.default_value if given is None else given) != 0)
-    return True
+            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta[REGION] = regions.setdefault((block, run), len(regions))
 
 
 TAG_RECOMPUTE: Pass[JointInputs] = Pass(name="tag_recompute", run=_run)

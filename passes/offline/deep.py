@@ -9,11 +9,14 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import Module
 
 from zinf_compile.errors import UnsupportedError
-from zinf_compile.facts import GraphFacts
+from zinf_compile.facts import GraphFacts, at_sizes
+from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.repeats import NUM_TEMPLATES, NotRepeatedError, Run, expand_runs, without_names
+from zinf_compile.passes.contract import JointInputs
 from zinf_compile.passes.offline.runs import find_runs, shorten_runs
 from zinf_compile.passes.offline.skeleton import make_skeleton
 from zinf_compile.passes.offline.trace import Inputs, TileGraph, Trace, TracedGraph, leave_whole, trace_model
+from zinf_compile.passes.planning.recompute import Kind, cheap_level, ops_made_again
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy
 
@@ -36,11 +39,15 @@ def trace_deep(
     name: str,
     compute_dtype: str | None,
     policies: Sequence[ActivationPolicy],
+    hardware: Hardware,
     train: bool,
     dynamic: bool,
     tile: TileGraph = leave_whole,
 ) -> Trace:
     """Return the graphs of one call of ``model``, which stays as it is, each as ``tile`` makes it.
+
+    ``hardware`` tells what its values cost to make again (``RECOMPUTE_VALUES``); where none is cheap, a graph has no such
+    candidate.
 
     Runs of more than five alike blocks are captured with four of each, and once more with five: if expanding the facts of
     the first by a block gives those of the second, the whole model's are had the same way. Else the whole is captured. The
@@ -51,36 +58,75 @@ def trace_deep(
         fake_mode = FakeTensorMode()
         edit = functools.partial(shorten_runs, runs=runs, num_blocks=num_blocks)
         skeleton = make_skeleton(model, fake_mode, compute_dtype=compute_dtype, edit=edit)
+        given = [policy for policy in policies if policy is not ActivationPolicy.RECOMPUTE_VALUES]
         return trace_model(
-            skeleton, fake_mode, inputs, name=name, policies=policies, train=train, dynamic=dynamic, tile=tile
+            skeleton, fake_mode, inputs, name=name, policies=given, train=train, dynamic=dynamic, tile=tile
         )
 
     runs = find_runs(model, longer_than=NUM_TEMPLATES + 1)
+    by_value = ActivationPolicy.RECOMPUTE_VALUES in policies
+
+    def trace_whole() -> Trace:
+        whole = trace((), 0)
+        if not by_value:
+            return whole
+        return replace(whole, graphs=tuple(with_values(graph, hardware) for graph in whole.graphs))
+
     if not runs:
-        return trace(runs, 0)
+        return trace_whole()
     where = " and ".join(f"{run.num_blocks} blocks of {run.container or 'the model'}" for run in runs)
     try:
         short = trace(runs, NUM_TEMPLATES)
-        candidates = _expand(_only_graph(short), _only_graph(trace(runs, NUM_TEMPLATES + 1)), runs)
+        graphs = _only_graph(short), _only_graph(trace(runs, NUM_TEMPLATES + 1))
+        pairs = zip(*(graph.candidates for graph in graphs), strict=True)
+        candidates = tuple(_expand(short_facts, longer_facts, runs) for short_facts, longer_facts in pairs)
+        if by_value:
+            candidates = _with_values_of_both(graphs, candidates, runs, hardware)
     except (NotRepeatedError, *_MISSED) as error:
         reason = str(error).strip().partition("\n")[0]
-        return replace(trace((), 0), notes=(f"The {where} were captured one by one: {reason}.",))
+        return replace(trace_whole(), notes=(f"The {where} were captured one by one: {reason}.",))
     note = f"The {where} are alike: {NUM_TEMPLATES} of each were captured, and one more adds what it should."
     return replace(short, graphs=(TracedGraph(candidates=candidates, ended_by=None),), notes=(note,))
 
 
-def _only_graph(trace: Trace) -> tuple[GraphFacts[Size], ...]:
+def _only_graph(trace: Trace) -> TracedGraph:
     if trace.stopped_by is not None or len(trace.graphs) != 1 or trace.graphs[0].ended_by is not None:
         raise NotRepeatedError(f"a shorter model is captured as {len(trace.graphs)} graphs")
-    return trace.graphs[0].candidates
+    return trace.graphs[0]
 
 
-def _expand(
-    short: Sequence[GraphFacts[Size]], longer: Sequence[GraphFacts[Size]], runs: Sequence[Run]
-) -> tuple[GraphFacts[Size], ...]:
+def _expand(short: GraphFacts[Size], longer: GraphFacts[Size], runs: Sequence[Run]) -> GraphFacts[Size]:
     """Return the facts of the whole model; NotRepeatedError unless those of the longer one are had in the same way."""
-    for facts, expected in zip(short, longer, strict=True):
-        if without_names(expand_runs(facts, runs, [NUM_TEMPLATES + 1] * len(runs))) != without_names(expected):
-            raise NotRepeatedError(f"with a block more, the graph that is to {facts.policy} is another")
-    depths = [run.num_blocks for run in runs]
-    return tuple(expand_runs(facts, runs, depths) for facts in short)
+    if without_names(expand_runs(short, runs, [NUM_TEMPLATES + 1] * len(runs))) != without_names(longer):
+        raise NotRepeatedError(f"with a block more, the graph that is to {short.policy} is another")
+    return expand_runs(short, runs, [run.num_blocks for run in runs])
+
+
+def with_values(graph: TracedGraph, hardware: Hardware) -> TracedGraph:
+    """Return the graph with one candidate more if some values are cheap to make again, behind that which saves all."""
+    saving = graph.candidates[0]
+    level = cheap_level(at_sizes(saving), hardware) if graph.split is not None else None
+    if level is None:
+        return graph
+    return replace(graph, candidates=(saving, _split(graph, level.kinds), *graph.candidates[1:]))
+
+
+def _with_values_of_both(
+    graphs: Sequence[TracedGraph],
+    expanded: tuple[GraphFacts[Size], ...],
+    runs: Sequence[Run],
+    hardware: Hardware,
+) -> tuple[GraphFacts[Size], ...]:
+    """Return the whole model's candidates with one more, expanded likewise: what is cheap in the whole is made again."""
+    saving = expanded[0]
+    level = cheap_level(at_sizes(saving), hardware)
+    if level is None or any(graph.split is None for graph in graphs):
+        return expanded
+    short, longer = (_split(graph, level.kinds) for graph in graphs)
+    return (saving, _expand(short, longer, runs), *expanded[1:])
+
+
+def _split(graph: TracedGraph, kinds: frozenset[Kind]) -> GraphFacts[Size]:
+    assert graph.split is not None
+    made_again = ops_made_again(at_sizes(graph.candidates[0]), kinds)
+    return graph.split(JointInputs(policy=ActivationPolicy.RECOMPUTE_VALUES, made_again=made_again))

@@ -11,6 +11,7 @@ import torch
 import torch.fx.experimental._config
 from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
+from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -27,6 +28,7 @@ from zinf_compile.passes.capture import (
     describe_break,
     refuse_writes_to_parameters,
 )
+from zinf_compile.passes.contract import JointInputs
 from zinf_compile.passes.offline.skeleton import Skeleton, as_fake
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy
@@ -60,6 +62,8 @@ class TracedGraph:
 
     candidates: tuple[GraphFacts[Size], ...]
     ended_by: str | None  # where and why Dynamo ended it early: ``file:line: reason``
+    # Its facts when it is split in another way; None if it has no backward.
+    split: Callable[[JointInputs], GraphFacts[Size]] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +106,8 @@ def trace_model(
         facts = _Facts(f"{name} graph {len(graphs)}", skeleton.param_names, policies)
         tiled, tiles = tile(graph_module, skeleton.param_names)
         compile_graph(tiled, graph_inputs, facts, added_at_home=tiles)
-        graphs.append(TracedGraph(candidates=tuple(facts.candidates), ended_by=describe_break(graph_module)))
+        ended_by = describe_break(graph_module)
+        graphs.append(TracedGraph(candidates=tuple(facts.candidates), ended_by=ended_by, split=facts.split))
         return graph_module.forward  # on fake tensors, so that what comes after a graph break is captured too
 
     def call(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,16 +177,24 @@ class _Facts:
     def __init__(self, name: str, param_names: Mapping[int, str], policies: Sequence[ActivationPolicy]) -> None:
         self._name, self._param_names, self._policies = name, param_names, policies
         self.candidates: list[GraphFacts[Size]] = []
+        self.split: Callable[[JointInputs], GraphFacts[Size]] | None = None
 
     def choose(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Analyse the split of every policy, with parameters in the dtypes they have, and return the last."""
-        splits = [partition(policy, {}) for policy in self._policies]
+        splits = [partition(JointInputs(policy=policy)) for policy in self._policies]
         self.candidates = [self._analyze(split) for split in splits]
+        context = TracingContext.try_get()
+
+        def split_later(inputs: JointInputs) -> GraphFacts[Size]:
+            with tracing(context):  # where the partitioner finds the fake mode that it makes new tensors in
+                return self._analyze(partition(inputs))
+
+        self.split = split_later
         return splits[-1]
 
     def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Analyse a graph without backward, with parameters in the dtypes they have."""
-        captured = partition(ActivationPolicy.SAVE, {})
+        captured = partition(JointInputs(policy=ActivationPolicy.SAVE))
         self.candidates = [self._analyze(captured)]
         return captured
 

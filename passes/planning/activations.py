@@ -9,6 +9,9 @@ from zinf_compile.plans import ActivationPlan, ActivationSwap, BoundValue
 
 # Smaller values are left to torch: together they are little, and binding costs a few microseconds each.
 MIN_BOUND_NBYTES = 64 * 2**10
+# One part in so many, for what else a loss makes and what the system's allocator rounds up; at other ticks the workspace has
+# room for it.
+_SMALL_THINGS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,18 @@ def plan_activations(graph: GraphFacts) -> ActivationPlan:
         peak_nbytes=live[peak_tick] if live else 0,
         peak_tick=peak_tick,
     )
+
+
+def count_outside(graph: GraphFacts, counted_nbytes: int) -> int:
+    """Return the bytes by which a loss outside of the graph takes more than is counted for compute inside of it.
+
+    It runs between forward and backward: beside what is saved and returned, with no kernel of the graph at work.
+    """
+    if graph.outside_nbytes == 0:
+        return 0
+    between = working_set(unbound_values(graph), graph.num_ticks)[graph.num_forward_ticks - 1]
+    outside = graph.outside_nbytes + graph.outside_nbytes // _SMALL_THINGS
+    return max(0, between + outside - counted_nbytes)
 
 
 def _is_bound(value: ValueFact) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from zinf_compile.config import Config
 from zinf_compile.facts import GraphFacts, ParameterFact
 from zinf_compile.hardware import Hardware
-from zinf_compile.passes.planning.activations import BoundValues, bind_values, plan_activations
+from zinf_compile.passes.planning.activations import BoundValues, bind_values, count_outside, plan_activations
 from zinf_compile.passes.planning.arena import ARENA_ALIGN
 from zinf_compile.passes.planning.costs import plan_spans
 from zinf_compile.passes.planning.leaving import count_resting
@@ -18,11 +18,13 @@ from zinf_compile.passes.planning.optimizer_step import plan_step
 from zinf_compile.passes.planning.placement import Placed, Placer, count_placed
 from zinf_compile.passes.planning.prefetch import TransferPlan
 from zinf_compile.passes.planning.prices import USUAL_PRICES, price_homes
+from zinf_compile.passes.planning.recompute import find_recomputed
 from zinf_compile.passes.planning.swaps import without_swapped
 from zinf_compile.passes.planning.transfers import Manner, TransferPlanner, sink_home
 from zinf_compile.plans import (
     KERNELS_PART,
     OPEN_PART,
+    OUTSIDE_PART,
     PLAN_VERSION,
     SWAPPED_PART,
     WORKSPACE_PART,
@@ -116,13 +118,14 @@ class PlanBuilder:
         self._graph = graph
         self._resting = count_resting(swaps)
         staying = without_swapped(graph, swaps) if swaps else graph
-        self._activations = plan_activations(staying)
+        self._activations = replace(plan_activations(staying), recomputed=find_recomputed(graph, request.hardware))
         self._spans = plan_spans(staying, request.hardware)
         self._read = read = {use.parameter: use.dtype for use in graph.uses}
         # What kernels take beside their outputs: a matrix product may repack its largest weight.
         self._workspace = max(
             (item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0
         )
+        self._outside = count_outside(staying, self._activations.peak_nbytes + self._workspace)
         self._kernels = request.kernel_cache_nbytes if any(map(keeps_kernels, graph.ops)) else 0
         self._read_nbytes = sum(
             item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
@@ -137,6 +140,7 @@ class PlanBuilder:
             self._bound.nbytes
             + self._activations.peak_nbytes
             + self._workspace
+            + self._outside
             + self._kernels
             + request.open_nbytes
             + request.config.reserve_memory
@@ -258,6 +262,7 @@ class PlanBuilder:
                 ("arena", arena_nbytes),
                 ("activations", self._activations.peak_nbytes),
                 (WORKSPACE_PART, self._workspace),
+                *_part_if_any(OUTSIDE_PART, self._outside),
                 *_part_if_any(KERNELS_PART, self._kernels),
                 ("reserve", config.reserve_memory),
                 *_part_if_any(OPEN_PART, request.open_nbytes),

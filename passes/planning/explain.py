@@ -83,6 +83,12 @@ def _explain_value(plan: Plan, graph: GraphFacts, value: ValueFact, op: OpFact[S
     made = next(each for each in graph.ops if each.tick == value.live.start)
     held = "saved for backward" if value.saved else "not saved"
     yield f"  {format_bytes(value.nbytes)} from {op.op} in {op.module}, ticks {value.live.start} to {value.live.end}, {held}"
+    again = next((each for each in plan.activations.recomputed if each.value == value.name), None)
+    if again is not None and not value.saved:
+        yield (
+            f"  made again in backward, at tick {again.tick}, in {again.seconds:.3g} s and what it is made from: "
+            f"{format_bytes(again.nbytes)} need not rest until then"
+        )
     bound = next((each for each in plan.bound if each.name == value.name), None)
     swap = next((each for each in plan.swaps if each.value == value.name), None)
     if swap is not None:

@@ -4,9 +4,13 @@ What recomputes is worth a plan only if it could be faster than the best so far:
 computes. On the machine splitting a graph takes a while, so what it would compute is first estimated from another split.
 """
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
 from zinf_compile.facts import GraphFacts
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.costs import ops_seconds
+from zinf_compile.passes.planning.recompute import cheap_level, ops_made_again
 from zinf_compile.plans import Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import ActivationPolicy, Phase
@@ -19,7 +23,7 @@ _LONGER = 1.005  # steps that differ by less may count as equally long, and the 
 def allowed_policies(recompute: bool | None) -> tuple[ActivationPolicy, ...]:
     """Return what the option allows, in the order in which it is tried: torch's own choice of what to save comes first."""
     if recompute is None:
-        return (ActivationPolicy.SAVE, ActivationPolicy.RECOMPUTE_BLOCKS)
+        return (ActivationPolicy.SAVE, ActivationPolicy.RECOMPUTE_VALUES, ActivationPolicy.RECOMPUTE_BLOCKS)
     return (ActivationPolicy.RECOMPUTE_BLOCKS if recompute else ActivationPolicy.SAVE,)
 
 
@@ -44,3 +48,24 @@ def least_recompute_seconds(saving: GraphFacts, hardware: Hardware) -> float:
 
 def _is_in_repeated_block(module: str) -> bool:
     return any(part.isdigit() for part in module.split("."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherSplit:
+    """A way to split a graph that may be faster than to save all: what the joint passes are told."""
+
+    policy: ActivationPolicy
+    made_again: frozenset[str] = frozenset()  # names of forward ops, under ``RECOMPUTE_VALUES``
+
+
+def other_splits(
+    policies: Iterable[ActivationPolicy], saving: GraphFacts, hardware: Hardware, plan: Plan | None
+) -> Iterator[OtherSplit]:
+    """Yield the splits under ``policies`` that could have a plan to prefer to ``plan``, which is that of ``saving``."""
+    for policy in policies:
+        if policy is ActivationPolicy.RECOMPUTE_VALUES:
+            level = cheap_level(saving, hardware)
+            if level is not None and may_be_faster(compute_seconds(saving, hardware) + level.seconds, plan):
+                yield OtherSplit(policy=policy, made_again=ops_made_again(saving, level.kinds))
+        elif may_be_faster(least_recompute_seconds(saving, hardware), plan):
+            yield OtherSplit(policy=policy)

@@ -144,6 +144,18 @@ def test_a_loss_is_planned_with_the_forward() -> None:
     assert {use.parameter for use in with_loss.uses} == {use.parameter for use in without.uses}
 
 
+def test_what_a_loss_outside_of_the_graph_holds_is_counted() -> None:
+    """Four copies of the result beside it, but for what kernels have room for, which are not at work then."""
+    wide, x = nn.Linear(8, 2**16, bias=False), torch.zeros(16, 8)
+    parts = dict(zinf_compile.plan(wide, x, hardware=HARDWARE).tier(Tier.DEVICE).parts)
+    result, parameter = 16 * 2**16 * 4, 8 * 2**16 * 4
+    inside = parts["activations"] + parts["workspace"]
+    assert parts["workspace"] == parameter
+    assert inside + parts["loss outside"] == result + 4 * result + 4 * result // 64
+    computed_inside = zinf_compile.plan(wide, x, hardware=HARDWARE, loss=lambda y: y.square().mean())
+    assert "loss outside" not in dict(computed_inside.tier(Tier.DEVICE).parts)
+
+
 def test_a_forward_alone() -> None:
     plan = zinf_compile.plan(Layers().requires_grad_(False), torch.randn(8, 64), hardware=HARDWARE, train=False)
     assert plan.num_ticks == plan.num_forward_ticks

@@ -187,7 +187,11 @@ def test_any_changed_character_is_refused_or_read_as_written(small_plan: Plan, d
         ('"source": "nvme"', '"source": "tape"', r'transfers\[0\]\.source: "tape" is not one of device, host, nvme'),
         ('["arena", 512]', '["arena"]', r"tiers\[0\]\.parts\[0\]: an array of 1 is not an array of 2 items"),
         ('["arena", 512]', '["arena", 512, 1]', r"tiers\[0\]\.parts\[0\]: an array of 3"),
-        ('"policy": "save"', '"policy": null', r"activations\.policy: null is not one of save, recompute_blocks"),
+        (
+            '"policy": "save"',
+            '"policy": null',
+            r"activations\.policy: null is not one of save, recompute_values, recompute_blocks",
+        ),
     ],
 )
 def test_the_message_says_what_and_where(small_plan: Plan, old: str, new: str, message: str) -> None:

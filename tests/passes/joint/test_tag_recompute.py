@@ -1,6 +1,6 @@
 """TAG_RECOMPUTE: what torch's partitioner may not save. Graphs are made by hand, with the module of each node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -16,13 +16,18 @@ Function = Callable[..., object]
 MUST_RECOMPUTE, MUST_SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 
-def _tag(graph_module: fx.GraphModule, policy: ActivationPolicy, modules: dict[str, str] | None = None) -> None:
+def _tag(
+    graph_module: fx.GraphModule,
+    policy: ActivationPolicy,
+    modules: dict[str, str] | None = None,
+    made_again: Collection[str] = (),
+) -> None:
     """Run the pass with each named node in its module; ``modules`` maps names of nodes to paths."""
     for node in graph_module.graph.nodes:
         path = (modules or {}).get(node.name)
         if path is not None:
             node.meta["nn_module_stack"] = {path: (f"L['self'].{path}", torch.nn.Linear)}
-    run_pipeline(graph_module, [TAG_RECOMPUTE], JointInputs(policy=policy))
+    run_pipeline(graph_module, [TAG_RECOMPUTE], JointInputs(policy=policy, made_again=frozenset(made_again)))
 
 
 def _tags(graph_module: fx.GraphModule) -> dict[str, CheckpointPolicy]:
@@ -110,3 +115,24 @@ def test_a_gather_in_a_block_belongs_to_no_region(trace: Function, gather: Funct
     (gathered,) = graph_module.graph.find_nodes(op="call_function", target=GATHER)
     assert gathered.meta["recompute"] is MUST_RECOMPUTE
     assert _regions(graph_module) == {"mm": 0}
+
+
+def test_ops_that_are_named_are_made_again_but_for_those_of_the_user(trace: Function) -> None:
+    graph_module = trace(lambda anchor, x: torch.exp(torch.cos(torch.sin(x))), (4,))
+    (sin,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    sin.meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=42)
+    _tag(graph_module, ActivationPolicy.RECOMPUTE_VALUES, made_again=("sin", "cos"))
+    assert _tags(graph_module) == {"sin": CheckpointPolicy.PREFER_RECOMPUTE, "cos": MUST_RECOMPUTE}
+    assert _regions(graph_module) == {"sin": 42}
+
+
+def test_results_and_views_of_ops_that_are_named_are_made_again_too(trace: Function) -> None:
+    """Else the partitioner would save those in place of what they are of."""
+
+    def forward(anchor: object, x: torch.Tensor) -> torch.Tensor:
+        largest, _ = torch.ops.aten.max.dim(x, 1)
+        return torch.exp(torch.sin(largest).view(2, 2))
+
+    graph_module = trace(forward, (4, 3))
+    _tag(graph_module, ActivationPolicy.RECOMPUTE_VALUES, made_again=("max_1", "sin"))
+    assert _tags(graph_module) == dict.fromkeys(["max_1", "getitem", "getitem_1", "sin", "view"], MUST_RECOMPUTE)

@@ -9,14 +9,17 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from examples.gpt import GPT, GPTConfig
+from zinf_compile.hardware_io import load_hardware
 from zinf_compile.passes.analysis.repeats import without_names
-from zinf_compile.passes.offline.deep import trace_deep
+from zinf_compile.passes.offline.deep import trace_deep, with_values
 from zinf_compile.passes.offline.runs import find_runs, shorten_runs
 from zinf_compile.passes.offline.skeleton import make_skeleton
-from zinf_compile.passes.offline.trace import Inputs, Trace, trace_model
+from zinf_compile.passes.offline.trace import Inputs, Trace, TracedGraph, trace_model
+from zinf_compile.passes.planning import recompute
 from zinf_compile.terms import ActivationPolicy
 
 POLICIES = tuple(ActivationPolicy)
+HARDWARE = load_hardware("laptop-16g")
 LAYERS = 6
 SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
 
@@ -52,30 +55,40 @@ MODELS = {
 }  # fmt: skip
 
 
-def trace_whole(model: nn.Module, inputs: dict[str, Tensor]) -> Trace:
+def trace_whole(model: nn.Module, inputs: dict[str, Tensor]) -> TracedGraph:
     fake_mode = FakeTensorMode()
     skeleton = make_skeleton(model, fake_mode, compute_dtype=None)
-    return trace_model(
-        skeleton, fake_mode, Inputs(kwargs=inputs), name="model", policies=POLICIES, train=True, dynamic=False
+    policies = (ActivationPolicy.SAVE, ActivationPolicy.RECOMPUTE_BLOCKS)
+    trace = trace_model(
+        skeleton, fake_mode, Inputs(kwargs=inputs), name="model", policies=policies, train=True, dynamic=False
     )
+    return with_values(trace.graphs[0], HARDWARE)
 
 
 def deep(model: nn.Module, inputs: dict[str, Tensor]) -> Trace:
     return trace_deep(
-        model, Inputs(kwargs=inputs), name="model", compute_dtype=None, policies=POLICIES, train=True, dynamic=False
+        model,
+        Inputs(kwargs=inputs),
+        name="model",
+        compute_dtype=None,
+        policies=POLICIES,
+        hardware=HARDWARE,
+        train=True,
+        dynamic=False,
     )
 
 
 @pytest.mark.parametrize(
     "kind", ["gpt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS if kind != "gpt")]
 )
-def test_facts_are_those_of_the_whole_model(kind: str) -> None:
+def test_facts_are_those_of_the_whole_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "MIN_BOUND_NBYTES", 1)  # these models are tiny
     model, inputs = MODELS[kind]()
     trace = deep(model, inputs)
     (note,) = trace.notes
     assert note.count(" blocks of ") == (2 if kind == "t5" else 1)
     assert "are alike" in note
-    found, whole = trace.graphs[0].candidates, trace_whole(model, inputs).graphs[0].candidates
+    found, whole = trace.graphs[0].candidates, trace_whole(model, inputs).candidates
     assert [facts.policy for facts in found] == list(POLICIES)
     assert [without_names(facts) for facts in found] == [without_names(facts) for facts in whole]
     for facts in found:
@@ -118,7 +131,7 @@ def test_what_cannot_be_expanded_is_captured_whole(kind: type[Chain]) -> None:
     trace = deep(model, inputs)
     (note,) = trace.notes
     assert note.startswith("The 8 blocks of layers were captured one by one: ")
-    assert trace.graphs == trace_whole(model, inputs).graphs
+    assert trace.graphs == (trace_whole(model, inputs),)
 
 
 def test_runs_are_found_and_cut_short() -> None:

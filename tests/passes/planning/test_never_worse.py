@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 import zinf_compile
 from examples.gpt import GPT, GPTConfig
 from zinf_compile.config import parse_size
+from zinf_compile.errors import CapacityError
 from zinf_compile.passes.planning.baselines import Baseline, baseline_plans
 from zinf_compile.passes.planning.planner import Request, make_plan, minimum_device_memory
+from zinf_compile.passes.planning.recompute import cheap_level
 from zinf_compile.passes.planning.search import EQUALLY_FAST, score_plan
 from zinf_compile.plan_verify import verify_plan
+from zinf_compile.simulate import simulate
 from zinf_compile.terms import ActivationPolicy, Tier
 
 Function = Callable[..., Any]
@@ -72,9 +75,38 @@ def test_on_a_captured_gpt(gpt: Request, host_memory: str, share: float) -> None
         assert {item.home for item in baselines} >= homes
 
 
+def test_values_made_again_fit_where_saving_does_not_and_are_faster_than_blocks(gpt: Request) -> None:
+    """Where no other tier has room for activations, the planner takes what lies between the two."""
+    without_disk = with_options(gpt, nvme=None, nvme_memory=None, host_memory=6 * MIB)
+    alone = {graph.policy: replace(without_disk, candidates=(graph,), captured=()) for graph in gpt.candidates}
+    smallest = {policy: minimum_device_memory(request) for policy, request in alone.items()}
+    save, values, blocks = (smallest[policy] for policy in ActivationPolicy)
+    assert blocks < values < save
+    budget = {"device_memory": (values + save) // 2}
+    with pytest.raises(CapacityError):
+        make_plan(with_options(alone[ActivationPolicy.SAVE], **budget))
+    plan = make_plan(with_options(without_disk, **budget))
+    assert plan.activations.policy is ActivationPolicy.RECOMPUTE_VALUES
+    assert plan.tier(Tier.DEVICE).predicted_peak <= budget["device_memory"]
+    in_blocks = make_plan(with_options(alone[ActivationPolicy.RECOMPUTE_BLOCKS], **budget))
+    assert simulate(plan).step_seconds < simulate(in_blocks).step_seconds
+    again = next(value for value in plan.activations.recomputed if value.value.startswith("gelu"))
+    assert f"made again in backward, at tick {again.tick}" in plan.explain(again.value)
+    assert f"{len(plan.activations.recomputed)} values of" in str(plan)
+
+
+def test_what_was_decided_to_be_made_again_is_not_saved_and_nothing_else_is_in_its_place(gpt: Request) -> None:
+    save, values, _ = gpt.candidates
+    level = cheap_level(save, gpt.hardware)
+    assert level is not None
+    saved = [{value.name for value in graph.values if value.saved} for graph in (save, values)]
+    assert level.values <= saved[0]
+    assert saved[1] <= saved[0] - level.values
+
+
 @pytest.fixture(scope="module")
 def gpt() -> Request:
-    """Return what a small GPT is planned with, under both policies."""
+    """Return what a small GPT is planned with, under all policies."""
     model = GPT(GPTConfig(vocab_size=64, layers=4, hidden=64, heads=4, seq=32))
     tokens = torch.zeros(4, 32, dtype=torch.int64)
     request = zinf_compile.plan(model, (tokens, tokens), hardware="laptop-16g").request
