@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,10 +20,14 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import zinf_compile
+from zinf_compile import session as session_module
 from zinf_compile.config import Config, parse_size
 from zinf_compile.errors import CapacityError
+from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning import placement as placement_module
 from zinf_compile.reports import Report
+from zinf_compile.runtime.calibrate import measure_hardware
+from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Tier
 
 Batch = Mapping[str, Tensor]
@@ -163,6 +167,14 @@ class Parity:
         # These models are tiny: without this all they have would be resident, and half of host memory a home.
         monkeypatch.setattr(placement_module, "RESIDENT_THRESHOLD", 0)
         monkeypatch.setattr(Config, "staging_memory", property(lambda config: min(config.host_memory, _STAGING)))
+        monkeypatch.setattr(session_module, "measure_hardware", self._measure_once)
+
+    def _measure_once(self, store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
+        """Measure the machine for the first of all models alone: it takes as long as a small model's whole test."""
+        key = ("hardware", store.engine is not None, dtypes)
+        if key not in self._cache:
+            self._cache[key] = measure_hardware(store, dtypes)
+        return cast(Hardware, self._cache[key])
 
     trace = Trace
     train = staticmethod(train)
