@@ -14,7 +14,7 @@ from zinf_compile.passes.offline.trace import TracedGraph
 from zinf_compile.plans import Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.tile_search import FASTER, MANY_TILES, TileSearch
-from zinf_compile.tiles import TiledParameters, TileRows, cut_rows, rows_in_whole_sectors, tile_name
+from zinf_compile.tiles import TiledParameters, TileRows, cut_rows, least_rows, tile_name
 
 _TILE = re.compile(r"(.*)\.tile_\d+")
 
@@ -75,10 +75,9 @@ class OfflineTiles:
         return TiledParameters({name: self._cut(name, count) for name, count in counts.items()})
 
     def _cut(self, name: str, count: int) -> tuple[TileRows, ...]:
-        shape, fact = self._shapes[name], self._facts[name]
-        sizes = {fact.compute_nbytes, fact.master_nbytes, fact.gradient_nbytes} - {0}
-        itemsizes = [size // fact.num_elements for size in sizes]
-        return cut_rows(shape[0], count, rows_in_whole_sectors(shape, itemsizes) if self._config.nvme else 1)
+        shape = self._shapes[name]
+        multiple = least_rows(self._facts[name], shape, has_file=self._config.nvme is not None)
+        return cut_rows(shape[0], count, multiple)
 
 
 class _Catalog:

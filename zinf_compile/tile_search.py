@@ -18,7 +18,7 @@ from zinf_compile.passes.tiling.fuse_linear_loss import find_linear_losses
 from zinf_compile.passes.tiling.tile_chains import find_row_chains
 from zinf_compile.passes.tiling.tile_parameters import Tileable, find_tileable
 from zinf_compile.terms import format_bytes
-from zinf_compile.tiles import WHOLE, TiledParameters, TileRows, cut_rows, rows_in_whole_sectors
+from zinf_compile.tiles import WHOLE, TiledParameters, TileRows, cut_rows, least_rows
 
 Made = TypeVar("Made")
 _MOST_CHAIN_TILES = 64
@@ -149,9 +149,7 @@ class TileSearch:
         fact = self._catalog.fact_of(found.param)
         if fact is None:
             return None
-        sizes = {fact.compute_nbytes, fact.master_nbytes, fact.gradient_nbytes} - {0}
-        has_file = self._config.nvme is not None
-        multiple = rows_in_whole_sectors(found.shape, [size // fact.num_elements for size in sizes]) if has_file else 1
+        multiple = least_rows(fact, found.shape, has_file=self._config.nvme is not None)
         return _Candidate(name=fact.name, nbytes=fact.compute_nbytes, multiple=multiple, found=found)
 
     def finer_and_finer(self) -> Iterator[Choice]:

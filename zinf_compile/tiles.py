@@ -46,6 +46,12 @@ def rows_in_whole_sectors(shape: Sequence[int], itemsizes: Sequence[int]) -> int
     return rows
 
 
+def least_rows(fact: ParameterFact, shape: Sequence[int], *, has_file: bool) -> int:
+    """Return the least number of rows that a tile of a parameter may have, wherever any of its copies lives."""
+    sizes = {fact.compute_nbytes, fact.master_nbytes, fact.gradient_nbytes} - {0}
+    return rows_in_whole_sectors(shape, [size // fact.num_elements for size in sizes]) if has_file else 1
+
+
 def tile_name(parameter: str, number: int) -> str:
     """Return the name of a tile: ``lm_head.weight.tile_3``."""
     return f"{parameter}.tile_{number}"
