@@ -85,7 +85,7 @@ class ConvNet(nn.Module):
 
 
 def _gpt(layers: int, hidden: int, batch: int) -> Workload:
-    gpt = _load_gpt()
+    gpt = load_gpt()
     config = gpt.GPTConfig(vocab_size=VOCAB, layers=layers, hidden=hidden, heads=hidden // gpt.HEAD_WIDTH, seq=SEQ)
     tokens = torch.randint(VOCAB, (batch, SEQ + 1))
     return Workload(
@@ -94,7 +94,8 @@ def _gpt(layers: int, hidden: int, batch: int) -> Workload:
     )
 
 
-def _load_gpt() -> ModuleType:
+def load_gpt() -> ModuleType:
+    """Return the module of the example GPT."""
     spec = importlib.util.spec_from_file_location("gpt", _EXAMPLES / "gpt.py")
     assert spec is not None
     assert spec.loader is not None

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.json_lines import command_line
 from benchmarks.out_of_core import PeakSampler, disk_bytes, load_gpt, read_status
 from zinf_compile.config import parse_size
 
@@ -273,7 +274,7 @@ def main() -> None:
         print(
             json.dumps(
                 {
-                    "command": " ".join(["python -m benchmarks.bigger_than_ram", *sys.argv[1:]]),
+                    "command": command_line("bigger_than_ram"),
                     **shape,
                     "num_parameters": num_parameters,
                     "states_wanted_bytes": wanted,

@@ -33,6 +33,7 @@ from torch import nn
 
 import zinf_compile
 from benchmarks.io import NUM_THREADS
+from benchmarks.json_lines import command_line
 from benchmarks.out_of_core import disk_bytes
 from zinf_compile.runtime.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.nvme.posix import PosixEngine
@@ -263,7 +264,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048, help="of its layers, which have its square of parameters")
     parser.add_argument("--nvme", default=".", help="folder on a local disk")
     args = parser.parse_args()
-    command = " ".join(["python -m benchmarks.optimizer_step", *sys.argv[1:]])
+    command = command_line("optimizer_step")
     for name in QUESTIONS if args.only is None else (args.only,):
         settings = Settings(
             threads=tuple(args.threads),

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from benchmarks.json_lines import command_line
 from zinf_compile.errors import CapacityError
 from zinf_compile.plans import Plan
 from zinf_compile.terms import Tier
@@ -378,7 +379,7 @@ def main() -> None:
             step=args.step,
         )
 
-    command = " ".join(["python -m benchmarks.out_of_core", *sys.argv[1:]])
+    command = command_line("out_of_core")
     case = case_of(args.tokens)
     if args.only in (None, "memory"):
         print(json.dumps({"command": command, **in_child(case, "memory", 2)}), flush=True)

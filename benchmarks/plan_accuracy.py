@@ -3,10 +3,11 @@
     python -m benchmarks.plan_accuracy --nvme DIR
     python -m benchmarks.plan_accuracy --nvme DIR --only llama --json llama.jsonl
 
-The machine is measured first, as ``zinf doctor`` does it, in a process of its own. Then every model trains in a fresh
-process for each of three budgets: all of it in memory; the least device memory it can do with and a host budget of a
-quarter of its states; half-way in between. Some steps are timed. Some more are watched by a thread that samples memory
-every millisecond, by the rule of ``zinf_compile.report``, whose peaks are then compared.
+Before each model the machine is measured, as ``zinf doctor`` does it, in a process of its own: a shared machine is
+another from one quarter of an hour to the next. Then the model trains in a fresh process for each of three budgets: all of
+it in memory; the least device memory it can do with and a host budget of a quarter of its states; half-way in between.
+Some steps are timed. Some more are watched by a thread that samples memory every millisecond, by the rule of
+``zinf_compile.report``, whose peaks are then compared.
 
 JSON lines go to standard output, or to ``--json``: one for each model and budget, the last one with medians. The table on
 standard error shows measured over predicted: a peak over 1.00 is a broken promise.
@@ -31,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.accuracy_models import MODELS
+from benchmarks.json_lines import JsonLines
 from zinf_compile.terms import Phase, Tier
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +97,7 @@ def measure(case: Case) -> dict[str, Any]:
     import zinf_compile
     from zinf_compile.runtime.slots import record_of
     from zinf_compile.simulate import simulate
+    from zinf_compile.simulation.several_graphs import share_updates
 
     torch.set_num_threads(case.threads)
     torch.manual_seed(0)
@@ -140,7 +143,7 @@ def measure(case: Case) -> dict[str, Any]:
     )
     return {
         "question": "case",
-        **asdict(case),
+        **{name: value for name, value in asdict(case).items() if name != "nvme"},
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state_bytes": states,
         "num_graphs": len(report.plans),
@@ -156,7 +159,7 @@ def measure(case: Case) -> dict[str, Any]:
             phase.phase: [phase.predicted_seconds, phase.measured_seconds, phase.count - before.get(phase.phase, 0)]
             for phase in timed.phases
         },
-        "predicted_stall_seconds": sum(simulate(each).stall_seconds for each in report.step_plans),
+        "predicted_stall_seconds": sum(simulate(each).stall_seconds for each in share_updates(report.step_plans)),
         "min_device_memory": max(
             each.what_if(host_memory=tight_host(states)).min_device_memory() for each in report.step_plans
         ),
@@ -282,21 +285,16 @@ def main() -> None:
         return
     nvme, console = str(Path(args.nvme).resolve()), Console(stderr=True, width=140)
     lines: list[dict[str, Any]] = []
-    command = " ".join(["python -m benchmarks.plan_accuracy", *sys.argv[1:]])
+    out = JsonLines("plan_accuracy", args.json)
 
     def note(line: dict[str, Any]) -> None:
         lines.append(line)
-        text = json.dumps({"command": command, **line})
-        if args.json is None:
-            print(text, flush=True)
-        else:
-            with args.json.open("a") as file:
-                file.write(text + "\n")
+        out.note(line)
 
     with tempfile.TemporaryDirectory() as cache:  # the kept profile of this machine stays as it is
         environment = {**os.environ, "XDG_CACHE_HOME": cache}
-        note(in_child(environment, nvme=nvme, threads=args.threads))
         for name in args.only:
+            note(in_child(environment, nvme=nvme, threads=args.threads))
             budgets = {"memory": (_AMPLE, _AMPLE)}
             for budget in BUDGETS:
                 if budget not in args.budgets and budget != "memory":

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import zinf_compile
+from benchmarks.json_lines import command_line
 from benchmarks.out_of_core import read_status
 from zinf_compile.cli.planned_models import Sizes, find_model
 from zinf_compile.errors import CapacityError
@@ -153,7 +154,7 @@ def main() -> None:
         for answer in plan_case(CASES[names[0]], hardware):
             print(json.dumps(answer), flush=True)
         return
-    command = " ".join(["python -m benchmarks.plan_scale", *sys.argv[1:]])
+    command = command_line("plan_scale")
     for name in names:
         case = CASES[name]
         lines = [({}, answer) for answer in run_in_child(name)]

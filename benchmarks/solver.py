@@ -33,6 +33,7 @@ from torch import nn
 
 import zinf_compile
 from benchmarks.accuracy_models import MODELS
+from benchmarks.json_lines import command_line
 from zinf_compile.passes.planning.baselines import baseline_plans
 from zinf_compile.passes.planning.exact import plan_exactly
 from zinf_compile.passes.planning.planner import Request, make_plan, minimum_device_memory
@@ -187,7 +188,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=[*SMALL, *MODELS], default=[*SMALL, *MODELS])
     parser.add_argument("--seconds", type=float, default=30.0, help="the solver's, for each candidate and budget")
     args = parser.parse_args()
-    command = " ".join(["python -m benchmarks.solver", *sys.argv[1:]])
+    command = command_line("solver")
     lines: list[Answer] = []
 
     def note(line: Answer) -> None:

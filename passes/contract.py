@@ -66,6 +66,7 @@ class TileInputs:
 
     tiles: Mapping[int, Sequence[TileHandle]] = field(default_factory=dict)
     fuses_losses: bool = False  # linear layers with the cross-entropy of their logits
+    makes_logits_again: bool = False  # in backward, also where it would take little to hold gradients until then
     chain_tiles: int = 1  # of rows, for MLPs and other chains of layers
 
 
@@ -79,6 +80,18 @@ class JointInputs:
     )  # gathers that move this narrower dtype, by parameter
     added_at_home: Container[int] = frozenset()  # whose gradients of several uses are not summed on the device
     made_again: frozenset[str] = frozenset()  # names of forward ops that backward runs again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentInputs:
+    """What SEGMENT passes read: the block of each node, and the number under which the runtime knows a segment.
+
+    Of the parameters that are ``apart`` a segment reads those that are gathered next to each other, and no others.
+    """
+
+    blocks: Mapping[fx.Node, str]
+    apart: Container[int]
+    number_of: Callable[[fx.GraphModule], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +114,8 @@ class NodeFacts:
 
 
 NODE_FACTS = "zinf"
+TILE = "zinf_tile"  # in ``node.meta["custom"]``, which AOTAutograd hands on: the piece of a chain that a node is in
+SEGMENT = "zinf_segment"  # of a run_segment: the graph module of what it runs
 _NOTHING_KNOWN = NodeFacts()
 
 

@@ -2,7 +2,15 @@
 
 from torch import fx
 
-from zinf_compile.passes.contract import JointInputs, LowerInputs, Pass, PrepareInputs, TileInputs, run_pipeline
+from zinf_compile.passes.contract import (
+    JointInputs,
+    LowerInputs,
+    Pass,
+    PrepareInputs,
+    SegmentInputs,
+    TileInputs,
+    run_pipeline,
+)
 from zinf_compile.passes.joint.fold_casts import FOLD_CASTS
 from zinf_compile.passes.joint.merge_gradients import MERGE_GRADIENTS
 from zinf_compile.passes.joint.place_stores import PLACE_STORES
@@ -15,6 +23,7 @@ from zinf_compile.passes.lowering.start_transfers import START_TRANSFERS
 from zinf_compile.passes.lowering.swap_activations import SWAP_ACTIVATIONS
 from zinf_compile.passes.prepare.insert_gathers import INSERT_GATHERS
 from zinf_compile.passes.properties import VALUES_KNOWN
+from zinf_compile.passes.segments.make_segments import MAKE_SEGMENTS
 from zinf_compile.passes.tiling.fuse_linear_loss import FUSE_LINEAR_LOSSES
 from zinf_compile.passes.tiling.tile_chains import TILE_CHAINS
 from zinf_compile.passes.tiling.tile_parameters import TILE_PARAMETERS
@@ -32,6 +41,8 @@ JOINT: tuple[Pass[JointInputs], ...] = (
 INFERENCE: tuple[Pass[JointInputs], ...] = (FOLD_CASTS,)
 
 SPLIT: tuple[Pass[JointInputs], ...] = (PLACE_STORES,)
+
+SEGMENT: tuple[Pass[SegmentInputs], ...] = (MAKE_SEGMENTS,)
 
 LOWER: tuple[Pass[LowerInputs], ...] = (
     SWAP_ACTIVATIONS,
@@ -66,6 +77,11 @@ def edit_inference_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> N
 def edit_backward_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
     """Edit the backward graph that the partitioner made, in place, until it may be analysed."""
     run_pipeline(graph_module, SPLIT, inputs)
+
+
+def segment_graph(graph_module: fx.GraphModule, inputs: SegmentInputs) -> None:
+    """Edit a forward or backward graph in place so that it computes in segments."""
+    run_pipeline(graph_module, SEGMENT, inputs)
 
 
 def lower_graph(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:

@@ -32,6 +32,8 @@ _DUPLEX_SHARE = 0.75  # of both rates together, from which on reads and writes c
 _NUM_CALLS = 100
 _SMALL_OPS = 10  # a block has about as many for each product
 _MOST_TAKEN = 0.9  # beyond that something else was in the way
+_ROUND_SECONDS = 0.03  # of compute alone
+_MOVES = 2  # one after another, in a round of compute beside
 _REPEATS = 3  # the median of these, behind one that nobody counts
 _NUM_COLD = 8  # tensors to take turns with, so that none is in the cache when its turn comes: as in a model
 _UNUSABLE = torch.float16  # on a CPU a product takes a thousand times as long as in float32
@@ -183,29 +185,39 @@ def _measure_optimizer(repeats: int) -> float:
 def _measure_taken(move: Callable[[], object], repeats: int) -> float:
     """Return the share of its time that compute loses while bytes move to and from the disk, in the median.
 
-    It does what a block does: products, and small ops between them, whose threads wait for each other.
+    It does what a block does: products, and small ops between them, whose threads wait for each other. Rounds alone and
+    beside take turns, since what else the machine does changes meanwhile.
     """
     tokens, weight = torch.ones(_TOKENS, _HIDDEN), torch.ones(_INNER, _HIDDEN)
     small = torch.ones(_TOKENS, _HIDDEN // 8)
 
-    def compute() -> None:
-        torch.mm(tokens, weight.t())
-        for _ in range(_SMALL_OPS):
-            torch.mul(small, small, out=small)
+    def rounds_per_second(goes_on: Callable[[float], bool]) -> float:
+        count, start = 0, time.perf_counter()
+        while goes_on(time.perf_counter() - start):
+            torch.mm(tokens, weight.t())
+            for _ in range(_SMALL_OPS):
+                torch.mul(small, small, out=small)
+            count += 1
+        return count / max(time.perf_counter() - start, 1e-9)
 
-    alone = _usual_seconds(compute, _NUM_CALLS)
+    def rounds_alone() -> float:
+        return rounds_per_second(lambda elapsed: elapsed < _ROUND_SECONDS)
+
+    def move_several() -> None:
+        for _ in range(_MOVES):
+            move()
+
+    rounds_alone()  # warm
     shares = []
     with ThreadPoolExecutor(1) as mover:
         for _ in range(repeats):
-            moving = mover.submit(move)
-            while not moving.done():
-                start = time.perf_counter()
-                compute()
-                shares.append(1.0 - alone / (time.perf_counter() - start))
+            alone = rounds_alone()
+            moving = mover.submit(move_several)
+            beside = rounds_per_second(lambda _, moving=moving: not moving.done())  # type: ignore[misc]  # bound now
             moving.result()  # raises what moving has raised
-    if not shares:  # over before compute began
-        return 0.0
-    return min(_MOST_TAKEN, max(0.0, statistics.median(shares)))
+            if beside:  # else it was over before compute began
+                shares.append(1.0 - beside / alone)
+    return min(_MOST_TAKEN, max(0.0, statistics.median(shares or [0.0])))
 
 
 def _measure_disk(store: Store, repeats: int) -> list[Route]:

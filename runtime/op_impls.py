@@ -10,6 +10,7 @@ from zinf_compile import ops
 from zinf_compile.runtime.gradients import store_gradient
 from zinf_compile.runtime.logit_sums import logit_sums, logit_sums_backward, scale_gradient, weigh_logit_sums
 from zinf_compile.runtime.numbers import find_record, find_store
+from zinf_compile.runtime.segments import run_segment
 from zinf_compile.terms import Tier
 
 
@@ -130,6 +131,7 @@ def register() -> torch.library.Library:
         (ops.LOGIT_SUMS_BACKWARD, logit_sums_backward),
         (ops.WEIGH_LOGIT_SUMS, weigh_logit_sums),
         (ops.SCALE_GRADIENT, scale_gradient),
+        (ops.RUN_SEGMENT, run_segment),
     ):
         # Some ops take no tensor, so that no device key would choose them: one body serves every device.
         library.impl(op, body, "CompositeExplicitAutograd")

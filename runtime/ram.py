@@ -5,7 +5,8 @@ import functools
 import gc
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class DeviceRam:
@@ -48,6 +49,18 @@ class DeviceRam:
         self._has_captured |= after_capture
         if self._is_settled:
             self._peak_before, self._peak, self._is_settled = self.peak, 0, False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Make plans inside, between runs: what is seen meanwhile does not count, and what is left behind is not ours."""
+        return_freed_memory()
+        held = anonymous_rss()
+        yield
+        gc.collect()
+        return_freed_memory()
+        self._latest = 0
+        if self._is_settled:
+            self._made += max(0, anonymous_rss() - held)
 
     def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
         """Stay within so many bytes from now on, of which so much is for kernels: what the plans say of the device tier."""

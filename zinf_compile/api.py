@@ -18,7 +18,7 @@ from zinf_compile.runtime.lending import Site, check_room, lend_values
 from zinf_compile.runtime.slots import owner_of, record_of
 from zinf_compile.session import Session, check_devices, session_of_store
 from zinf_compile.simulate import simulate
-from zinf_compile.simulation.summary import phases_of_step
+from zinf_compile.simulation.several_graphs import phases_of_step, share_updates
 from zinf_compile.terms import Phase, Tier
 from zinf_compile.weights.initialize import Init, choose_values, undo
 
@@ -124,7 +124,7 @@ def report(model: Module) -> Report:
     }
     phases, step = [], None
     step_plans = tuple(program.plan for program in session.step_programs if program.plan is not None)
-    timelines = [simulate(plan) for plan in step_plans]
+    timelines = [simulate(plan) for plan in share_updates(step_plans)]
     predicted = phases_of_step(timelines)
     if timelines and meter.step_seconds:
         step = StepReport(

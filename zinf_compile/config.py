@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from zinf_compile.errors import ConfigError, UnsupportedError
+from zinf_compile.errors import ConfigError
 from zinf_compile.terms import StepTiming
 
 _UNITS = {
@@ -189,13 +189,9 @@ def _check_tiles(tiles: object) -> tuple[tuple[str, int], ...] | None:
 
 
 def _check_compute(compute: object) -> str:
-    if compute == "inductor":
-        raise UnsupportedError(
-            "compute='inductor' is not available in this version; leave it out, or say compute='aten'"
-        )
-    if compute != "aten":
-        raise ConfigError(f"compute={compute!r} is unknown; this version has compute='aten'")
-    return "aten"
+    if compute not in ("aten", "inductor"):
+        raise ConfigError(f"compute={compute!r} is neither 'aten', op by op, nor 'inductor', compiled by blocks")
+    return str(compute)
 
 
 def _check_bool(flag: object, *, option: str) -> bool | None:

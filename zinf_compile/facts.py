@@ -78,6 +78,7 @@ class OpFact(Generic[SizeT_co]):
     nbytes_accessed: SizeT_co
     inputs: tuple[int, ...] = ()  # ticks of the nodes whose results it reads, views looked through, sorted
     repeatable: bool = True  # gives the same when it runs again, and may
+    inner: tuple["OpFact[SizeT_co]", ...] = ()  # of a segment: what it runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

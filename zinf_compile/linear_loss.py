@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zinf_compile.ops import sums_dtype
 
+_HELD_SHARE = 4  # logits over the gradient of the weight that one pass holds until backward
 _TILES = 8  # of rows: logits then take an eighth at most of what they would, and products stay large
 
 
@@ -50,18 +51,19 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
     tile_rows: int | None = None,
-    one_pass: bool = True,
+    one_pass: bool | None = None,
 ) -> Tensor:
     """Return ``cross_entropy(linear(hidden, weight, bias), target, ...)`` in the dtype of sums: float32 or float64.
 
     ``hidden`` is [rows, features], ``target`` [rows] of class numbers, ``weight`` [classes, features], or a list of tiles of
-    it along the classes, of which each op then reads one. One pass needs the whole weight, and a ``reduction``.
+    it along the classes, of which each op then reads one. One pass needs the whole weight, and a ``reduction``; by default
+    it is taken where the gradient that it holds is at most a quarter of the logits: an eighth of what plain PyTorch takes.
 
     Raises ValueError for a ``reduction`` that is not "mean", "sum" or "none".
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {reduction!r} is not 'mean', 'sum' or 'none'")
-    tile_rows = tile_rows or max(1, -(-hidden.shape[0] // _TILES))
+    tile_rows = tile_rows or max(1, -(-_num_rows(hidden) // _TILES))
     tiles = [weight] if isinstance(weight, Tensor) else list(weight)
     num_classes = sum(tile.shape[0] for tile in tiles)
     valid = target != ignore_index
@@ -82,6 +84,8 @@ def linear_cross_entropy(
     wanted = [
         torch.is_grad_enabled() and given is not None and given.requires_grad for given in (hidden, tiles[0], bias)
     ]
+    if one_pass is None:
+        one_pass = holds_little(hidden, tiles[0])
     if one_pass and len(tiles) == 1 and reduction != "none" and any(wanted):
         loss: Tensor = torch.ops.zinf.weigh_logit_sums(
             *(hidden, tiles[0], bias, target, class_weight),
@@ -93,6 +97,18 @@ def linear_cross_entropy(
             return losses
         loss = losses.sum()
     return loss / of_target.sum() if reduction == "mean" else loss
+
+
+def holds_little(rows: Tensor, weight: Tensor) -> bool:
+    """Return whether the gradient of the weight that one pass holds until backward is small beside the logits of rows."""
+    held = weight.numel() * sums_dtype(weight.dtype).itemsize
+    return _HELD_SHARE * held <= _num_rows(rows) * weight.shape[0] * weight.dtype.itemsize
+
+
+def _num_rows(rows: Tensor) -> int:
+    """Return how many rows there are; where that changes from call to call, how many there were at capture."""
+    size = rows.shape[0]
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def _sums_of_tiles(

@@ -32,6 +32,7 @@ from zinf_compile.runtime.accessors import refuse_optimized
 from zinf_compile.runtime.machine import kernel_cache_nbytes
 from zinf_compile.runtime.shadow import check_supported
 from zinf_compile.simulate import simulate
+from zinf_compile.simulation.several_graphs import share_updates
 from zinf_compile.terms import Tier, format_bytes
 from zinf_compile.this_machine import look_at_machine
 from zinf_compile.tile_search import check_tiles
@@ -276,14 +277,14 @@ def _plan_all(trace: Trace, request: Callable[[TracedGraph, tuple[Placement, ...
     notes = [*trace.notes]
     if main.ended_by is not None:
         notes.append(f"{first.name} ends early, at {main.ended_by}.")
-    for graph in trace.graphs:
-        if graph is not main:
-            other = plan_one(graph, first.placements)
-            ended = f"; it ends at {graph.ended_by}" if graph.ended_by is not None else ""
-            notes.append(
-                f"{other.name} is planned by itself: {other.tier(Tier.DEVICE).predicted_peak:,} bytes on device, "
-                f"{simulate(other).step_seconds:.3g} s{ended}."
-            )
+    others = [graph for graph in trace.graphs if graph is not main]
+    plans = [first, *(plan_one(graph, first.placements) for graph in others)]
+    for graph, plan in zip(others, share_updates(plans)[1:], strict=True):
+        ended = f"; it ends at {graph.ended_by}" if graph.ended_by is not None else ""
+        notes.append(
+            f"{plan.name} is planned by itself: {plan.tier(Tier.DEVICE).predicted_peak:,} bytes on device, "
+            f"{simulate(plan).step_seconds:.3g} s{ended}."
+        )
     if trace.stopped_by is not None:
         notes.append(f"What follows could not be planned, since it depends on values: {trace.stopped_by}.")
     return replace(first, notes=(*first.notes, *notes))

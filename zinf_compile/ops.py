@@ -30,6 +30,11 @@ Four more make the loss of a language model without its logits; :mod:`zinf_compi
     t, h, w, b = zinf::weigh_logit_sums(hidden, weight, ...)       a weighted sum of all of them, and its gradients at once
     g          = zinf::scale_gradient(gradient, factor, dtype)     such a gradient, when that of the loss is known
 
+Where compute is compiled, one op stands for what a block computes between two of ours; it is inserted with its results'
+fake values, and never traced::
+
+    results    = zinf::run_segment(inputs, segment)                in memory of their own
+
 ``runtime/op_impls.py`` implements them. An op with a schema and a fake but no implementation traces, lints and plans.
 """
 
@@ -76,6 +81,7 @@ _LIBRARY.define(
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor")
+_LIBRARY.define("run_segment(Tensor[] inputs, int segment) -> Tensor[]")
 
 GATHER = torch.ops.zinf.gather.default
 STORE_GRAD = torch.ops.zinf.store_grad.default
@@ -93,11 +99,12 @@ LOGIT_SUMS = torch.ops.zinf.logit_sums.default
 LOGIT_SUMS_BACKWARD = torch.ops.zinf.logit_sums_backward.default
 WEIGH_LOGIT_SUMS = torch.ops.zinf.weigh_logit_sums.default
 SCALE_GRADIENT = torch.ops.zinf.scale_gradient.default
+RUN_SEGMENT = torch.ops.zinf.run_segment.default
 
 ALL_OPS = (
     *(GATHER, STORE_GRAD, ISSUE_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS, ARENA_VIEW),
     *(SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN, WAIT_SWAP_IN),
-    *(LOGIT_SUMS, LOGIT_SUMS_BACKWARD, WEIGH_LOGIT_SUMS, SCALE_GRADIENT),
+    *(LOGIT_SUMS, LOGIT_SUMS_BACKWARD, WEIGH_LOGIT_SUMS, SCALE_GRADIENT, RUN_SEGMENT),
 )
 
 # FX dead-code elimination deletes a node without users unless its target is known to have an effect.

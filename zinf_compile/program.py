@@ -15,8 +15,9 @@ from zinf_compile.facts import GraphFacts, ParameterFact, at_sizes
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
 from zinf_compile.passes.capture import BoxedCallable, Partition
-from zinf_compile.passes.contract import JointInputs, LowerInputs, node_facts
+from zinf_compile.passes.contract import JointInputs, LowerInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
+from zinf_compile.passes.lowering.swap_activations import swapped_inputs
 from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planning.planner import Request, make_plan
 from zinf_compile.passes.planning.policies import allowed_policies, other_splits
@@ -30,6 +31,7 @@ from zinf_compile.runtime.machine import kernel_cache_nbytes
 from zinf_compile.runtime.open_forwards import storages_of
 from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.runtime.watch import StepWatch
+from zinf_compile.segmented import Computed, compute_in_segments
 from zinf_compile.simulate import simulate
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy, Phase, Tier, format_bytes
@@ -125,8 +127,8 @@ class Program:
         """Return the best plan of a training graph with the copies that parameters have, and adopt nothing."""
         narrowed = self._session.narrow_copies(reads)
         # Between the fastest and the smallest nothing is looked at: a search for tiles asks this many times.
-        policies = set(allowed_policies(self._session.config.recompute)) - {ActivationPolicy.RECOMPUTE_VALUES}
-        splits = [partition(JointInputs(policy=policy, narrowed=narrowed)) for policy in sorted(policies, reverse=True)]
+        policies = [each for each in allowed_policies(self._session.config.recompute) if not each.is_by_value]
+        splits = [partition(JointInputs(policy=policy, narrowed=narrowed)) for policy in policies]
         return self._plan_for([self._analyze(split) for split in splits])
 
     def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
@@ -173,11 +175,14 @@ class Program:
         """Plan for the candidates together, unless that is done, and adopt the best. CapacityError if none fits."""
         alone = candidates[0].plan if len(candidates) == 1 else None
         plan = alone or self._plan_for([candidate.facts for candidate in candidates])
-        chosen = next(item for item in candidates if item.facts.policy is plan.activations.policy)
+        best = next(item for item in candidates if item.facts.policy is plan.activations.policy)
+        chosen = Computed(captured=best.captured, facts=best.facts, plan=plan)
+        if self._session.config.compute == "inductor":
+            chosen = compute_in_segments(chosen, self._numbers(), self._analyze, lambda facts: self._plan_for([facts]))
         self._captured = chosen.captured
         self._shapes = PlannedShapes(chosen.captured.forward.graph, chosen.facts)
-        self._adopt(plan)
-        return chosen.captured
+        self._adopt(chosen.plan)
+        return best.captured
 
     def compile_forward(self, graph_module: fx.GraphModule) -> BoxedCallable:
         """Return the forward as a callable that plans again when parameters have moved or inputs have grown."""
@@ -280,8 +285,9 @@ class Program:
         request = self._request([self._shapes.facts])
         if len(self._session.programs) == 1:  # homes that several graphs share stay
             request = replace(request, placements=None)
-        remade = remake_plan(self.plan, request, observed)
-        verify_plan(remade.plan)
+        with self._session.store.ram.apart():
+            remade = remake_plan(self.plan, request, observed)
+            verify_plan(remade.plan)
         try:
             self._session.store.reserve_growth(join_placements(remade.plan.placements))
         except StoreError as error:
@@ -384,13 +390,6 @@ class Program:
         self._forward = forward.forward
         if self._captured.backward is not None:
             backward = copy_graph_module(self._captured.backward)
-            tokens = _swapped_inputs(backward.graph, plan)
+            tokens = swapped_inputs(backward.graph, plan)
             lower_graph(backward, inputs)
             self._backwards[tokens] = Backward(run=backward.forward, arena_nbytes=plan.arena_nbytes)
-
-
-def _swapped_inputs(backward: fx.Graph, plan: Plan) -> frozenset[int]:
-    """Return which inputs of a backward are tokens of activations that have left the device."""
-    swapped = {swap.value for swap in plan.swaps}
-    placeholders = backward.find_nodes(op="placeholder")
-    return frozenset(index for index, node in enumerate(placeholders) if node_facts(node).value in swapped)

@@ -190,7 +190,7 @@ class _Walk:
 
     def _sink(self, sink: GradientSink) -> None:
         """Append a gradient's way home, or the update that takes it."""
-        taken_by = self._placements[sink.parameter] if self._timing is StepTiming.IN_BACKWARD else None
+        taken_by = self._placements.get(sink.parameter) if self._timing is StepTiming.IN_BACKWARD else None
         is_read = taken_by is not None and taken_by.update_nbytes_written > 0  # at once, on its way to the home
         home = Tier.DEVICE if is_read else sink.destination
         legs = self._world.gradient_legs(home, sink.nbytes, is_resident=sink.parameter in self._resident)

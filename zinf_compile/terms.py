@@ -53,7 +53,13 @@ class ActivationPolicy(StrEnum):
 
     SAVE = "save"  # torch's min-cut choice: save, recomputing only what is nearly free
     RECOMPUTE_VALUES = "recompute_values"  # of what that saves, make again in backward what is cheap for its bytes
+    RECOMPUTE_MORE = "recompute_more"  # the same with more of them, those next in price
     RECOMPUTE_BLOCKS = "recompute_blocks"  # save what enters each block, recompute the block in backward
+
+    @property
+    def is_by_value(self) -> bool:
+        """Return whether it is told what to make again, value by value."""
+        return self in (ActivationPolicy.RECOMPUTE_VALUES, ActivationPolicy.RECOMPUTE_MORE)
 
 
 class StepTiming(StrEnum):

@@ -14,7 +14,7 @@ from zinf_compile.facts import ParameterFact
 from zinf_compile.passes.contract import TileHandle, TileInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import tile_graph
-from zinf_compile.passes.tiling.fuse_linear_loss import find_linear_losses
+from zinf_compile.passes.tiling.fuse_linear_loss import find_linear_losses, takes_one_pass
 from zinf_compile.passes.tiling.tile_chains import find_row_chains
 from zinf_compile.passes.tiling.tile_parameters import Tileable, find_tileable
 from zinf_compile.terms import format_bytes
@@ -130,6 +130,7 @@ class Choice:
     num_tiles: Mapping[str, int]
     chain_tiles: int = 1
     fuses_losses: bool = False
+    makes_logits_again: bool = False
 
 
 class TileSearch:
@@ -141,7 +142,8 @@ class TileSearch:
         self._config = catalog.config
         found = map(self._make_candidate, find_tileable(graph_module.graph))
         self._candidates = {candidate.name: candidate for candidate in found if candidate is not None}
-        self._has_loss = next(find_linear_losses(graph_module.graph), None) is not None
+        losses = list(find_linear_losses(graph_module.graph))
+        self._has_loss, self._has_one_pass = bool(losses), any(map(takes_one_pass, losses))
         self._has_chains = next(find_row_chains(graph_module.graph), None) is not None
         self.refused: DeviceCapacityError | None = None
 
@@ -161,6 +163,9 @@ class TileSearch:
         if self._has_loss:
             choice = replace(choice, fuses_losses=True)
             yield choice
+            if self._has_one_pass:
+                choice = replace(choice, makes_logits_again=True)
+                yield choice
         fixed = dict(self._config.tiles or ())
         free = {name: each for name, each in self._candidates.items() if name not in fixed and each.most_tiles > 1}
         useful = {"parameters", *(["chains"] if self._has_chains else [])}  # what finer tiles of have helped so far
@@ -226,7 +231,12 @@ class TileSearch:
                     TileHandle(param=self._catalog.number_of(param, number, each), num_rows=each.num_rows)
                     for number, each in enumerate(tiles)
                 ]
-        inputs = TileInputs(tiles=handles, fuses_losses=choice.fuses_losses, chain_tiles=choice.chain_tiles)
+        inputs = TileInputs(
+            tiles=handles,
+            fuses_losses=choice.fuses_losses,
+            makes_logits_again=choice.makes_logits_again,
+            chain_tiles=choice.chain_tiles,
+        )
         if inputs == TileInputs():
             return TiledGraph(graph_module=self._graph_module, tiled=WHOLE)
         copied = copy_graph_module(self._graph_module)
@@ -256,7 +266,8 @@ def _describe_choice(choice: Choice) -> str:
     if choice.chain_tiles > 1:
         told.append(f"layers that follow each other compute {choice.chain_tiles} tiles of rows, one after another")
     if choice.fuses_losses:
-        told.append("the loss is fused with its linear layer, whose logits never exist whole")
+        again = " and are made again in backward" if choice.makes_logits_again else ""
+        told.append(f"the loss is fused with its linear layer, whose logits never exist whole{again}")
     return f"to fit the device, or as asked for, {'; '.join(told)}: results are the same to rounding"
 
 

@@ -11,14 +11,15 @@ import torch
 from torch import fx
 
 from zinf_compile.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
-from zinf_compile.ops import GATHER, STORE_GRAD
+from zinf_compile.ops import GATHER, RUN_SEGMENT, STORE_GRAD
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops, count_workspace, unwrap_call
 from zinf_compile.passes.analysis.idle import find_idle
-from zinf_compile.passes.analysis.modules import block_of, module_path
+from zinf_compile.passes.analysis.modules import blocks_of_nodes
+from zinf_compile.passes.analysis.peaks import REORDERING, peak_inside
 from zinf_compile.passes.analysis.repeatable import is_repeatable
 from zinf_compile.passes.analysis.shapes import GraphShapes, find_sources, symbols_in
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
-from zinf_compile.passes.contract import NODE_FACTS, NodeFacts, node_facts
+from zinf_compile.passes.contract import NODE_FACTS, SEGMENT, NodeFacts, node_facts
 from zinf_compile.passes.out_forms import has_out_form
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy, LiveRange
@@ -26,7 +27,6 @@ from zinf_compile.terms import ActivationPolicy, LiveRange
 # Of a graph's result, beside it and its gradient: what losses of eager PyTorch were seen to hold at once. None of ``sum()``,
 # one of a mean squared error, two of a cross entropy, three of one of two classes with logits, four of ``square().mean()``.
 _COPIES_OUTSIDE = 4
-_REORDERING = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,27 +119,32 @@ def _saved_nodes(captured: CapturedGraph) -> list[fx.Node]:
 def _collect_ops(
     nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot], shapes: GraphShapes
 ) -> tuple[OpFact[Size], ...]:
-    ops: list[OpFact[Size]] = []
-    module = ""
-    for node in nodes:
-        path = module_path(node)
-        # An op without a module of its own belongs to the run of ops around it.
-        module = block_of(path) if path else module
-        call = unwrap_call(node)
-        ops.append(
-            OpFact(
-                tick=_tick(node),
-                name=node.name,
-                op=str(call.target),
-                module=module or "model",
-                dtype=str(call.value.dtype).removeprefix("torch.") if isinstance(call.value, torch.Tensor) else "",
-                num_flops=shapes.size(count_flops(node)),
-                nbytes_accessed=shapes.size(count_bytes_accessed(node)),
-                inputs=tuple(sorted({_tick(roots[used].node) for used in node.all_input_nodes})),
-                repeatable=is_repeatable(node),
-            )
+    blocks = blocks_of_nodes(nodes)
+    return tuple(
+        replace(
+            _describe_op(node, _tick(node), blocks[node], shapes),
+            inputs=tuple(sorted({_tick(roots[used].node) for used in node.all_input_nodes})),
         )
-    return tuple(ops)
+        for node in nodes
+    )
+
+
+def _describe_op(node: fx.Node, tick: int, block: str, shapes: GraphShapes) -> OpFact[Size]:
+    """Return the fact of an op, without what it reads; of a segment, with those of what it runs."""
+    call = unwrap_call(node)
+    inside = node.meta[SEGMENT].graph.nodes if node.target is RUN_SEGMENT else ()
+    inner = tuple(_describe_op(each, tick, block, shapes) for each in inside if each.op == "call_function")
+    return OpFact(
+        tick=tick,
+        name=node.name,
+        op=str(call.target),
+        module=block,
+        dtype=str(call.value.dtype).removeprefix("torch.") if isinstance(call.value, torch.Tensor) else "",
+        num_flops=shapes.size(count_flops(node)),
+        nbytes_accessed=shapes.size(count_bytes_accessed(node)),
+        repeatable=is_repeatable(node),
+        inner=inner,
+    )
 
 
 def _collect_values(
@@ -187,16 +192,22 @@ def _collect_values(
 
 
 def _workspaces(nodes: list[fx.Node], shapes: GraphShapes) -> list[ValueFact[Size]]:
-    """Return what convolutions allocate and free again: their kernels want every tensor in a layout of their own."""
+    """Return what nodes allocate and free again.
+
+    That is all between inputs and results of a segment; and with convolutions, a copy of every tensor in another layout.
+    """
+    counted: dict[fx.Node, Size] = {
+        node: peak_inside(node.meta[SEGMENT].graph) for node in nodes if node.target is RUN_SEGMENT
+    }
+    counted |= {node: shapes.size(count_workspace(node)) for node in nodes if node.target in REORDERING}
     return [
         ValueFact(
             name=f"{node.name}_workspace",
-            nbytes=shapes.size(count_workspace(node)),
+            nbytes=nbytes,
             live=LiveRange(start=_tick(node), end=_tick(node) + 1),
             saved=False,
         )
-        for node in nodes
-        if node.target in _REORDERING
+        for node, nbytes in counted.items()
     ]
 
 

@@ -1,6 +1,7 @@
 """Which module of the model a node came from, and which repeated block a name belongs to."""
 
 import re
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -16,6 +17,27 @@ def module_path(node: fx.Node) -> str:
     path = next(reversed(stack.values()))[0]
     path = _INDEXED.sub(r".\1", _ROOT.sub("", path))
     return path.removeprefix("_modules.").removeprefix(".").removeprefix("_orig_mod.")
+
+
+def blocks_of_nodes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
+    """Return the block of each node of a forward graph, or of that and its backward; "model" where none is known."""
+    blocks: dict[fx.Node, str] = {}
+    block = ""
+    of_forward: dict[int | None, str] = {}  # blocks of forward ops, by the number that their backward ops have too
+    begins_backward = False
+    for node in nodes:
+        path, number = module_path(node), node.meta.get("seq_nr")
+        if path:
+            block = block_of(path)
+            begins_backward &= node.op != "call_function"
+        elif begins_backward:  # that of the loss, behind inputs of all modules
+            block = of_forward.get(number, block)
+        # Any other op without a module of its own belongs to the run of ops around it.
+        begins_backward |= node.op == "output"
+        if number is not None and node.op == "call_function":
+            of_forward.setdefault(number, block)
+        blocks[node] = block or "model"
+    return blocks
 
 
 def block_of(path: str) -> str:

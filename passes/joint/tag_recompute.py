@@ -5,7 +5,7 @@ Tags set on forward nodes::
     gather, and every view or cast of one     MUST_RECOMPUTE: full weights are never saved, they are gathered again
     everything inside a repeated block        MUST_RECOMPUTE under ``ActivationPolicy.RECOMPUTE_BLOCKS``, one
                                               checkpoint region per block, so that what enters a block is saved
-    ops named in ``inputs.made_again``,       MUST_RECOMPUTE under ``ActivationPolicy.RECOMPUTE_VALUES``
+    ops named in ``inputs.made_again``,       MUST_RECOMPUTE under the policies by value
         their results and views of those
     random numbers                            MUST_SAVE: drawing them again would give others
 

@@ -28,7 +28,14 @@ from zinf_compile.passes.analysis.storages import find_roots
 from zinf_compile.passes.contract import NODE_FACTS, LowerInputs, NodeFacts, Pass, node_facts
 from zinf_compile.passes.fx_edit import insert_call
 from zinf_compile.passes.properties import SWAPS_GONE, TICKS_IN_ORDER, VALUES_KNOWN
-from zinf_compile.plans import ActivationSwap
+from zinf_compile.plans import ActivationSwap, Plan
+
+
+def swapped_inputs(backward: fx.Graph, plan: Plan) -> frozenset[int]:
+    """Return which inputs of a backward are tokens of activations that have left the device."""
+    swapped = {swap.value for swap in plan.swaps}
+    placeholders = backward.find_nodes(op="placeholder")
+    return frozenset(index for index, node in enumerate(placeholders) if node_facts(node).value in swapped)
 
 
 def _run(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:

@@ -16,7 +16,7 @@ from zinf_compile.passes.contract import JointInputs
 from zinf_compile.passes.offline.runs import find_runs, shorten_runs
 from zinf_compile.passes.offline.skeleton import make_skeleton
 from zinf_compile.passes.offline.trace import Inputs, TileGraph, Trace, TracedGraph, leave_whole, trace_model
-from zinf_compile.passes.planning.recompute import Kind, cheap_level, ops_made_again
+from zinf_compile.passes.planning.recompute import Kind, ops_made_again, policy_levels
 from zinf_compile.sizes import Size
 from zinf_compile.terms import ActivationPolicy
 
@@ -46,8 +46,8 @@ def trace_deep(
 ) -> Trace:
     """Return the graphs of one call of ``model``, which stays as it is, each as ``tile`` makes it.
 
-    ``hardware`` tells what its values cost to make again (``RECOMPUTE_VALUES``); where none is cheap, a graph has no such
-    candidate.
+    ``hardware`` tells what its values cost to make again, for policies by value; where none is cheap, a graph has no such
+    candidates.
 
     Runs of more than five alike blocks are captured with four of each, and once more with five: if expanding the facts of
     the first by a block gives those of the second, the whole model's are had the same way. Else the whole is captured. The
@@ -58,13 +58,13 @@ def trace_deep(
         fake_mode = FakeTensorMode()
         edit = functools.partial(shorten_runs, runs=runs, num_blocks=num_blocks)
         skeleton = make_skeleton(model, fake_mode, compute_dtype=compute_dtype, edit=edit)
-        given = [policy for policy in policies if policy is not ActivationPolicy.RECOMPUTE_VALUES]
+        given = [policy for policy in policies if not policy.is_by_value]
         return trace_model(
             skeleton, fake_mode, inputs, name=name, policies=given, train=train, dynamic=dynamic, tile=tile
         )
 
     runs = find_runs(model, longer_than=NUM_TEMPLATES + 1)
-    by_value = ActivationPolicy.RECOMPUTE_VALUES in policies
+    by_value = any(policy.is_by_value for policy in policies)
 
     def trace_whole() -> Trace:
         whole = trace((), 0)
@@ -103,12 +103,13 @@ def _expand(short: GraphFacts[Size], longer: GraphFacts[Size], runs: Sequence[Ru
 
 
 def with_values(graph: TracedGraph, hardware: Hardware) -> TracedGraph:
-    """Return the graph with one candidate more if some values are cheap to make again, behind that which saves all."""
-    saving = graph.candidates[0]
-    level = cheap_level(at_sizes(saving), hardware) if graph.split is not None else None
-    if level is None:
+    """Return the graph with a candidate more for each policy by value, behind that which saves all."""
+    if graph.split is None:
         return graph
-    return replace(graph, candidates=(saving, _split(graph, level.kinds), *graph.candidates[1:]))
+    saving, *others = graph.candidates
+    levels = policy_levels(at_sizes(saving), hardware)
+    by_value = (_split(graph, policy, level.kinds) for policy, level in levels.items())
+    return replace(graph, candidates=(saving, *by_value, *others))
 
 
 def _with_values_of_both(
@@ -117,16 +118,18 @@ def _with_values_of_both(
     runs: Sequence[Run],
     hardware: Hardware,
 ) -> tuple[GraphFacts[Size], ...]:
-    """Return the whole model's candidates with one more, expanded likewise: what is cheap in the whole is made again."""
-    saving = expanded[0]
-    level = cheap_level(at_sizes(saving), hardware)
-    if level is None or any(graph.split is None for graph in graphs):
+    """Return the whole model's candidates with more, expanded likewise: what is cheap in the whole is made again."""
+    if any(graph.split is None for graph in graphs):
         return expanded
-    short, longer = (_split(graph, level.kinds) for graph in graphs)
-    return (saving, _expand(short, longer, runs), *expanded[1:])
+    saving, *others = expanded
+    by_value = []
+    for policy, level in policy_levels(at_sizes(saving), hardware).items():
+        short, longer = (_split(graph, policy, level.kinds) for graph in graphs)
+        by_value.append(_expand(short, longer, runs))
+    return (saving, *by_value, *others)
 
 
-def _split(graph: TracedGraph, kinds: frozenset[Kind]) -> GraphFacts[Size]:
+def _split(graph: TracedGraph, policy: ActivationPolicy, kinds: frozenset[Kind]) -> GraphFacts[Size]:
     assert graph.split is not None
     made_again = ops_made_again(at_sizes(graph.candidates[0]), kinds)
-    return graph.split(JointInputs(policy=ActivationPolicy.RECOMPUTE_VALUES, made_again=made_again))
+    return graph.split(JointInputs(policy=policy, made_again=made_again))

@@ -22,7 +22,12 @@ class _Rates:
 
 
 def op_seconds(op: OpFact, hardware: Hardware) -> float:
-    """Return the estimated seconds of one op: of calling it, and the longer of its arithmetic and its memory traffic."""
+    """Return the estimated seconds of one op: of calling it, and the longer of its arithmetic and its memory traffic.
+
+    A segment takes as long as all that it runs: what is fused takes less.
+    """
+    if op.inner:
+        return sum(ops_seconds(op.inner, hardware))
     return _seconds_at(op, _rates(op, hardware))
 
 
@@ -30,6 +35,9 @@ def ops_seconds(ops: Iterable[OpFact], hardware: Hardware) -> Iterator[float]:
     """Yield ``op_seconds`` of each. A graph has few kinds of ops, whose rates are looked up once."""
     rates: dict[tuple[str, str], _Rates] = {}
     for op in ops:
+        if op.inner:
+            yield op_seconds(op, hardware)
+            continue
         kind = op.op, op.dtype
         if kind not in rates:
             rates[kind] = _rates(op, hardware)
@@ -45,6 +53,9 @@ def seconds_expression(op: OpFact[Size], hardware: Hardware) -> Expression:
     """Return ``op_seconds`` in the symbols of its sizes: overhead + Max(FLOPs / rate, bytes / bandwidth)."""
     import sympy
 
+    if op.inner:
+        total: Expression = sympy.Add(*(seconds_expression(each, hardware) for each in op.inner))
+        return total
     rates = _rates(op, hardware)
     arithmetic = sympy.sympify(op.num_flops) / rates.flops_per_second
     traffic = sympy.sympify(op.nbytes_accessed) / rates.bytes_per_second

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from zinf_compile.facts import GraphFacts
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.costs import ops_seconds
-from zinf_compile.passes.planning.recompute import cheap_level, ops_made_again
+from zinf_compile.passes.planning.recompute import ops_made_again, policy_levels
 from zinf_compile.plans import Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import ActivationPolicy, Phase
@@ -23,7 +23,7 @@ _LONGER = 1.005  # steps that differ by less may count as equally long, and the 
 def allowed_policies(recompute: bool | None) -> tuple[ActivationPolicy, ...]:
     """Return what the option allows, in the order in which it is tried: torch's own choice of what to save comes first."""
     if recompute is None:
-        return (ActivationPolicy.SAVE, ActivationPolicy.RECOMPUTE_VALUES, ActivationPolicy.RECOMPUTE_BLOCKS)
+        return tuple(ActivationPolicy)
     return (ActivationPolicy.RECOMPUTE_BLOCKS if recompute else ActivationPolicy.SAVE,)
 
 
@@ -55,17 +55,19 @@ class OtherSplit:
     """A way to split a graph that may be faster than to save all: what the joint passes are told."""
 
     policy: ActivationPolicy
-    made_again: frozenset[str] = frozenset()  # names of forward ops, under ``RECOMPUTE_VALUES``
+    made_again: frozenset[str] = frozenset()  # names of forward ops, under policies by value
 
 
 def other_splits(
     policies: Iterable[ActivationPolicy], saving: GraphFacts, hardware: Hardware, plan: Plan | None
 ) -> Iterator[OtherSplit]:
     """Yield the splits under ``policies`` that could have a plan to prefer to ``plan``, which is that of ``saving``."""
+    levels = policy_levels(saving, hardware)
     for policy in policies:
-        if policy is ActivationPolicy.RECOMPUTE_VALUES:
-            level = cheap_level(saving, hardware)
-            if level is not None and may_be_faster(compute_seconds(saving, hardware) + level.seconds, plan):
+        if policy is ActivationPolicy.RECOMPUTE_BLOCKS:
+            if may_be_faster(least_recompute_seconds(saving, hardware), plan):
+                yield OtherSplit(policy=policy)
+        elif policy in levels:
+            level = levels[policy]
+            if may_be_faster(compute_seconds(saving, hardware) + level.seconds, plan):
                 yield OtherSplit(policy=policy, made_again=ops_made_again(saving, level.kinds))
-        elif may_be_faster(least_recompute_seconds(saving, hardware), plan):
-            yield OtherSplit(policy=policy)

@@ -14,8 +14,9 @@ its kind that is made again, too: else backward would begin with a chain of all 
 are not saved in the first place: decisions start from there.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,11 +26,15 @@ from zinf_compile.passes.planning.activations import MIN_BOUND_NBYTES, unbound_v
 from zinf_compile.passes.planning.costs import op_seconds
 from zinf_compile.passes.planning.placement import RESIDENT_THRESHOLD
 from zinf_compile.plans import RecomputedValue
+from zinf_compile.terms import ActivationPolicy
 
 _GETITEM = "<built-in function getitem>"
-# Of what a graph computes, for all that is made again together. What is element by element in a transformer takes less,
-# its attention and its matrix products more.
-_CHEAP = 1 / 32
+# Of what a graph computes, for all that is made again together, by the policy that asks for it. What is element by element
+# in a transformer takes less than the one, and the widest of its matrix products beside that less than the other.
+_SHARES: Mapping[ActivationPolicy, float] = {
+    ActivationPolicy.RECOMPUTE_VALUES: 1 / 32,
+    ActivationPolicy.RECOMPUTE_MORE: 1 / 8,
+}
 
 
 class Kind(NamedTuple):
@@ -98,18 +103,25 @@ def recompute_levels(graph: GraphFacts, hardware: Hardware) -> Iterator[Recomput
         )
 
 
-def cheap_level(graph: GraphFacts, hardware: Hardware) -> RecomputeLevel | None:
-    """Return what is to be made again under ``RECOMPUTE_VALUES``, by the facts of ``SAVE``; None if nothing is cheap.
+def policy_levels(graph: GraphFacts, hardware: Hardware) -> dict[ActivationPolicy, RecomputeLevel]:
+    """Return what is to be made again under each policy that says it by value, by the facts of ``SAVE``.
 
-    It depends on no budget, so that more memory never makes a plan slower.
+    A policy is left out if nothing is so cheap, or nothing more than under the one before it. They depend on no budget, so
+    that more memory never makes a plan slower.
     """
-    limit = _CHEAP * sum(op_seconds(op, hardware) for op in graph.ops)
-    cheap = None
-    for level in recompute_levels(graph, hardware):
-        if level.seconds > limit:
+    whole = sum(op_seconds(op, hardware) for op in graph.ops)
+    found: dict[ActivationPolicy, RecomputeLevel] = {}
+    left = list(_SHARES)
+    last: RecomputeLevel | None = None
+    for level in itertools.chain(recompute_levels(graph, hardware), (None,)):
+        while left and (level is None or level.seconds > _SHARES[left[0]] * whole):
+            policy = left.pop(0)
+            if last is not None and last not in found.values():
+                found[policy] = last
+        if not left:
             break
-        cheap = level
-    return cheap
+        last = level
+    return found
 
 
 def ops_made_again(graph: GraphFacts, kinds: Collection[Kind]) -> frozenset[str]:

@@ -69,13 +69,17 @@ _ELEMENT_WISE_TARGETS = _functions(_ELEMENT_WISE) | _methods(_ELEMENT_WISE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """An op with the shapes of its tensor operands, and its other arguments, by name; what is not given is not there."""
+    """An op with the shapes of its tensor operands, and its other arguments, by name; what is not given is not there.
+
+    A size that changes from call to call is what it was at capture, and ``changing`` says where: nothing is cut there.
+    """
 
     op: str
     output: tuple[int, ...]
     shapes: Mapping[str, tuple[int, ...]]
     options: Mapping[str, Any] = field(default_factory=dict)
     rounded_once: bool = False  # each element of the output, and of its gradients
+    changing: frozenset[tuple[str, int]] = frozenset()  # operands, and which of their dimensions
 
     def has(self, operand: str) -> bool:
         """Return whether a tensor was given for an operand."""
@@ -83,22 +87,30 @@ class Call:
 
 
 def read_call(node: fx.Node) -> Call | None:
-    """Return what a node calls; None if the table does not know it, or its output is no tensor of known shape."""
+    """Return what a node calls; None if the table does not know it, or some shape depends on values."""
     op = _op_of(node)
     output = value_of(node)
-    if op is None or not isinstance(output, Tensor) or (shape := _known_shape(output)) is None:
+    if op is None or not isinstance(output, Tensor) or (shape := _shape_at_capture(output)) is None:
         return None
-    shapes, options = {}, {}
+    shapes, options, changing = {}, {}, set()
     for name, argument in arguments_of(node).items():
         value = value_of(argument) if isinstance(argument, fx.Node) else argument
         if not isinstance(value, Tensor):
             options[name] = value
-        elif (known := _known_shape(value)) is not None:
+        elif (known := _shape_at_capture(value)) is not None:
             shapes[name] = known
+            changing |= {(name, dim) for dim, size in enumerate(value.shape) if not isinstance(size, int)}
         else:
             return None
     rounded_once = node.target in _ROUNDED_ONCE_TARGETS
-    return Call(op=op, output=shape, shapes=shapes, options=options, rounded_once=rounded_once)
+    return Call(
+        op=op,
+        output=shape,
+        shapes=shapes,
+        options=options,
+        rounded_once=rounded_once,
+        changing=frozenset(changing),
+    )
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -133,6 +145,7 @@ def _op_of(node: fx.Node) -> str | None:
     return _OPS.get(node.target) or (ELEMENT_WISE if node.target in _ELEMENT_WISE_TARGETS else None)
 
 
-def _known_shape(value: Tensor) -> tuple[int, ...] | None:
-    """Return a shape of plain numbers; None if one of them changes from call to call."""
-    return tuple(value.shape) if all(isinstance(size, int) for size in value.shape) else None
+def _shape_at_capture(value: Tensor) -> tuple[int, ...] | None:
+    """Return a shape as it was at capture; None if some size depends on values, and nobody knows it."""
+    sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
+    return None if None in sizes else tuple(sizes)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from zinf_compile.linear_loss import linear_cross_entropy
+from zinf_compile.linear_loss import holds_little, linear_cross_entropy
 from zinf_compile.ops import sums_dtype
 from zinf_compile.passes.contract import Pass, TileInputs
 from zinf_compile.passes.tiling.calls import arguments_of, value_of
@@ -55,7 +55,7 @@ def find_linear_losses(graph: fx.Graph) -> Iterator[LinearLoss]:
             yield found
 
 
-def fuse_linear_loss(found: LinearLoss, *, tile_rows: int | None = None, one_pass: bool = True) -> fx.Node:
+def fuse_linear_loss(found: LinearLoss, *, tile_rows: int | None = None, one_pass: bool | None = None) -> fx.Node:
     """Replace a layer and its loss; return the node that has the loss."""
     emitter = Emitter(found.loss)
     layer, arguments = arguments_of(found.linear), _loss_arguments(found.loss)
@@ -83,6 +83,12 @@ def fuse_linear_loss(found: LinearLoss, *, tile_rows: int | None = None, one_pas
     for node in (found.loss, *reversed(found.between), found.linear):
         node.graph.erase_node(node)
     return fused
+
+
+def takes_one_pass(found: LinearLoss) -> bool:
+    """Return whether a loss would be had in one pass with its gradients, if that is left open and its layer is not tiled."""
+    weight, arguments = arguments_of(found.linear)["weight"], _loss_arguments(found.loss)
+    return arguments.get("reduction") != "none" and holds_little(value_of(arguments["target"]), value_of(weight))
 
 
 def _loss_arguments(loss: fx.Node) -> dict[str, Any]:
@@ -133,7 +139,7 @@ def _fits(found: LinearLoss) -> bool:
 def _run(graph_module: fx.GraphModule, inputs: TileInputs) -> None:
     if inputs.fuses_losses:
         for found in list(find_linear_losses(graph_module.graph)):
-            fuse_linear_loss(found)
+            fuse_linear_loss(found, one_pass=False if inputs.makes_logits_again else None)
 
 
 FUSE_LINEAR_LOSSES: Pass[TileInputs] = Pass(name="fuse_linear_losses", run=_run)

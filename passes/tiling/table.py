@@ -17,8 +17,16 @@ def legal_tilings(node: fx.Node) -> tuple[Tiling, ...]:
 
 
 def tilings_of_call(call: Call) -> tuple[Tiling, ...]:
-    """Return the ways in which an op may be tiled for these shapes, along axes of two indices or more."""
-    return tuple(tiling for tiling in _RULES[call.op](call) if tiling.size > 1)
+    """Return the ways in which an op may be tiled for these shapes, along axes of two indices or more that do not change."""
+    return tuple(tiling for tiling in _RULES[call.op](call) if tiling.size > 1 and not _changes(call, tiling))
+
+
+def _changes(call: Call, tiling: Tiling) -> bool:
+    """Return whether a tiling cuts what changes from call to call, or counts its keys."""
+    cuts = {(cut.operand, cut.dim) for cut in tiling.cuts}
+    if tiling.pieces is Pieces.CAUSAL:
+        cuts.add(("key", len(call.shapes["key"]) - 2))
+    return not cuts.isdisjoint(call.changing)
 
 
 def _cuts(call: Call, *cuts: Cut) -> tuple[Cut, ...]:

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zinf_compile.passes.contract import TILE
 from zinf_compile.passes.tiling.calls import arguments_of, places_of, value_of
 from zinf_compile.passes.tiling.emit import Emitter
 from zinf_compile.passes.tiling.tilings import Combine, Pieces, Tiling
@@ -88,7 +89,8 @@ def tile_chain(chain: Chain, tiles: int | Sequence[int], *, recompute: bool = Fa
         tile = _Tile(number=number, sizes=sizes)
         made: dict[fx.Node, fx.Node] = {}
         for link in chain.links:
-            made[link.node] = _emit_piece(emitter, link, tile, made)
+            made[link.node] = piece = _emit_piece(emitter, link, tile, made)
+            piece.meta["custom"] = {**piece.meta.get("custom", {}), TILE: number}
             if recompute and link is not last:
                 made[link.node].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE  # the key torch's partitioner reads
         pieces.append(made[last.node])

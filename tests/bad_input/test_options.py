@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zinf_compile
-from zinf_compile.errors import CapacityError, ConfigError, UnsupportedError, ZinfError
+from zinf_compile.errors import CapacityError, ConfigError, ZinfError
 from zinf_compile.runtime.nvme.posix import PosixEngine
 
 StaysPlain = Callable[[nn.Module], AbstractContextManager[None]]
@@ -42,8 +42,11 @@ BAD_OPTIONS: list[tuple[dict[str, object], type[ZinfError], str]] = [
         r"compute_dtype=torch\.int8 is not supported; use one of torch\.float32",
     ),
     ({"compute_dtype": "bf16"}, ConfigError, r"compute_dtype='bf16' is not supported; use one of .*torch\.bfloat16"),
-    ({"compute": "inductor"}, UnsupportedError, r"compute='inductor' is not available in this version; leave it out"),
-    ({"compute": "fast"}, ConfigError, r"compute='fast' is unknown"),
+    (
+        {"compute": "fast"},
+        ConfigError,
+        r"compute='fast' is neither 'aten', op by op, nor 'inductor', compiled by blocks",
+    ),
     ({"recompute": "yes"}, ConfigError, r"recompute='yes' is neither True nor False"),
     ({"capture": 1}, ConfigError, r"capture=1 is neither True nor False"),
 ]

@@ -116,7 +116,7 @@ def made_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(program, "make_plan", make_plan)
-        patch.setattr(recompute, "_CHEAP", 1.0)
+        patch.setattr(recompute, "_SHARES", {ActivationPolicy.RECOMPUTE_VALUES: 1.0})
         patch.setattr(recompute, "MIN_BOUND_NBYTES", 1)  # these models are tiny
         patch.setattr(recompute, "op_seconds", _seconds)
         patch.setattr(policies, "may_be_faster", lambda *_: True)

@@ -1,5 +1,6 @@
 """Measuring gives every rate that planning asks for. How fast a machine is, is not asserted."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,10 @@ def test_float16_is_left_to_other_dtypes(tmp_path: Path) -> None:
 
 
 def test_what_moves_takes_a_share_of_compute_or_says_why_it_did_not_move() -> None:
+    other = torch.ones(2**24)
+    sleeping = _measure_taken(lambda: time.sleep(0.03), repeats=5)
+    computing = _measure_taken(lambda: other.mul_(1.0), repeats=5)
+    assert 0 <= sleeping < computing <= 1
     assert 0 <= _measure_taken(lambda: None, repeats=1) <= 1, "over before anything is computed"
 
     def refuse() -> None:

@@ -118,6 +118,24 @@ def test_what_making_another_plan_has_left_is_not_ours(machine: Machine) -> None
     assert device.peak == HOMES + 60, "the most under any plan"
 
 
+def test_what_looking_for_another_plan_has_left_is_not_ours_though_the_plan_stays(machine: Machine) -> None:
+    device = DeviceRam(budget=1000)
+    device.begin(0)
+    device.sample(0)
+    device.settle(0)
+    machine.held += 30
+    device.sample(0)
+    device.end()
+    machine.freed = 5  # by compute, before
+    with device.apart():
+        machine.held += 500
+        device.sample(0)  # by updates that run meanwhile
+        machine.held -= 490
+    machine.held += 8
+    device.sample(0)
+    assert device.peak == max(30, 30 - 5 + 8)
+
+
 def test_what_a_later_capture_has_left_is_not_ours(machine: Machine) -> None:
     device = DeviceRam(budget=1000)
     device.begin(HOMES)

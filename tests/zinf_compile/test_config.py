@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zinf_compile import config as config_module
 from zinf_compile.config import Config, free_memory, make_config, parse_size
-from zinf_compile.errors import ConfigError, UnsupportedError, ZinfError
+from zinf_compile.errors import ConfigError, ZinfError
 from zinf_compile.terms import format_bytes
 
 GIB = 2**30
@@ -120,13 +120,13 @@ def test_a_compute_dtype_that_is_not_supported() -> None:
         make_config({"compute_dtype": "int8"})
 
 
-def test_inductor_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="compute='inductor' is not available in this version; leave it out"):
-        make_config({"compute": "inductor"})
+def test_compute_is_op_by_op_unless_it_is_asked_for() -> None:
+    assert make_config({}).compute == "aten"
+    assert make_config({"compute": "inductor"}).compute == "inductor"
 
 
 def test_an_unknown_compute_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compute='fast' is unknown; this version has compute='aten'"):
+    with pytest.raises(ConfigError, match="compute='fast' is neither 'aten', op by op, nor 'inductor'"):
         make_config({"compute": "fast"})
 
 

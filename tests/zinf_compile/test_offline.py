@@ -240,17 +240,26 @@ def test_an_optimized_model_is_refused(tmp_path: Path) -> None:
     zinf_compile.close(model)
 
 
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.up(x))
+
+
 class LanguageModel(torch.nn.Module):
     def __init__(self, vocabulary: int, num_layers: int) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(vocabulary, 256)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(num_layers))
+        self.layers = torch.nn.ModuleList(Block() for _ in range(num_layers))
         self.head = torch.nn.Linear(256, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = x + torch.relu(layer(x))
+            x = layer(x)
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
@@ -265,6 +274,7 @@ def test_parameters_larger_than_the_device_are_planned_by_tiles() -> None:
     assert {placement.tile_of for placement in tiled} == {"embed.weight", "head.weight"}
     assert sum(placement.compute_nbytes for placement in tiled) == 2 * 2**28
     assert any("embed.weight is gathered in" in note for note in made.notes)
+    assert any("blocks of layers are alike" in note for note in made.notes)  # though the loss is in none of its modules
     with pytest.raises(CapacityError, match=r"needs .* on device"):
         zinf_compile.plan(model, tokens, hardware="laptop-16g", device_memory="128MiB", tiles=False)
 
@@ -280,3 +290,28 @@ def test_what_runs_by_tiles_is_planned_by_the_same_tiles(tmp_path: Path) -> None
     sizes = [[(item.parameter, item.compute_nbytes) for item in plan.placements] for plan in (made, ran)]
     assert sizes[0] == sizes[1]
     assert sum(item.tile_of is not None for item in made.placements) >= 8
+
+
+def test_tiles_do_not_keep_a_plan_from_being_asked_about_other_batches() -> None:
+    model, tokens = LanguageModel(16384, 2), torch.zeros(2, 64, dtype=torch.int64)
+    options = {"hardware": "laptop-16g", "device_memory": "14MiB"}
+    plans = [zinf_compile.plan(model, tokens, dynamic=dynamic, **options) for dynamic in (False, True)]
+    tiles = [[item.parameter for item in plan.placements if item.tile_of is not None] for plan in plans]
+    assert tiles[0] == tiles[1]
+    assert len(tiles[0]) >= 4
+    dynamic = plans[1]
+    assert dynamic.what_if(batch=1).tier(Tier.DEVICE).predicted_peak <= 14 * 2**20
+    assert dynamic.max_batch() >= 2
+
+
+def test_logits_are_made_again_where_the_gradients_of_one_pass_do_not_fit() -> None:
+    model, tokens = LanguageModel(32768, 2), torch.zeros(4, 1024, dtype=torch.int64)  # logits of 512 MiB
+
+    def notes(device_memory: str) -> str:
+        return "".join(zinf_compile.plan(model, tokens, hardware="laptop-16g", device_memory=device_memory).notes)
+
+    assert notes("4GiB") == ""
+    one_pass, again = notes("160MiB"), notes("120MiB")
+    assert "logits never exist whole: " in one_pass
+    assert "logits never exist whole and are made again in backward: " in again
+    assert "tiles" not in one_pass + again

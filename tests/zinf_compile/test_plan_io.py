@@ -190,7 +190,7 @@ def test_any_changed_character_is_refused_or_read_as_written(small_plan: Plan, d
         (
             '"policy": "save"',
             '"policy": null',
-            r"activations\.policy: null is not one of save, recompute_values, recompute_blocks",
+            r"activations\.policy: null is not one of save, recompute_values, recompute_more, recompute_blocks",
         ),
     ],
 )

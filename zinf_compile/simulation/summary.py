@@ -1,11 +1,10 @@
 """A simulated step in a few numbers: how busy each lane is, what bounds the step, what it writes to the disk."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zinf_compile.simulation.timeline import Timeline
-from zinf_compile.terms import Phase, Tier, format_seconds
+from zinf_compile.terms import Tier, format_seconds
 
 _SECONDS_PER_DAY = 86_400
 
@@ -34,16 +33,6 @@ class Wear:
 
     nbytes_per_step: int
     nbytes_per_day: float
-
-
-def phases_of_step(timelines: Sequence[Timeline]) -> dict[Phase, float]:
-    """Return the seconds of each phase of a step in which several graphs run; their plans each have the one update."""
-    phases: dict[Phase, float] = {}
-    for timeline in timelines:
-        for phase, seconds in timeline.phase_seconds:
-            before = phases.get(phase, 0.0)
-            phases[phase] = max(before, seconds) if phase is Phase.STEP else before + seconds
-    return phases
 
 
 def busy_lanes(timeline: Timeline) -> tuple[BusyLane, ...]:

@@ -4,13 +4,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
+
 from zinf_compile.facts import GraphFacts, OpFact, ValueFact
 from zinf_compile.hardware import Hardware
 from zinf_compile.hardware_io import load_hardware
+from zinf_compile.passes.planning import recompute
+from zinf_compile.passes.planning.costs import op_seconds
 from zinf_compile.passes.planning.recompute import (
-    cheap_level,
+    RecomputeLevel,
     find_recomputed,
     ops_made_again,
+    policy_levels,
     recompute_levels,
 )
 from zinf_compile.terms import ActivationPolicy, LiveRange
@@ -205,10 +210,29 @@ def test_only_what_is_idle_at_the_peak_counts() -> None:
 
 
 def test_what_is_cheap_costs_little() -> None:
-    cheap = cheap_level(make_graph(), HARDWARE)
-    assert cheap is not None
+    cheap = policy_levels(make_graph(), HARDWARE)[ActivationPolicy.RECOMPUTE_VALUES]
     assert {name.rpartition("_")[0] for name in cheap.values} == {"gelu", "norm"}
-    assert cheap_level(make_graph(num_flops=0), HARDWARE) is None  # all else takes no longer than they do
+    alike = policy_levels(make_graph(num_flops=0), HARDWARE)
+    assert ActivationPolicy.RECOMPUTE_VALUES not in alike  # all else takes no longer than they do
+
+
+def test_a_policy_that_would_make_nothing_more_again_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = list(recompute_levels(make_graph(), HARDWARE))
+    cheap, more = levels[1], levels[-1]
+    assert cheap.values < more.values
+
+    def policies(first: float, second: float) -> dict[ActivationPolicy, RecomputeLevel]:
+        whole = sum(op_seconds(op, HARDWARE) for op in make_graph().ops)
+        shares = {ActivationPolicy.RECOMPUTE_VALUES: first / whole, ActivationPolicy.RECOMPUTE_MORE: second / whole}
+        monkeypatch.setattr(recompute, "_SHARES", shares)
+        return policy_levels(make_graph(), HARDWARE)
+
+    assert policies(cheap.seconds, more.seconds) == {
+        ActivationPolicy.RECOMPUTE_VALUES: cheap,
+        ActivationPolicy.RECOMPUTE_MORE: more,
+    }
+    assert policies(cheap.seconds, 1.01 * cheap.seconds) == {ActivationPolicy.RECOMPUTE_VALUES: cheap}
+    assert policies(0.0, 2 * more.seconds) == {ActivationPolicy.RECOMPUTE_MORE: more}
 
 
 def test_what_is_made_again_is_told_by_its_name() -> None:

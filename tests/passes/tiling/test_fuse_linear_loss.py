@@ -75,7 +75,7 @@ l_weight_ = placeholder[L_weight_]
 l_bias_ = placeholder[L_bias_]
 g_target_ = placeholder[G_TARGET_]
 l_hidden__rows = reshape(l_hidden_, [-1, 8])
-cross_entropy_fused = linear_cross_entropy(l_hidden__rows, l_weight_, g_target_, l_bias_, tile_rows=None, one_pass=True)
+cross_entropy_fused = linear_cross_entropy(l_hidden__rows, l_weight_, g_target_, l_bias_, tile_rows=None, one_pass=None)
 return cross_entropy_fused
 """,
     )

@@ -1,0 +1,32 @@
+"""Lines of JSON that benchmarks give, each with the command that gave it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_PATHS = {"--nvme": "DIR", "--folder": "DIR", "--json": "FILE"}  # of one machine, of no use on another
+
+
+def command_line(benchmark: str) -> str:
+    """Return how this process was called as ``python -m benchmarks.NAME``, with DIR and FILE for paths of the machine."""
+    given = sys.argv[1:]
+    options = ["", *given]
+    told = [_PATHS.get(option, argument) for option, argument in zip(options, given, strict=False)]
+    return " ".join([f"python -m benchmarks.{benchmark}", *told])
+
+
+class JsonLines:
+    """Lines that go to standard output, or are appended to a file."""
+
+    def __init__(self, benchmark: str, file: Path | None) -> None:
+        self._command, self._file = command_line(benchmark), file
+
+    def note(self, line: dict[str, Any]) -> None:
+        """Write a line, with the command."""
+        text = json.dumps({"command": self._command, **line})
+        if self._file is None:
+            print(text, flush=True)
+            return
+        with self._file.open("a") as file:
+            file.write(text + "\n")

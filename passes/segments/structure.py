@@ -1,0 +1,29 @@
+"""What makes two segments the same: ops, arguments, and the shapes, strides, dtypes and devices of what goes in."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def describe_structure(graph: fx.Graph) -> str:
+    """Return a text that is equal for segments that compute the same from inputs of the same form, whatever their names."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+    for number, node in enumerate(graph.nodes):
+        names[node] = f"%{number}"
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), names.__getitem__)
+        lines.append(f"{names[node]} = {_describe_call(node)} {args} {kwargs}")
+    return "\n".join(lines)
+
+
+def _describe_call(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"input {_describe_tensor(node.meta['val'])}"
+    return str(node.target)
+
+
+def _describe_tensor(value: Any) -> str:
+    assert isinstance(value, torch.Tensor)
+    layout = tuple(value.shape), value.stride()  # where it begins is nothing to what is compiled
+    return f"{value.dtype} {value.device} {layout}"

@@ -1,0 +1,56 @@
+"""What a segment takes beside what goes in and comes out, and how long it takes: by hand."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, fx
+
+from zinf_compile.facts import OpFact
+from zinf_compile.hardware_io import load_hardware
+from zinf_compile.passes.analysis.peaks import peak_inside
+from zinf_compile.passes.planning.costs import op_seconds, ops_seconds, seconds_expression
+
+Trace = Callable[..., fx.GraphModule]
+KIB = 1024
+
+
+def test_a_chain_holds_two_at_once_and_its_result_is_counted_elsewhere(trace: Trace) -> None:
+    """Of four tensors of 1 KiB in a row, each is made beside the one before it; the last is the result."""
+
+    def run(anchor: Tensor, x: Tensor) -> Tensor:
+        return x.sin().cos().exp().neg()
+
+    assert peak_inside(trace(run, (256,)).graph) == 2 * KIB - KIB
+
+
+def test_what_is_read_late_is_held_and_views_keep_what_they_show(trace: Trace) -> None:
+    def run(anchor: Tensor, x: Tensor) -> Tensor:
+        kept = x.sin()
+        shown = kept.view(16, 16).t()
+        return x.cos().exp().neg() + shown.reshape(256)
+
+    # kept, exp and neg at once; then kept, a copy of it in other order and neg, and beside them the result.
+    assert peak_inside(trace(run, (256,)).graph) == 3 * KIB - KIB
+
+
+def test_a_convolution_has_its_copies_inside(trace: Trace) -> None:
+    def run(anchor: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.conv2d(x, weight).relu()
+
+    graph = trace(run, (1, 1, 4, 4), (1, 1, 1, 1)).graph
+    image, weight = 64, 4
+    assert peak_inside(graph) == image + (image + weight + 2 * image) - image
+
+
+def test_a_segment_takes_as_long_as_what_it_runs() -> None:
+    hardware = load_hardware("laptop-16g")
+    mm = OpFact(
+        tick=0, name="mm", op="aten.mm.default", module="up", dtype="float32", num_flops=10**9, nbytes_accessed=10**6
+    )
+    gelu = replace(mm, name="gelu", op="aten.gelu.default", num_flops=0, nbytes_accessed=10**7)
+    segment = replace(mm, name="segment", op="zinf.run_segment.default", num_flops=0, inner=(mm, gelu))
+    expected = op_seconds(mm, hardware) + op_seconds(gelu, hardware)
+    assert op_seconds(segment, hardware) == expected
+    assert list(ops_seconds([segment, mm], hardware)) == [expected, op_seconds(mm, hardware)]
+    assert abs(float(seconds_expression(segment, hardware)) - expected) < 1e-12
