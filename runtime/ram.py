@@ -52,7 +52,10 @@ class DeviceRam:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Make plans inside, between runs: what is seen meanwhile does not count, and what is left behind is not ours."""
+        """Make plans inside, between runs: what is seen meanwhile does not count, and what is left behind is not ours.
+
+        Nothing else of ours may come or go meanwhile, and nobody may sample.
+        """
         return_freed_memory()
         held = anonymous_rss()
         yield

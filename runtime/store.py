@@ -350,10 +350,18 @@ class Store:
     def begin_again(self) -> None:
         """From now on another plan is followed: seconds, and what it holds beside homes, are measured anew."""
         self._host_peak_before = self.host_peak_nbytes
-        self.ram.begin_again()
+        with self.staging.at_rest():
+            self.ram.begin_again()
         self.staging.forget_peak()
         self.activations.forget_peak()
         self.meter.forget_phases()
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Make plans inside, between runs, that are not the device tier's memory. Waits for updates, which take some too."""
+        self.updates.wait()
+        with self.staging.at_rest(), self.ram.apart():  # nobody samples meanwhile
+            yield
 
     def begin_memory(self) -> None:
         """Take what this process holds beside our homes as not ours, once. Called before every run of a graph."""

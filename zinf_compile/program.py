@@ -285,7 +285,7 @@ class Program:
         request = self._request([self._shapes.facts])
         if len(self._session.programs) == 1:  # homes that several graphs share stay
             request = replace(request, placements=None)
-        with self._session.store.ram.apart():
+        with self._session.store.planning():
             remade = remake_plan(self.plan, request, observed)
             verify_plan(remade.plan)
         try:

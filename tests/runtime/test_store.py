@@ -18,6 +18,7 @@ from zinf_compile.config import make_config
 from zinf_compile.errors import StoreError
 from zinf_compile.runtime.moving import move_homes
 from zinf_compile.runtime.ram import anonymous_rss
+from zinf_compile.runtime.slots import record_of
 from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Tier
 
@@ -253,3 +254,24 @@ def test_a_new_plan_moves_optimizer_state(
     assert torch.equal(model.weight, plain.weight)
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(optimizer.state[model.weight][key], plain_optimizer.state[plain.weight][key]), key
+
+
+def test_planning_between_runs_waits_for_updates_and_nobody_samples_meanwhile(tmp_path: Path) -> None:
+    model = make_model()
+    train(zinf_compile.optimize(model, nvme=tmp_path, **BUDGETS), num_steps=2)
+    record = record_of(model[0].weight)
+    assert record is not None
+    store, done = record.store, threading.Event()
+    store.updates.submit(lambda: (time.sleep(0.05), done.set()))
+    before = store.ram.peak
+    with store.planning():
+        assert done.is_set(), "an update is still running"
+        sampler = threading.Thread(target=store.sample_memory)
+        sampler.start()
+        sampler.join(0.05)
+        assert sampler.is_alive()
+        held = torch.ones(32 * 2**20, dtype=torch.uint8)
+        del held
+    sampler.join()
+    assert store.ram.peak < before + 16 * 2**20
+    zinf_compile.close(model)
