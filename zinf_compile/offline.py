@@ -2,7 +2,7 @@
 
 import difflib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.offline.deep import trace_deep
 from zinf_compile.passes.offline.optimizer_state import StateSizes
 from zinf_compile.passes.offline.trace import Inputs, Trace, TracedGraph
-from zinf_compile.passes.planning.planner import Request, make_plan
+from zinf_compile.passes.planning.planner import Request, check_fits, make_plan
 from zinf_compile.passes.planning.policies import allowed_policies
 from zinf_compile.plan_verify import verify_plan
 from zinf_compile.plans import Placement, Plan
@@ -106,19 +106,27 @@ def plan(
         config, {fact.name: fact for fact in parameters}, {name: each.shape for name, each in named.items()}
     )
 
-    def request(graph: TracedGraph, placements: tuple[Placement, ...] | None) -> Request:
+    def request(
+        graph: TracedGraph, placements: tuple[Placement, ...] | None, facts: Sequence[ParameterFact] = parameters
+    ) -> Request:
         tiled = tiles.tiled_in(graph)
         return Request(
             name=graph.candidates[0].name,
             candidates=tuple(at_sizes(candidate) for candidate in graph.candidates),
             captured=graph.candidates,
-            parameters=tiled.cut_facts(parameters),
+            parameters=tiled.cut_facts(facts),
             config=config,
             hardware=hardware,
             num_ranks=world,
             placements=None if placements is None else tiled.cut_placements(join_placements(placements)),
             kernel_cache_nbytes=kernel_cache,
         )
+
+    def look_at_short(graph: TracedGraph) -> None:
+        wholes = tiles.tiled_in(graph)
+        read = {wholes.whole_name(use.parameter) for use in graph.candidates[0].uses}
+        facts = [fact for fact in parameters if fact.name in read]
+        tiles.refuse_early(lambda: check_fits(request(graph, None, facts)))
 
     def attempt() -> Plan:
         trace = trace_deep(
@@ -131,6 +139,7 @@ def plan(
             train=train,
             dynamic=dynamic,
             tile=tiles.apply,
+            look_at_short=look_at_short,
         )
         _check_result(trace, name, train=train, has_loss=loss is not None)
         return _plan_all(replace(trace, notes=(*trace.notes, *tiles.notes)), request)

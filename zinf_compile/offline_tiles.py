@@ -25,6 +25,8 @@ class OfflineTiles:
     def __init__(self, config: Config, facts: Mapping[str, ParameterFact], shapes: Mapping[str, torch.Size]) -> None:
         self._config, self._facts, self._shapes = config, facts, shapes
         self._refusals: list[DeviceCapacityError] = []
+        self._early: list[DeviceCapacityError] = []  # of these, those of a model with few of its blocks
+        self._may_refuse_early = config.tiles is not None
         self._num_finer = 0
         self.notes: list[str] = []
 
@@ -38,6 +40,9 @@ class OfflineTiles:
                 plan = attempt()
                 break
             except DeviceCapacityError as error:
+                if error in self._early and error in self._refusals:
+                    plan = self._attempt_whole(attempt, error)
+                    break
                 if error in self._refusals:  # there was nothing finer to try
                     raise
                 self._refusals.append(error)
@@ -49,6 +54,29 @@ class OfflineTiles:
         except CapacityError:
             return plan
         return finer if simulate(finer).step_seconds < FASTER * simulate(plan).step_seconds else plan
+
+    def refuse_early(self, check: Callable[[], None]) -> None:
+        """Call ``check`` for a model with few of its blocks: what does not fit then will not with all of them."""
+        if not self._may_refuse_early:
+            return
+        try:
+            check()
+        except DeviceCapacityError as error:
+            self._early.append(error)
+            raise
+        except CapacityError:
+            pass  # of other tiers, where every block has its share: only the whole model's numbers are right
+
+    def _attempt_whole(self, attempt: Callable[[], Plan], early: DeviceCapacityError) -> Plan:
+        """Attempt again what was refused early and needs the least: the whole model's error has the right numbers."""
+        del self._refusals[self._refusals.index(early) :]
+        self._may_refuse_early = False
+        try:
+            return attempt()
+        except DeviceCapacityError as error:
+            for note in getattr(early, "__notes__", ()):
+                error.add_note(note)
+            raise
 
     def apply(self, graph_module: fx.GraphModule, names: dict[int, str]) -> tuple[fx.GraphModule, frozenset[int]]:
         """Return a graph with the tiles of this attempt, and their numbers, which get their names.

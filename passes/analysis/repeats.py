@@ -113,6 +113,8 @@ class _Expansion:
         if len(self._ticks[_MIDDLE]) != len(self._ticks[_NEXT]):
             counts = " and ".join(str(len(self._ticks[block])) for block in (_MIDDLE, _NEXT))
             raise NotRepeatedError(f"two blocks of {run.container} have {counts} ops")
+        self._new_paths: dict[tuple[str, int | None], str] = {}
+        self._check_middle()
         self._places = list(self._lay_out())
         self._fixed = {place.tick: new for new, place in enumerate(self._places) if place.block is None}
         self._middle = {
@@ -125,6 +127,14 @@ class _Expansion:
     def _copies(self) -> range:
         """Return the new blocks that are made from the first middle one; the one behind them is the second."""
         return range(1, self._num_blocks - 2)
+
+    def _check_middle(self) -> None:
+        """Raise unless the two middle blocks have the same ops, but for where each stands and what it reads."""
+        for pair in zip(self._ticks[_MIDDLE], self._ticks[_NEXT], strict=True):
+            op, like = (self._facts.ops[tick] for tick in pair)
+            kinds = [replace(item, tick=0, name="", op=_kind(item), module="", inputs=()) for item in (op, like)]
+            if kinds[0] != kinds[1] or self._renamed(op.module, _NEXT) != self._renamed(like.module, _NEXT):
+                raise NotRepeatedError(f"{op.name} and {like.name} differ")
 
     def _lay_out(self) -> Iterable[_Place]:
         """Yield what stands at each new tick: copies ascend where the captured middle blocks do, and descend likewise."""
@@ -168,9 +178,6 @@ class _Expansion:
         op, like = self._facts.ops[place.tick], None
         if place.block is not None:
             op, like = (self._facts.ops[tick] for tick in self._pair(place.tick))
-            kinds = [replace(item, tick=0, name="", op=_kind(item), module="", inputs=()) for item in (op, like)]
-            if kinds[0] != kinds[1] or self._renamed(op.module, place.block) != self._renamed(like.module, place.block):
-                raise NotRepeatedError(f"{op.name} and {like.name} differ")
         name = self._node_name(op.name, like.name if like else None, place.block)
         return replace(
             op,
@@ -288,6 +295,12 @@ class _Expansion:
 
     def _renamed(self, path: str, block: int | None) -> str:
         """Return a captured path as it is in the whole model; one in a middle block becomes that of ``block``."""
+        new = self._new_paths.get((path, block))
+        if new is None:  # a block has many ops in each of its modules
+            new = self._new_paths[path, block] = self._rename(path, block)
+        return new
+
+    def _rename(self, path: str, block: int | None) -> str:
         captured = self._run.block_in(path)
         if captured in (_MIDDLE, _NEXT):
             if block is None:

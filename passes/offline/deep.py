@@ -1,7 +1,7 @@
 """Deep models in seconds: runs of alike blocks are captured cut short, their facts expanded where that is shown right."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch._dynamo.exc import TorchDynamoException
@@ -43,8 +43,12 @@ def trace_deep(
     train: bool,
     dynamic: bool,
     tile: TileGraph = leave_whole,
+    look_at_short: Callable[[TracedGraph], None] = lambda _: None,
 ) -> Trace:
     """Return the graphs of one call of ``model``, which stays as it is, each as ``tile`` makes it.
+
+    ``look_at_short`` is given the graph that has few of the blocks before any more is done, if there is one: it may raise a
+    CapacityError.
 
     ``hardware`` tells what its values cost to make again, for policies by value; where none is cheap, a graph has no such
     candidates.
@@ -77,6 +81,7 @@ def trace_deep(
     where = " and ".join(f"{run.num_blocks} blocks of {run.container or 'the model'}" for run in runs)
     try:
         short = trace(runs, NUM_TEMPLATES)
+        look_at_short(_only_graph(short))
         graphs = _only_graph(short), _only_graph(trace(runs, NUM_TEMPLATES + 1))
         pairs = zip(*(graph.candidates for graph in graphs), strict=True)
         candidates = tuple(_expand(short_facts, longer_facts, runs) for short_facts, longer_facts in pairs)

@@ -11,7 +11,7 @@ from zinf_compile.facts import GraphFacts, ParameterFact
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.planning.activations import BoundValues, bind_values, count_outside, plan_activations
 from zinf_compile.passes.planning.arena import ARENA_ALIGN
-from zinf_compile.passes.planning.costs import plan_spans
+from zinf_compile.passes.planning.costs import ops_seconds, plan_spans
 from zinf_compile.passes.planning.leaving import count_resting
 from zinf_compile.passes.planning.op_kinds import keeps_kernels
 from zinf_compile.passes.planning.optimizer_step import plan_step
@@ -99,6 +99,8 @@ class Groundwork:
         self.unseen_placer = Placer(request.parameters, num_ranks=request.num_ranks)  # as before a graph is known
         self.placer = Placer(request.parameters, graph.uses, num_ranks=request.num_ranks)
         self.transfers = TransferPlanner(graph, request.parameters, self.world, request.config.step_timing)
+        self.seconds_of_ops = tuple(ops_seconds(graph.ops, request.hardware))
+        self.recomputed = find_recomputed(graph, request.hardware)
 
 
 class PlanBuilder:
@@ -118,8 +120,8 @@ class PlanBuilder:
         self._graph = graph
         self._resting = count_resting(swaps)
         staying = without_swapped(graph, swaps) if swaps else graph
-        self._activations = replace(plan_activations(staying), recomputed=find_recomputed(graph, request.hardware))
-        self._spans = plan_spans(staying, request.hardware)
+        self._activations = replace(plan_activations(staying), recomputed=groundwork.recomputed)
+        self._spans = plan_spans(staying, request.hardware, groundwork.seconds_of_ops)
         self._read = read = {use.parameter: use.dtype for use in graph.uses}
         # What kernels take beside their outputs: a matrix product may repack its largest weight.
         self._workspace = max(

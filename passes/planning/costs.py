@@ -1,6 +1,6 @@
 """Seconds from counts: every op takes the longer of its arithmetic and its memory traffic; ops of a module add up."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -38,7 +38,7 @@ def ops_seconds(ops: Iterable[OpFact], hardware: Hardware) -> Iterator[float]:
         if op.inner:
             yield op_seconds(op, hardware)
             continue
-        kind = op.op, op.dtype
+        kind = "input" if op.op == op.name else op.op, op.dtype
         if kind not in rates:
             rates[kind] = _rates(op, hardware)
         yield _seconds_at(op, rates[kind])
@@ -73,10 +73,12 @@ def _rates(op: OpFact[Size], hardware: Hardware) -> _Rates:
     )
 
 
-def plan_spans(graph: GraphFacts, hardware: Hardware) -> tuple[ComputeSpan, ...]:
-    """Return runs of consecutive ops of one module and phase, covering every tick."""
+def plan_spans(
+    graph: GraphFacts, hardware: Hardware, seconds_of_ops: Sequence[float] | None = None
+) -> tuple[ComputeSpan, ...]:
+    """Return runs of consecutive ops of one module and phase, covering every tick. Who knows the ops' seconds gives them."""
     live = working_set(unbound_values(graph), graph.num_ticks)
-    timed = zip(graph.ops, ops_seconds(graph.ops, hardware), strict=True)
+    timed = zip(graph.ops, seconds_of_ops or ops_seconds(graph.ops, hardware), strict=True)
     spans = []
     for (module, phase), run in groupby(timed, key=lambda item: (item[0].module, graph.phase_of(item[0].tick))):
         ops, seconds = zip(*run, strict=True)

@@ -21,7 +21,9 @@ from zinf_compile.terms import Tier
 _SHARES = (0.5, 1.0)
 
 
-def leaving_levels(graph: GraphFacts, config: Config, hardware: Hardware) -> Iterator[tuple[ActivationSwap, ...]]:
+def leaving_levels(
+    graph: GraphFacts, config: Config, hardware: Hardware, seconds_of_ops: Sequence[float] | None = None
+) -> Iterator[tuple[ActivationSwap, ...]]:
     """Yield what may leave together, the least first; nothing if no activation may, or no other tier holds it."""
     values = _may_leave(graph)
     nbytes = list(accumulate(align(value.nbytes) for value in values))
@@ -31,7 +33,7 @@ def leaving_levels(graph: GraphFacts, config: Config, hardware: Hardware) -> Ite
         destination = _destination(config, nbytes[count - 1]) if count > taken else None
         if destination is not None:
             taken = count
-            yield plan_swaps(graph, {value.name: destination for value in values[:count]}, hardware)
+            yield plan_swaps(graph, {value.name: destination for value in values[:count]}, hardware, seconds_of_ops)
 
 
 def _may_leave(graph: GraphFacts) -> list[ValueFact]:

@@ -21,7 +21,7 @@ from zinf_compile.plans import ActivationSwap, Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import format_bytes
 
-__all__ = ["Request", "does_fit", "lay_groundworks", "make_plan", "minimum_device_memory"]
+__all__ = ["Request", "check_fits", "does_fit", "lay_groundworks", "make_plan", "minimum_device_memory"]
 
 _MIB = 2**20
 # Of a step. Where compute waits for no more than this, activations stay: to move them would wear the disk for nothing.
@@ -45,10 +45,12 @@ def make_plan(request: Request) -> Plan:
     """
     front = Front()
     failure: CapacityError | None = None
+    looked_at: list[_Level] = []
     for graph in request.candidates:
         if not may_be_faster(compute_seconds(graph, request.hardware), None if front.best is None else front.best.plan):
             continue
         for level in _levels(request, graph, Groundwork(request, graph)):
+            looked_at.append(level)
             try:
                 found = search_front(level.request, graph, level.swaps, level.groundwork)
             except CapacityError as error:
@@ -60,7 +62,21 @@ def make_plan(request: Request) -> Plan:
                 break
     if front.best is not None:
         return replace(front.best.plan, request=request)
-    raise failure or _capacity_error(request)
+    raise failure or _capacity_error(request, looked_at)
+
+
+def check_fits(request: Request) -> None:
+    """Return if ``make_plan`` would succeed, without looking for the best plan; else raise what it raises."""
+    failure: CapacityError | None = None
+    levels = list(_all_levels(request))
+    for level in levels:
+        try:
+            if find_plan(level.request, level.graph, level.swaps, level.groundwork) is not None:
+                return
+        except CapacityError as error:
+            if not level.swaps:
+                failure = failure or error
+    raise failure or _capacity_error(request, levels)
 
 
 def lay_groundworks(request: Request) -> tuple[Groundwork, ...]:
@@ -87,7 +103,7 @@ def minimum_device_memory(request: Request) -> int:
 
 def _levels(request: Request, graph: GraphFacts, groundwork: Groundwork) -> Iterator[_Level]:
     yield _Level(request=request, graph=graph, swaps=(), groundwork=groundwork)
-    for swaps in leaving_levels(graph, request.config, request.hardware):
+    for swaps in leaving_levels(graph, request.config, request.hardware, groundwork.seconds_of_ops):
         config = count_resting(swaps).taken_from(request.config)
         yield _Level(request=replace(request, config=config), graph=graph, swaps=swaps, groundwork=groundwork)
 
@@ -114,8 +130,9 @@ def _waits_for_little(plan: Plan) -> bool:
     return timeline.stall_seconds <= NEGLIGIBLE_STALLS * timeline.step_seconds
 
 
-def _capacity_error(request: Request) -> CapacityError:
-    minimums = [(_minimum(level), level) for level in _all_levels(request)]
+def _capacity_error(request: Request, levels: Sequence[_Level]) -> CapacityError:
+    """Return why none of all levels of a request fits."""
+    minimums = [(_minimum(level), level) for level in levels]
     minimum, level = min(minimums, key=lambda pair: pair[0])  # finite: without swaps it always is
     graph = without_swapped(level.graph, level.swaps)
     live = working_set(graph.values, graph.num_ticks)

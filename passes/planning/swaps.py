@@ -6,7 +6,7 @@ still hides it, as far as backward is long enough for that.
 """
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -19,17 +19,24 @@ from zinf_compile.plans import ActivationSwap
 from zinf_compile.terms import LiveRange, Tier
 
 
-def plan_swaps(graph: GraphFacts, destinations: Mapping[str, Tier], hardware: Hardware) -> tuple[ActivationSwap, ...]:
+def plan_swaps(
+    graph: GraphFacts,
+    destinations: Mapping[str, Tier],
+    hardware: Hardware,
+    seconds_of_ops: Sequence[float] | None = None,
+) -> tuple[ActivationSwap, ...]:
     """Return when each value named in ``destinations`` leaves for that tier and comes back, by the tick after which it does.
 
-    Offsets are 0 until ``bind_values`` gives them some. VerifyError for a name that is no value that may leave (``idle``).
+    Who knows the seconds of the graph's ops gives them. Offsets are 0 until ``bind_values`` gives them some. VerifyError for a
+    name that is no value that may leave (``idle``).
     """
     leaving = {value.name: value for value in graph.values if value.idle is not None and value.name in destinations}
     if unknown := destinations.keys() - leaving.keys():
         raise VerifyError(f"{graph.name}: '{min(unknown)}' is no value that can leave the device")
     values = [(value, destinations[value.name]) for value in leaving.values()]
-    gone = _plan_out(graph, values, hardware)
-    issues = _plan_back(graph, values, hardware)
+    reached = _seconds_at(graph, seconds_of_ops or list(ops_seconds(graph.ops, hardware)))
+    gone = _plan_out(graph, values, hardware, reached)
+    issues = _plan_back(graph, values, hardware, reached)
     swaps = [
         ActivationSwap(
             value=value.name,
@@ -64,9 +71,10 @@ def _idle(value: ValueFact) -> LiveRange:
     return value.idle
 
 
-def _plan_out(graph: GraphFacts, values: list[tuple[ValueFact, Tier]], hardware: Hardware) -> dict[str, int]:
+def _plan_out(
+    graph: GraphFacts, values: list[tuple[ValueFact, Tier]], hardware: Hardware, seconds: Sequence[float]
+) -> dict[str, int]:
     """Return the ticks before which values have left, those that share a lane one after the other."""
-    seconds = _seconds_at(graph, hardware)
     last = graph.num_forward_ticks - 1  # where forward returns
     free_at: dict[str, float] = {}
     gone = {}
@@ -79,9 +87,10 @@ def _plan_out(graph: GraphFacts, values: list[tuple[ValueFact, Tier]], hardware:
     return gone
 
 
-def _plan_back(graph: GraphFacts, values: list[tuple[ValueFact, Tier]], hardware: Hardware) -> dict[str, int]:
+def _plan_back(
+    graph: GraphFacts, values: list[tuple[ValueFact, Tier]], hardware: Hardware, seconds: Sequence[float]
+) -> dict[str, int]:
     """Return the ticks before which the ways back start: the last need first, each before those it shares a lane with."""
-    seconds = _seconds_at(graph, hardware)
     taken_from: dict[str, float] = {}
     issues = {}
     for value, destination in sorted(values, key=lambda item: (-_idle(item[0]).end, item[0].name)):
@@ -94,9 +103,9 @@ def _plan_back(graph: GraphFacts, values: list[tuple[ValueFact, Tier]], hardware
     return issues
 
 
-def _seconds_at(graph: GraphFacts, hardware: Hardware) -> list[float]:
+def _seconds_at(graph: GraphFacts, seconds_of_ops: Sequence[float]) -> list[float]:
     """Return when compute reaches each tick, and the end, if it waits for nothing."""
     costs = [0.0] * graph.num_ticks
-    for op, seconds in zip(graph.ops, ops_seconds(graph.ops, hardware), strict=True):
+    for op, seconds in zip(graph.ops, seconds_of_ops, strict=True):
         costs[op.tick] += seconds
     return list(accumulate(costs, initial=0.0))
