@@ -3,20 +3,39 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from zinf_compile.config import Config
-from zinf_compile.errors import CapacityError, DeviceCapacityError
+from zinf_compile.errors import CapacityError, DeviceCapacityError, ZinfError
 from zinf_compile.facts import ParameterFact
 from zinf_compile.passes.offline.trace import TracedGraph
 from zinf_compile.plans import Plan
 from zinf_compile.simulate import simulate
+from zinf_compile.terms import format_bytes
 from zinf_compile.tile_search import FASTER, MANY_TILES, TileSearch
 from zinf_compile.tiles import TiledParameters, TileRows, cut_rows, least_rows, tile_name
 
 _TILE = re.compile(r"(.*)\.tile_\d+")
+
+
+class _NothingFinerError(ZinfError):
+    """All choices of a search were refused."""
+
+    def __init__(self, search: TileSearch) -> None:
+        super().__init__("there is nothing finer to try")
+        self.search = search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refusal:
+    """Why an attempt did not fit, with how many tiles; early if that was found with few of the blocks."""
+
+    error: DeviceCapacityError
+    num_tiles: int
+    is_early: bool
 
 
 class OfflineTiles:
@@ -24,9 +43,10 @@ class OfflineTiles:
 
     def __init__(self, config: Config, facts: Mapping[str, ParameterFact], shapes: Mapping[str, torch.Size]) -> None:
         self._config, self._facts, self._shapes = config, facts, shapes
-        self._refusals: list[DeviceCapacityError] = []
-        self._early: list[DeviceCapacityError] = []  # of these, those of a model with few of its blocks
+        self._refusals: list[_Refusal] = []
         self._may_refuse_early = config.tiles is not None
+        self._has_refused_early = False
+        self._num_tiles = 0  # in the graph of this attempt
         self._num_finer = 0
         self.notes: list[str] = []
 
@@ -36,22 +56,22 @@ class OfflineTiles:
         Raises the CapacityError of the one that needs the least if none does.
         """
         while True:
+            self._has_refused_early = False
             try:
                 plan = attempt()
                 break
+            except _NothingFinerError as nothing_finer:
+                plan = self._attempt_last(attempt, nothing_finer.search)
+                break
             except DeviceCapacityError as error:
-                if error in self._early and error in self._refusals:
-                    plan = self._attempt_whole(attempt, error)
-                    break
-                if error in self._refusals:  # there was nothing finer to try
-                    raise
-                self._refusals.append(error)
+                refusal = _Refusal(error=error, num_tiles=self._num_tiles, is_early=self._has_refused_early)
+                self._refusals.append(refusal)
         if not self._refusals or sum(placement.tile_of is not None for placement in plan.placements) > MANY_TILES:
             return plan
         self._num_finer = 1
         try:
             finer = attempt()
-        except CapacityError:
+        except (CapacityError, _NothingFinerError):
             return plan
         return finer if simulate(finer).step_seconds < FASTER * simulate(plan).step_seconds else plan
 
@@ -61,38 +81,49 @@ class OfflineTiles:
             return
         try:
             check()
-        except DeviceCapacityError as error:
-            self._early.append(error)
+        except DeviceCapacityError:
+            self._has_refused_early = True
             raise
         except CapacityError:
             pass  # of other tiers, where every block has its share: only the whole model's numbers are right
 
-    def _attempt_whole(self, attempt: Callable[[], Plan], early: DeviceCapacityError) -> Plan:
-        """Attempt again what was refused early and needs the least: the whole model's error has the right numbers."""
-        del self._refusals[self._refusals.index(early) :]
+    def _attempt_last(self, attempt: Callable[[], Plan], search: TileSearch) -> Plan:
+        """Raise why what needs the least does not fit: if refused early, only the whole model's error has the right numbers.
+
+        Those of graphs with many tiles would take long to have.
+        """
+        known = [refusal for refusal in self._refusals if not refusal.is_early or refusal.num_tiles <= MANY_TILES]
+        least = min(known or self._refusals[:1], key=lambda refusal: refusal.error.needed_nbytes)
+        if not least.is_early:
+            raise search.explain(least.error)
+        finest = min(refusal.error.needed_nbytes for refusal in self._refusals)
+        del self._refusals[self._refusals.index(least) :]
         self._may_refuse_early = False
         try:
             return attempt()
         except DeviceCapacityError as error:
-            for note in getattr(early, "__notes__", ()):
-                error.add_note(note)
-            raise
+            if finest < least.error.needed_nbytes:
+                error.add_note(
+                    f"zinf_compile: with more tiles than were planned to the end, {format_bytes(finest)} at the least"
+                )
+            raise search.explain(error) from None
 
     def apply(self, graph_module: fx.GraphModule, names: dict[int, str]) -> tuple[fx.GraphModule, frozenset[int]]:
         """Return a graph with the tiles of this attempt, and their numbers, which get their names.
 
-        Raises the DeviceCapacityError of the attempt that needed the least if there are no finer ones.
+        Raises _NothingFinerError if this attempt is to be finer and there is nothing that is.
         """
         search = TileSearch(graph_module, _Catalog(self._config, self._facts, self._shapes, names))
         choices = search.finer_and_finer()
         choice = next(choices)
-        for error in (*self._refusals, *(self._refusals[-1:] * self._num_finer)):
-            search.refused = error
+        for refusal in (*self._refusals, *(self._refusals[-1:] * self._num_finer)):
+            search.refused = refusal.error
             found = next(choices, None)
             if found is None:
-                raise search.explain(min(self._refusals, key=lambda refused: refused.needed_nbytes))
+                raise _NothingFinerError(search)
             choice = found
         tiled = search.apply(choice)
+        self._num_tiles = len(tiled.numbers)
         self.notes = [] if tiled.note is None else [tiled.note]
         return tiled.graph_module, tiled.numbers
 

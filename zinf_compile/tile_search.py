@@ -21,7 +21,7 @@ from zinf_compile.terms import format_bytes
 from zinf_compile.tiles import WHOLE, TiledParameters, TileRows, cut_rows, least_rows
 
 Made = TypeVar("Made")
-_MOST_CHAIN_TILES = 64
+_MOST_TILES = 64  # of a chain, or of a parameter: more are made only if options ask for them
 _COPIES = (
     5  # of a parameter on the device at once: it, a kernel's own, its gradient, one more on its way to a sum, its cast
 )
@@ -174,18 +174,26 @@ class TileSearch:
             refused, piece = self.refused, self._largest_piece(choice, free)
             # What is counted as activations has the gradient of a weight in it, and may have one more on its way to a sum.
             wide = refused.activations_nbytes - 2 * piece
-            others = refused.needed_nbytes - _COPIES * piece - (max(0, wide) if "chains" in useful else 0)
-            if others > self._config.device_memory:
+            pieces = _COPIES * piece if "parameters" in useful else 0
+            without_pieces = refused.needed_nbytes - pieces
+            if without_pieces - (max(0, wide) if "chains" in useful else 0) > self._config.device_memory:
                 return  # without any of what tiles make smaller it would not fit
-            is_chain = "chains" in useful and (wide > self._config.device_memory // 2 or "parameters" not in useful)
+            is_chain = "chains" in useful and (
+                wide > self._config.device_memory // 2
+                or without_pieces > self._config.device_memory
+                or "parameters" not in useful
+            )
             if is_chain:
                 finer = replace(choice, chain_tiles=2 * choice.chain_tiles)
             else:
                 # A tile and a workspace as large are on the device at once: what is larger than half of it cannot fit.
                 nbytes = max(LEAST_TILE, min(piece, self._config.device_memory) // 2)
-                counts = {name: max(choice.num_tiles[name], _num_tiles(each, nbytes)) for name, each in free.items()}
+                counts = {
+                    name: max(choice.num_tiles[name], min(_MOST_TILES, _num_tiles(each, nbytes)))
+                    for name, each in free.items()
+                }
                 finer = replace(choice, num_tiles={**choice.num_tiles, **counts})
-            if finer == choice or finer.chain_tiles > _MOST_CHAIN_TILES:
+            if finer == choice or finer.chain_tiles > _MOST_TILES:
                 useful.discard("chains" if is_chain else "parameters")
                 continue
             choice = finer

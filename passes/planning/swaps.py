@@ -27,8 +27,8 @@ def plan_swaps(
 ) -> tuple[ActivationSwap, ...]:
     """Return when each value named in ``destinations`` leaves for that tier and comes back, by the tick after which it does.
 
-    Who knows the seconds of the graph's ops gives them. Offsets are 0 until ``bind_values`` gives them some. VerifyError for a
-    name that is no value that may leave (``idle``).
+    Who knows the seconds of the graph's ops gives them. Offsets are 0 until ``bind_values`` gives them some. VerifyError for
+    a name that is no value that may leave (``idle``).
     """
     leaving = {value.name: value for value in graph.values if value.idle is not None and value.name in destinations}
     if unknown := destinations.keys() - leaving.keys():

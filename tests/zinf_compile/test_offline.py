@@ -1,5 +1,6 @@
 """``plan``: the plan that the model itself would get, without its values; and what is refused or told."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import zinf_compile
+import zinf_compile.offline as offline
 from examples.gpt import GPT, GPTConfig
 from zinf_compile.errors import CapacityError, ConfigError, UnsupportedError
 from zinf_compile.hardware import Hardware, Rate, TierSize, make_route
+from zinf_compile.passes.planning.planner import make_plan
 from zinf_compile.plans import Plan
 from zinf_compile.terms import Tier
 
@@ -241,20 +244,20 @@ def test_an_optimized_model_is_refused(tmp_path: Path) -> None:
 
 
 class Block(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = torch.nn.Linear(256, 256)
+        self.up = torch.nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.relu(self.up(x))
 
 
 class LanguageModel(torch.nn.Module):
-    def __init__(self, vocabulary: int, num_layers: int) -> None:
+    def __init__(self, vocabulary: int, num_layers: int, width: int = 256) -> None:
         super().__init__()
-        self.embed = torch.nn.Embedding(vocabulary, 256)
-        self.layers = torch.nn.ModuleList(Block() for _ in range(num_layers))
-        self.head = torch.nn.Linear(256, vocabulary, bias=False)
+        self.embed = torch.nn.Embedding(vocabulary, width)
+        self.layers = torch.nn.ModuleList(Block(width) for _ in range(num_layers))
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -315,3 +318,24 @@ def test_logits_are_made_again_where_the_gradients_of_one_pass_do_not_fit() -> N
     assert "logits never exist whole: " in one_pass
     assert "logits never exist whole and are made again in backward: " in again
     assert "tiles" not in one_pass + again
+
+
+def test_what_few_blocks_do_not_fit_is_refused_before_the_whole_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = LanguageModel(64, 8, width=1024)
+    made: list[Plan] = []
+    monkeypatch.setattr(offline, "make_plan", lambda request: made.append(make_plan(request)) or made[-1])
+    plan = zinf_compile.plan(model, tokens(), hardware="laptop-16g", device_memory="8MiB")
+    assert {item.tile_of for item in plan.placements} >= {f"layers.{block}.up.weight" for block in range(8)}
+    assert len(made) <= 2, "that which fits, and the next finer one"
+
+
+def test_a_deep_model_that_nothing_helps_is_told_the_bytes_of_all_its_blocks() -> None:
+    model, given = LanguageModel(64, 8), torch.zeros(8, 64, dtype=torch.int64)
+    options = {"hardware": "laptop-16g", "host_memory": "64MiB", "recompute": False}
+    with pytest.raises(CapacityError) as refused:
+        zinf_compile.plan(model, given, device_memory="64KiB", **options)
+    needed = int(re.findall(r"raise device_memory to (\d+)MiB", str(refused.value))[0])
+    assert zinf_compile.plan(model, given, device_memory=f"{needed}MiB", **options)
+    with pytest.raises(CapacityError, match=f"raise device_memory to {needed}MiB"):
+        zinf_compile.plan(model, given, device_memory=f"{needed - 1}MiB", **options)
