@@ -21,7 +21,7 @@ from zinf_compile.terms import format_bytes
 from zinf_compile.tiles import WHOLE, TiledParameters, TileRows, cut_rows, least_rows
 
 Made = TypeVar("Made")
-_MOST_TILES = 64  # of a chain, or of a parameter: more are made only if options ask for them
+_MOST_CHAIN_TILES = 64
 _COPIES = (
     5  # of a parameter on the device at once: it, a kernel's own, its gradient, one more on its way to a sum, its cast
 )
@@ -188,12 +188,9 @@ class TileSearch:
             else:
                 # A tile and a workspace as large are on the device at once: what is larger than half of it cannot fit.
                 nbytes = max(LEAST_TILE, min(piece, self._config.device_memory) // 2)
-                counts = {
-                    name: max(choice.num_tiles[name], min(_MOST_TILES, _num_tiles(each, nbytes)))
-                    for name, each in free.items()
-                }
+                counts = {name: max(choice.num_tiles[name], _num_tiles(each, nbytes)) for name, each in free.items()}
                 finer = replace(choice, num_tiles={**choice.num_tiles, **counts})
-            if finer == choice or finer.chain_tiles > _MOST_TILES:
+            if finer == choice or finer.chain_tiles > _MOST_CHAIN_TILES:
                 useful.discard("chains" if is_chain else "parameters")
                 continue
             choice = finer

@@ -67,16 +67,8 @@ def make_plan(request: Request) -> Plan:
 
 def check_fits(request: Request) -> None:
     """Return if ``make_plan`` would succeed, without looking for the best plan; else raise what it raises."""
-    failure: CapacityError | None = None
-    levels = list(_all_levels(request))
-    for level in levels:
-        try:
-            if find_plan(level.request, level.graph, level.swaps, level.groundwork) is not None:
-                return
-        except CapacityError as error:
-            if not level.swaps:
-                failure = failure or error
-    raise failure or _capacity_error(request, levels)
+    if not does_fit(request):
+        make_plan(request)
 
 
 def lay_groundworks(request: Request) -> tuple[Groundwork, ...]:
