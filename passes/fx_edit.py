@@ -8,6 +8,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from zinf_compile.ops import ALL_OPS
 
@@ -64,11 +65,14 @@ def set_values_again(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph module with its own copy of the graph, whose nodes have their own ``meta``."""
+    """Return a graph module with its own copy of the graph, whose nodes have their own ``meta``.
+
+    Python is generated from it when it is first run: most copies are looked at only.
+    """
     copied = fx.Graph()
     results = copied.graph_copy(graph_module.graph, val_map={})
     copied.output(results).meta = dict(graph_module.graph.output_node().meta)
-    return fx.GraphModule(graph_module, copied)
+    return _LazyGraphModule(graph_module, copied)
 
 
 def node_name(name: str) -> str:

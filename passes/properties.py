@@ -1,6 +1,7 @@
 """What may be said of a graph, each with the check that proves it."""
 
 import operator
+from collections import Counter
 
 from torch import fx
 
@@ -46,7 +47,8 @@ def _check_one_gradient_each(graph_module: fx.GraphModule) -> None:
 
 
 def _check_stored_last(graph_module: fx.GraphModule) -> None:
-    """Nothing reads a parameter, views of it included, once its gradient is stored."""
+    """Nothing reads a parameter, views of it included, once the last of its gradients is stored."""
+    left = Counter(node.args[1] for node in graph_module.graph.find_nodes(op="call_function", target=STORE_GRAD))
     stored: set[object] = set()
     reads: dict[fx.Node, object] = {}  # nodes that hold bytes of a parameter
     for node in graph_module.graph.nodes:
@@ -59,7 +61,9 @@ def _check_stored_last(graph_module: fx.GraphModule) -> None:
         elif source in reads:
             reads[node] = reads[source]
         elif node.target is STORE_GRAD:
-            stored.add(node.args[1])
+            left[node.args[1]] -= 1
+            if not left[node.args[1]]:
+                stored.add(node.args[1])
 
 
 def _check_gradients_sunk(graph_module: fx.GraphModule) -> None:

@@ -19,10 +19,12 @@ from zinf_compile.tile_search import FASTER, MANY_TILES, TileSearch
 from zinf_compile.tiles import TiledParameters, TileRows, cut_rows, least_rows, tile_name
 
 _TILE = re.compile(r"(.*)\.tile_\d+")
+# In a graph that may have few of its blocks: to plan for more takes many minutes. Who asks for more by options gets them.
+_MOST_TILES = 1024
 
 
 class _NothingFinerError(ZinfError):
-    """All choices of a search were refused."""
+    """All choices of a search that do not take too long to plan were refused."""
 
     def __init__(self, search: TileSearch) -> None:
         super().__init__("there is nothing finer to try")
@@ -119,7 +121,7 @@ class OfflineTiles:
         for refusal in (*self._refusals, *(self._refusals[-1:] * self._num_finer)):
             search.refused = refusal.error
             found = next(choices, None)
-            if found is None:
+            if found is None or sum(count for count in found.num_tiles.values() if count > 1) > _MOST_TILES:
                 raise _NothingFinerError(search)
             choice = found
         tiled = search.apply(choice)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zinf_compile.errors import VerifyError
-from zinf_compile.plans import SWAPPED_PART, ActivationSwap, GatherTransfer, Plan
+from zinf_compile.plans import SWAPPED_PART, ActivationSwap, GatherTransfer, Placement, Plan
 from zinf_compile.terms import LiveRange, StepTiming, Tier, format_bytes
 
 
@@ -14,12 +14,13 @@ def verify_plan(plan: Plan) -> None:
     _verify_capacity(plan)
     _verify_spans(plan)
     read = {use.parameter: use.dtype for use in plan.uses}
+    homes = {placement.parameter: placement for placement in plan.placements}
     for transfer in plan.transfers:
-        _verify_transfer(plan, transfer, read)
+        _verify_transfer(plan, transfer, read, homes)
     _verify_swaps(plan)
     _verify_no_overlap(plan)
-    _verify_reads(plan)
-    _verify_sinks(plan)
+    _verify_reads(plan, homes)
+    _verify_sinks(plan, homes)
 
 
 def _verify_capacity(plan: Plan) -> None:
@@ -64,7 +65,9 @@ def _verify_spans(plan: Plan) -> None:
         raise VerifyError(f"spans end at tick {tick}, the graph has {plan.num_ticks} ticks")
 
 
-def _verify_transfer(plan: Plan, transfer: GatherTransfer, read: Mapping[str, str]) -> None:
+def _verify_transfer(
+    plan: Plan, transfer: GatherTransfer, read: Mapping[str, str], homes: Mapping[str, Placement]
+) -> None:
     where = f"transfer '{transfer.name}' ({transfer.phase}, needed at tick {transfer.need_by})"
     if not 0 <= transfer.issue <= transfer.need_by < transfer.release <= plan.num_ticks:
         raise VerifyError(f"{where}: issue {transfer.issue}, need-by and release {transfer.release} are out of order")
@@ -78,7 +81,7 @@ def _verify_transfer(plan: Plan, transfer: GatherTransfer, read: Mapping[str, st
     for name, offset in zip(transfer.parameters, transfer.offsets, strict=True):
         if name not in read:
             raise VerifyError(f"{where}: '{name}' moves, and nothing reads it")
-        placement = plan.placement(name)
+        placement = homes[name]
         # What it keeps is this rank's shard; what lands are the shards of all ranks.
         home, nbytes = placement.home_read(read[name]), plan.num_ranks * placement.nbytes_read(read[name])
         if home is not transfer.source:
@@ -155,13 +158,13 @@ def _verify_no_overlap(plan: Plan) -> None:
         live.append(use)
 
 
-def _verify_reads(plan: Plan) -> None:
+def _verify_reads(plan: Plan, homes: Mapping[str, Placement]) -> None:
     held: dict[str, list[GatherTransfer]] = defaultdict(list)
     for transfer in plan.transfers:
         for name in transfer.parameters:
             held[name].append(transfer)
     for use in plan.uses:
-        if plan.placement(use.parameter).home_read(use.dtype) is Tier.DEVICE:
+        if homes[use.parameter].home_read(use.dtype) is Tier.DEVICE:
             continue
         for tick in use.ticks:
             covering = [item for item in held[use.parameter] if item.need_by <= tick < item.release]
@@ -171,11 +174,11 @@ def _verify_reads(plan: Plan) -> None:
                 )
 
 
-def _verify_sinks(plan: Plan) -> None:
+def _verify_sinks(plan: Plan, homes: Mapping[str, Placement]) -> None:
     for sink in plan.sinks:
         if not plan.num_forward_ticks <= sink.tick < plan.num_ticks:
             raise VerifyError(f"gradient of '{sink.parameter}' leaves at tick {sink.tick}, which is not in backward")
-        home = plan.placement(sink.parameter).gradient
+        home = homes[sink.parameter].gradient
         if plan.step.timing is StepTiming.IN_BACKWARD and home is Tier.NVME:
             home = Tier.HOST  # its update takes it there
         if home is not sink.destination:

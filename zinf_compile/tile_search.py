@@ -160,12 +160,15 @@ class TileSearch:
         yield choice
         if self._config.tiles is None:
             return
-        if self._has_loss:
-            choice = replace(choice, fuses_losses=True)
-            yield choice
-            if self._has_one_pass:
-                choice = replace(choice, makes_logits_again=True)
+        assert self.refused is not None
+        # Fused losses may leave nothing of activations. What cannot fit even so is not tried by itself.
+        unfused = self.refused.activations_nbytes if self._has_loss else 0
+        may_fit = self.refused.needed_nbytes - unfused <= self._config.device_memory
+        for fused in self._fused(choice):
+            choice = fused
+            if may_fit:
                 yield choice
+                unfused = 0
         fixed = dict(self._config.tiles or ())
         free = {name: each for name, each in self._candidates.items() if name not in fixed and each.most_tiles > 1}
         useful = {"parameters", *(["chains"] if self._has_chains else [])}  # what finer tiles of have helped so far
@@ -175,11 +178,11 @@ class TileSearch:
             # What is counted as activations has the gradient of a weight in it, and may have one more on its way to a sum.
             wide = refused.activations_nbytes - 2 * piece
             pieces = _COPIES * piece if "parameters" in useful else 0
-            without_pieces = refused.needed_nbytes - pieces
+            without_pieces = refused.needed_nbytes - unfused - pieces
             if without_pieces - (max(0, wide) if "chains" in useful else 0) > self._config.device_memory:
                 return  # without any of what tiles make smaller it would not fit
             is_chain = "chains" in useful and (
-                wide > self._config.device_memory // 2
+                wide > min(pieces, self._config.device_memory // 2)
                 or without_pieces > self._config.device_memory
                 or "parameters" not in useful
             )
@@ -187,16 +190,27 @@ class TileSearch:
                 finer = replace(choice, chain_tiles=2 * choice.chain_tiles)
             else:
                 # A tile and a workspace as large are on the device at once: what is larger than half of it cannot fit.
-                nbytes = max(LEAST_TILE, min(piece, self._config.device_memory) // 2)
+                nbytes = min(piece, self._config.device_memory) // 2
+                while nbytes > LEAST_TILE and without_pieces + _COPIES * nbytes > self._config.device_memory:
+                    nbytes //= 2  # what cannot fit is not tried
+                nbytes = max(LEAST_TILE, nbytes)
                 counts = {name: max(choice.num_tiles[name], _num_tiles(each, nbytes)) for name, each in free.items()}
                 finer = replace(choice, num_tiles={**choice.num_tiles, **counts})
             if finer == choice or finer.chain_tiles > _MOST_CHAIN_TILES:
                 useful.discard("chains" if is_chain else "parameters")
                 continue
-            choice = finer
+            choice, unfused = finer, 0
             yield choice
             if self.refused is not refused and self.refused.needed_nbytes > _HELPED * refused.needed_nbytes:
                 useful.discard("chains" if is_chain else "parameters")
+
+    def _fused(self, choice: Choice) -> Iterator[Choice]:
+        """Yield a choice with its losses fused, if it has any, then with logits that are made again."""
+        if self._has_loss:
+            choice = replace(choice, fuses_losses=True)
+            yield choice
+            if self._has_one_pass:
+                yield replace(choice, makes_logits_again=True)
 
     def _largest_piece(self, choice: Choice, free: Mapping[str, _Candidate]) -> int:
         """Return the most bytes of a parameter that may be cut finer, or of a tile of one, that a choice gathers at once."""

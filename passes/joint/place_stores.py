@@ -1,12 +1,16 @@
 """Store each gradient as soon as it may be, in the backward graph that the partitioner made: it takes memory until then.
 
-A parameter may be updated as soon as its gradient is stored (``step_in_backward``); whatever is still to be computed from
-its old value has to come before. Emitted::
+A parameter may be updated as soon as its gradient is complete (``step_in_backward``); whatever is still to be computed from
+its old value has to come before the last of its gradients is stored. Emitted::
 
+    part = aten.mm(...)
+    token = zinf.store_grad(part, tile)
     grad = aten.mm(...)
-    ...                                  ops that read zinf.gather(.., param)
-    token = zinf.store_grad(grad, param)
+    ...                                  ops that read zinf.gather(.., tile)
+    token = zinf.store_grad(grad, tile, 1)
 """
+
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
@@ -26,12 +30,22 @@ def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
             for reader in (node, *(user for user in node.users if user.op != "output")):
                 if param not in last_reads or position[reader] > position[last_reads[param]]:
                     last_reads[param] = reader
-    for store in reversed(graph.find_nodes(op="call_function", target=STORE_GRAD)):
+    complete: set[object] = set()  # parameters of which all gradients behind are seen
+    for store in sorted(
+        graph.find_nodes(op="call_function", target=STORE_GRAD), key=_gradient_at(position), reverse=True
+    ):
         grad, param, *_ = store.args
         assert isinstance(grad, fx.Node)
-        before = max(grad, last_reads.get(param, grad), key=position.__getitem__)
+        is_last = param not in complete
+        complete.add(param)
+        before = max(grad, last_reads.get(param, grad), key=position.__getitem__) if is_last else grad
         if before.op != "placeholder":
             before.append(store)
+
+
+def _gradient_at(position: Mapping[fx.Node, int]) -> Callable[[fx.Node], int]:
+    """Return a key that says where what a store stores is computed."""
+    return lambda store: position[store.all_input_nodes[0]]
 
 
 PLACE_STORES: Pass[JointInputs] = Pass(name="place_stores", run=_run, establishes=frozenset({STORED_LAST}))

@@ -13,7 +13,7 @@ from zinf_compile.facts import GraphFacts, at_sizes
 from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.repeats import NUM_TEMPLATES, NotRepeatedError, Run, expand_runs, without_names
 from zinf_compile.passes.contract import JointInputs
-from zinf_compile.passes.offline.runs import find_runs, shorten_runs
+from zinf_compile.passes.offline.runs import dropped_blocks, find_runs, shorten_runs
 from zinf_compile.passes.offline.skeleton import make_skeleton
 from zinf_compile.passes.offline.trace import Inputs, TileGraph, Trace, TracedGraph, leave_whole, trace_model
 from zinf_compile.passes.planning.recompute import Kind, ops_made_again, policy_levels
@@ -61,7 +61,8 @@ def trace_deep(
     def trace(runs: Sequence[Run], num_blocks: int) -> Trace:
         fake_mode = FakeTensorMode()
         edit = functools.partial(shorten_runs, runs=runs, num_blocks=num_blocks)
-        skeleton = make_skeleton(model, fake_mode, compute_dtype=compute_dtype, edit=edit)
+        dropped = list(dropped_blocks(model, runs, num_blocks))
+        skeleton = make_skeleton(model, fake_mode, compute_dtype=compute_dtype, without=dropped, edit=edit)
         given = [policy for policy in policies if not policy.is_by_value]
         return trace_model(
             skeleton, fake_mode, inputs, name=name, policies=given, train=train, dynamic=dynamic, tile=tile

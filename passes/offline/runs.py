@@ -45,6 +45,14 @@ def find_runs(model: Module, *, longer_than: int) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+def dropped_blocks(model: Module, runs: Sequence[Run], num_blocks: int) -> Iterator[Module]:
+    """Yield the blocks of a model that ``shorten_runs`` takes out."""
+    for run in runs:
+        children = list(model.get_submodule(run.container)._modules.values())
+        dropped = children[run.first + num_blocks : run.first + run.num_blocks]
+        yield from (child for child in dropped if child is not None)
+
+
 def shorten_runs(model: Module, runs: Sequence[Run], num_blocks: int) -> None:
     """Leave so many blocks of each run in the model, and number what follows anew."""
     for run in reversed(runs):

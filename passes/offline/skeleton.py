@@ -4,7 +4,7 @@ What ``optimize`` makes of a model, but without a store: the graphs that Dynamo 
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +28,24 @@ class Skeleton:
 
 
 def make_skeleton(
-    model: Module, fake_mode: FakeTensorMode, *, compute_dtype: str | None, edit: Callable[[Module], None] | None = None
+    model: Module,
+    fake_mode: FakeTensorMode,
+    *,
+    compute_dtype: str | None,
+    without: Iterable[Module] = (),
+    edit: Callable[[Module], None] | None = None,
 ) -> Skeleton:
     """Return the skeleton of a model with values, on meta, or of fake tensors; the model stays as it is.
 
-    ``edit`` may change the copy before its parameters become gathers. Raises UnsupportedError for a model that cannot be
+    ``edit`` may change the copy before its parameters become gathers. In place of the modules ``without``, which share no
+    parameter with others, there are empty ones for it to take out. Raises UnsupportedError for a model that cannot be
     copied.
     """
     with fake_mode, _CopyAsFake():
         try:
             # Parameter's own __deepcopy__ cannot be intercepted: parameters are copied ahead.
-            memo: dict[int, Any] = {id(parameter): as_fake(parameter) for parameter in model.parameters()}
+            memo: dict[int, Any] = {id(module): Module() for module in without}
+            memo |= {id(parameter): as_fake(parameter) for parameter in _parameters(model, memo)}
             copied = copy.deepcopy(model, memo)
         except (TypeError, RuntimeError) as error:
             raise UnsupportedError(
@@ -58,6 +65,14 @@ def make_skeleton(
         if getters:
             _give_getters(module, getters)
     return Skeleton(module=copied, param_names=dict(enumerate(name for name, _ in copied.named_parameters())))
+
+
+def _parameters(module: Module, without: Container[int]) -> Iterator[Parameter]:
+    """Yield the parameters of a module that are not only in modules with these ids."""
+    if id(module) not in without:
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from _parameters(child, without)
 
 
 class _CopyAsFake(TorchFunctionMode):

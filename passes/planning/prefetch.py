@@ -141,7 +141,7 @@ class ResidencyPlanner:
     def plan(self, placements: Sequence[Placement], *, group_nbytes: int, held_past: int = 1) -> tuple[Residency, ...]:
         """Return when which parameters must be on the device, by need-by tick. Resident parameters do not appear.
 
-        Uses of a group in one phase are one residency as long as no more than ``held_past`` other groups are first needed in
+        Uses of a group in one phase are one residency as long as no more than ``held_past`` other groups are needed in
         between: holding on past one costs less than reading again.
         """
         stretches = [
@@ -150,10 +150,10 @@ class ResidencyPlanner:
             for phase in (Phase.FORWARD, Phase.BACKWARD)
             if (ticks := _ticks_in(group, phase))
         ]
-        first_needs = sorted(ticks[0] for _, _, ticks in stretches)
+        needs = sorted((tick, index) for index, (_, _, ticks) in enumerate(stretches) for tick in ticks)
         residencies = []
         for group, phase, ticks in stretches:
-            for run in _split(ticks, first_needs, held_past):
+            for run in _split(ticks, needs, held_past):
                 used = group
                 if len(group) > 1:
                     used = [
@@ -218,12 +218,17 @@ def _group(streamed: Sequence[_Streamed], *, group_nbytes: int) -> list[list[_St
     return groups
 
 
-def _split(ticks: Sequence[int], first_needs: Sequence[int], held_past: int) -> list[list[int]]:
-    """Return the ticks in runs, cut where more other residencies begin in between; ``first_needs`` are sorted."""
+def _split(ticks: Sequence[int], needs: Sequence[tuple[int, int]], held_past: int) -> list[list[int]]:
+    """Return the ticks in runs, cut where more others are needed in between; ``needs`` are ticks and who needs, sorted."""
     runs = [[ticks[0]]]
     for before, after in itertools.pairwise(ticks):
-        others = bisect.bisect_left(first_needs, after) - bisect.bisect_right(first_needs, before)
-        if others > held_past:
+        others: set[int] = set()
+        for position in range(bisect.bisect_left(needs, (before + 1, 0)), len(needs)):
+            tick, who = needs[position]
+            if tick >= after or len(others) > held_past:
+                break
+            others.add(who)
+        if len(others) > held_past:
             runs.append([])
         runs[-1].append(after)
     return runs

@@ -207,9 +207,11 @@ def test_tiles_of_one_op_are_one_line_of_the_dump(parity):
 
 
 class Mlps(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -243,6 +245,34 @@ def test_activations_wider_than_the_device_are_made_by_tiles_of_rows(parity):
     whole = parity.optimize(Mlps().double(), device_memory="5MiB", host_memory="32MiB", tiles=False)
     with pytest.raises(CapacityError, match=r"needs .* on device"):
         whole(torch.zeros(2048, 32, dtype=torch.float64))
+
+
+def test_gradients_of_a_chain_by_tiles_do_not_wait_for_each_other(parity):
+    """Weights and activations are too large: every piece of the activations has a gradient for every tile of a weight."""
+
+    def train(model: nn.Module) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, losses = torch.randn(1024, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
+        for _ in range(STEPS):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+    def make_wide() -> nn.Module:
+        torch.manual_seed(0)
+        return Mlps(width=256).double()
+
+    expected = train(make_wide())
+    model = parity.optimize(make_wide(), device_memory="20MiB", host_memory="128MiB")
+    for ours, theirs in zip(train(model), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
+    report = zinf_compile.report(model)
+    assert any("tiles of rows" in note and "weight is gathered in" in note for note in report.plans[0].notes)
+    device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
+    assert device.measured_peak <= device.predicted_peak <= 20 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,15 @@ def test_a_parameter_used_again_is_held_unless_two_others_come_in_between(
     assert [(item.need_by, item.release) for item in residencies if item.name == "w0.weight"] == stretches
 
 
+def test_what_was_needed_before_comes_in_between_like_what_was_not(parameter: Function, graph: Function) -> None:
+    """Of a chain every piece needs all tiles, one after the other: to hold them for the next piece would be to hold all."""
+    parameters = [parameter(f"w{index}.weight", ELEMENTS) for index in range(4)]
+    uses = {item.name: [index, 4 + index, 8 + index] for index, item in enumerate(parameters)}
+    facts = graph(uses, num_forward_ticks=12, num_ticks=12)
+    residencies = plan_residencies(facts, parameters, place(parameters), group_nbytes=0)
+    assert [(item.need_by, item.release) for item in residencies] == [(tick, tick + 1) for tick in range(12)]
+
+
 def test_residents_and_what_is_not_read_do_not_move(parameter: Function, graph: Function) -> None:
     parameters = [parameter("small.bias", 16), parameter("unread.weight", ELEMENTS), parameter("read.weight", ELEMENTS)]
     config = Config(device_memory=2**20, host_memory=2**30, nvme=None, nvme_memory=None)
