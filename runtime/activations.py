@@ -129,7 +129,7 @@ class Activations:
             elif swapped.buffer is not None:
                 source = torch.frombuffer(swapped.buffer.view, dtype=torch.uint8, count=swapped.nbytes)
                 destination = self._arena.view(offset, source.shape, torch.uint8)
-                futures.append(self._transfers.copy([source], destination, Tier.HOST, Tier.DEVICE))
+                futures.append(self._transfers.copy([source], destination, Tier.HOST, Tier.DEVICE, swapped.name))
 
         ticket = self._transfers.issue(
             swapped.name, offset, whole_sectors(swapped.nbytes), after=swapped.leaving, start=start
@@ -185,7 +185,7 @@ class Activations:
         swapped.buffer = self._memory.lease(swapped.nbytes, timeout_seconds=0)
         home = torch.frombuffer(swapped.buffer.view, dtype=value.dtype, count=value.numel())
         leaving = home.as_strided(value.shape, tuple(stride))
-        swapped.leaving.append(self._transfers.copy([value], leaving, Tier.DEVICE, Tier.HOST))
+        swapped.leaving.append(self._transfers.copy([value], leaving, Tier.DEVICE, Tier.HOST, swapped.name))
 
     def _write_out(self, swapped: SwappedValue, value: Tensor, stride: Sequence[int]) -> None:
         """Copy a value to staging, a buffer at a time, and start writing it: afterwards the device has no need of it."""

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from zinf_compile.hardware import route_name
+from zinf_compile.runtime.recorder import Recorder, profiled
+from zinf_compile.simulation.timeline import UPDATE_LANE
 from zinf_compile.terms import Phase, Tier
 
 
@@ -38,6 +40,7 @@ class Meter:
         self._phase_seconds: dict[Phase, list[float]] = defaultdict(list)
         self._step_starts: list[float] = []
         self._num_steps = 0
+        self.recorder: Recorder | None = None  # of what happens when, while somebody records it
 
     def add_moved(self, source: Tier, destination: Tier, nbytes: int) -> None:
         """Count bytes that moved between two tiers."""
@@ -52,26 +55,48 @@ class Meter:
     def stall(self, name: str) -> Iterator[None]:
         """Count the time spent inside as compute waiting for ``name``."""
         start = time.perf_counter()
-        yield
+        with profiled(f"wait for {name}"):
+            yield
+        end = time.perf_counter()
         if getattr(self._thread, "is_aside", False):
             return
+        if (recorder := self.recorder) is not None:
+            recorder.add_stall(name, start, end)
         with self._lock:
             seconds, count = self._stalls.get(name, (0.0, 0))
-            stalled = time.perf_counter() - start
+            stalled = end - start
             self._stalls[name] = (seconds + stalled, count + 1)
             self._stalled_seconds += stalled
 
     @contextmanager
-    def moving(self, source: Tier, destination: Tier, nbytes: int) -> Iterator[None]:
-        """Count the time spent inside as a route being busy with some bytes."""
+    def moving(self, source: Tier, destination: Tier, nbytes: int, name: str) -> Iterator[None]:
+        """Count the time spent inside as a route being busy with some bytes of ``name``."""
         route = route_name(source, destination)
+        start = time.perf_counter()
         self._count_moving(route, 1)
         try:
-            yield
+            with profiled(f"{route} {name}"):
+                yield
         finally:
             self._count_moving(route, -1)
+        if (recorder := self.recorder) is not None:
+            recorder.add(route, name, start, nbytes)
         with self._lock:
             self._arrived[route] += nbytes
+
+    @contextmanager
+    def updating(self, name: str) -> Iterator[None]:
+        """Record the time spent inside as an update of a parameter, or of a part of it."""
+        start = time.perf_counter()
+        with profiled(f"update {name}"):
+            yield
+        if (recorder := self.recorder) is not None:
+            recorder.add(UPDATE_LANE, name, start)
+
+    def arrive(self, name: str) -> None:
+        """Tell who records that compute goes on with ``name`` from now on."""
+        if (recorder := self.recorder) is not None:
+            recorder.arrive(name)
 
     def _count_moving(self, route: str, change: int) -> None:
         with self._lock:
@@ -89,8 +114,11 @@ class Meter:
         if phase is Phase.STEP:
             self._step_starts.append(start)
             self._num_steps += 1
-        yield
+        with profiled(str(phase)):
+            yield
         self._phase_seconds[phase].append(time.perf_counter() - start)
+        if (recorder := self.recorder) is not None:
+            recorder.add_phase(str(phase), start)
 
     def forget_phases(self) -> None:
         """Forget the seconds of phases and steps, as those of a plan that is no longer followed."""

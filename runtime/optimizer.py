@@ -255,7 +255,8 @@ class StreamedStep:
         try:
             transfers.wait(chunk.reads, "optimizer state on its way in")
             job.is_begun = record.torn = True
-            self._compute(chunk)
+            with self._store.meter.updating(record.name):
+                self._compute(chunk)
             if self._kernels[job] is None:  # which would have allocated nothing
                 self._store.sample_memory()
         except BaseException:

@@ -135,7 +135,7 @@ class Transfers:
         for slot, offset in zip(slots, offsets, strict=True):
             if slot.in_memory:
                 destination = self._arena.view(offset, slot.tensor.shape, slot.tensor.dtype)
-                futures.append(self.copy([slot.tensor], destination, slot.tier, Tier.DEVICE))
+                futures.append(self.copy([slot.tensor], destination, slot.tier, Tier.DEVICE, slot.name))
 
     def wait_gather(self, ticket: int) -> bool:
         """Block until a transfer has landed; return whether this was its first wait. Raises its first error."""
@@ -148,6 +148,7 @@ class Transfers:
             with self._meter.stall(gather.name):
                 gather.wait()
         gather.is_awaited = True
+        self._meter.arrive(gather.name)
         return True
 
     def release(self, ticket: int) -> None:
@@ -171,14 +172,14 @@ class Transfers:
 
     # Plain copies, reads and writes
 
-    def copy(self, source: list[Tensor], destination: Tensor, home: Tier, goal: Tier) -> Future[None]:
+    def copy(self, source: list[Tensor], destination: Tensor, home: Tier, goal: Tier, name: str) -> Future[None]:
         """Start copying the one tensor in ``source``, which is taken out: who waits for the copy finds its memory free."""
         nbytes = destination.numel() * destination.dtype.itemsize
         self._meter.add_moved(home, goal, nbytes)
-        return self._pool.submit(self._copy, source, destination, home, goal)
+        return self._pool.submit(self._copy, source, destination, home, goal, name)
 
-    def _copy(self, source: list[Tensor], destination: Tensor, home: Tier, goal: Tier) -> None:
-        with self._meter.moving(home, goal, destination.numel() * destination.dtype.itemsize):
+    def _copy(self, source: list[Tensor], destination: Tensor, home: Tier, goal: Tier, name: str) -> None:
+        with self._meter.moving(home, goal, destination.numel() * destination.dtype.itemsize, name):
             destination.copy_(source.pop())
 
     def wait(self, futures: Sequence[Future[None]], name: str) -> None:
@@ -228,7 +229,7 @@ class Transfers:
         way: tuple[Tier, Tier],
     ) -> None:
         """Call the engine; an error names the parameter as well as the file and the offset."""
-        with self._meter.moving(*way, len(buffer)):
+        with self._meter.moving(*way, len(buffer), name):
             try:
                 call(offset, buffer)
             except StoreError as error:

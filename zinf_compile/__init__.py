@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zinf_compile.api import close as close
     from zinf_compile.api import full_parameters as full_parameters
     from zinf_compile.api import optimize as optimize
+    from zinf_compile.api import record as record
     from zinf_compile.api import report as report
     from zinf_compile.api import synchronize as synchronize
     from zinf_compile.checkpoint.load import load as load
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
     from zinf_compile.errors import ZinfError as ZinfError
     from zinf_compile.offline import plan as plan
     from zinf_compile.plans import Plan as Plan
+    from zinf_compile.recordings import Recording as Recording
     from zinf_compile.reports import Report as Report
     from zinf_compile.weights.export import export as export
 
 _HOMES = {
     "optimize": "zinf_compile.api",
+    "record": "zinf_compile.api",
     "report": "zinf_compile.api",
     "close": "zinf_compile.api",
     "full_parameters": "zinf_compile.api",
@@ -38,6 +41,7 @@ _HOMES = {
     "save": "zinf_compile.checkpoint.save",
     "load": "zinf_compile.checkpoint.load",
     "Plan": "zinf_compile.plans",
+    "Recording": "zinf_compile.recordings",
     "Report": "zinf_compile.reports",
     "ZinfError": "zinf_compile.errors",
     "CheckpointError": "zinf_compile.errors",

@@ -12,9 +12,11 @@ from torch.nn import Module
 
 from zinf_compile.config import make_config
 from zinf_compile.errors import ConfigError
+from zinf_compile.recordings import Recording
 from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, StepReport, TierReport, sum_runs
 from zinf_compile.runtime.accessors import Forward, install_accessors, refuse_optimized
 from zinf_compile.runtime.lending import Site, check_room, lend_values
+from zinf_compile.runtime.recorder import Recorder
 from zinf_compile.runtime.slots import owner_of, record_of
 from zinf_compile.session import Session, check_devices, session_of_store
 from zinf_compile.simulate import simulate
@@ -167,6 +169,35 @@ def report(model: Module) -> Report:
         replanned=tuple(sentence for program in session.programs for sentence in program.replanned),
         num_eager_gathers=meter.num_eager_gathers,
     )
+
+
+@contextmanager
+def record(model: Module) -> Iterator[Recording]:
+    """Record what a model does when, inside of the block: what it computes, waits for, moves and updates.
+
+        with zinf_compile.record(model) as recording:
+            model(**batch).backward()
+            optimizer.step()
+        recording.to_chrome_trace("trace.json")  # beside what was predicted
+
+    Updates that go on in the background at its end are waited for. Raises ConfigError for a model that neither ``optimize``
+    nor ``torch.compile(backend="zinf")`` has seen, and for one that is being recorded.
+    """
+    session = _session_of(model)
+    meter = session.store.meter
+    if meter.recorder is not None:
+        raise ConfigError(
+            f"{session.model_name} is being recorded already; end the block that does before the next begins"
+        )
+    recording = Recording(model=session.model_name)
+    meter.recorder = recorder = Recorder()
+    try:
+        yield recording
+        session.store.synchronize()
+    finally:
+        meter.recorder = None
+        recording.events, recording.stalls = recorder.take()
+        recording.plans = tuple(program.plan for program in session.step_programs if program.plan is not None)
 
 
 @contextmanager

@@ -103,14 +103,14 @@ def test_a_whole_step_lasts_from_one_to_the_next(monkeypatch: pytest.MonkeyPatch
 
 def test_a_route_is_busy_once_however_many_calls_move_bytes(clock: Clock) -> None:
     meter = Meter()
-    with meter.moving(Tier.NVME, Tier.DEVICE, 100):
+    with meter.moving(Tier.NVME, Tier.DEVICE, 100, "w"):
         clock.seconds += 1.0
-        with meter.moving(Tier.NVME, Tier.DEVICE, 50):
+        with meter.moving(Tier.NVME, Tier.DEVICE, 50, "w"):
             clock.seconds += 2.0
-            with meter.moving(Tier.HOST, Tier.NVME, 30):
+            with meter.moving(Tier.HOST, Tier.NVME, 30, "w"):
                 clock.seconds += 4.0
     clock.seconds += 8.0
-    with meter.moving(Tier.HOST, Tier.NVME, 5):
+    with meter.moving(Tier.HOST, Tier.NVME, 5, "w"):
         clock.seconds += 16.0
     assert meter.arrived == (("host -> nvme", 35), ("nvme -> device", 150))
     assert meter.busy == (
@@ -124,7 +124,7 @@ def test_a_move_that_failed_took_time_and_brought_nothing(clock: Clock) -> None:
     meter = Meter()
 
     def fail() -> None:
-        with meter.moving(Tier.NVME, Tier.HOST, 100):
+        with meter.moving(Tier.NVME, Tier.HOST, 100, "w"):
             clock.seconds += 1.0
             raise ValueError("disk")
 

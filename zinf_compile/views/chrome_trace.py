@@ -1,14 +1,17 @@
-"""A plan's predicted timeline as a Chrome trace: open the file in ui.perfetto.dev or chrome://tracing.
+"""Timelines as a Chrome trace, what a plan predicts and what was measured: open the file in ui.perfetto.dev.
 
 One lane for compute, with its stalls in the category ``stall``, one for each route, and a counter for each tier::
 
     compute         [layers.0 (forward)][stall: layers.1][layers.1 (forward)] ...
     nvme -> device  [layers.0][layers.1              ][layers.2] ...
     device bytes    ______----======----______
+
+Of what was measured several transfers may have shared a route at the same time. Each but the first then has a lane more.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,22 +21,15 @@ from zinf_compile.views.whole_file import write_whole
 
 TraceEvent: TypeAlias = dict[str, object]
 
-_PID = 1
+_FIRST_PID = 1
 _CATEGORY_STALL = "stall"
 
 
 def chrome_trace(plan: Plan) -> dict[str, object]:
     """Return the Chrome trace event format's JSON object: times in microseconds, on whole nanoseconds."""
     timeline = simulate(plan)
-    lanes = _number_lanes(timeline)
-    events = [
-        *_name_lanes(plan, lanes),
-        *(_describe_event(event, lanes, _category(event)) for event in timeline.events),
-        *(_describe_event(stall, lanes, _CATEGORY_STALL) for stall in timeline.stalls),
-        *_describe_memory(timeline.memory, end_seconds=timeline.step_seconds),
-    ]
     return {
-        "traceEvents": events,
+        "traceEvents": _predicted_events(timeline, _FIRST_PID),
         "displayTimeUnit": "ms",
         "otherData": {
             "plan": plan.name,
@@ -44,54 +40,107 @@ def chrome_trace(plan: Plan) -> dict[str, object]:
     }
 
 
+def measured_trace(
+    name: str, events: Sequence[Event], stalls: Sequence[Event], plans: Iterable[Plan] = ()
+) -> dict[str, object]:
+    """Return the same of measured events and stalls, as a process behind those that ``plans`` predict."""
+    numbers = count(_FIRST_PID)
+    predicted = [event for plan in plans for event in _predicted_events(simulate(plan), next(numbers))]
+    apart = [*_lanes_apart(events)]
+    measured = _describe_process(f"{name} (measured)", apart, stalls, next(numbers))
+    return {
+        "traceEvents": [*predicted, *measured],
+        "displayTimeUnit": "ms",
+        "otherData": {"model": name, "stall_seconds": sum(stall.seconds for stall in stalls)},
+    }
+
+
+def _predicted_events(timeline: Timeline, pid: int) -> list[TraceEvent]:
+    return [
+        *_describe_process(f"plan {timeline.plan.name} (predicted)", timeline.events, timeline.stalls, pid),
+        *_describe_memory(timeline.memory, pid, end_seconds=timeline.step_seconds),
+    ]
+
+
+def _lanes_apart(events: Iterable[Event]) -> Iterable[Event]:
+    """Give the events with more lanes where they overlap, pieces of one transfer as one event. They come by their start."""
+    moved: dict[tuple[str, str], Event] = {}
+    joined: list[Event] = []
+    for event in events:
+        last = moved.get((event.lane, event.name))
+        if last is not None and event.nbytes and event.start_seconds <= last.end_seconds:
+            end = max(last.end_seconds, event.end_seconds)
+            moved[event.lane, event.name] = last._replace(end_seconds=end, nbytes=last.nbytes + event.nbytes)
+            continue
+        if last is not None:
+            joined.append(last)
+        moved[event.lane, event.name] = event
+    free: dict[str, list[float]] = {}  # from when on each lane of a route is free
+    for event in sorted([*joined, *moved.values()], key=lambda event: event.start_seconds):
+        ends = free.setdefault(event.lane, [])
+        number = next((index for index, end in enumerate(ends) if end <= event.start_seconds), len(ends))
+        ends[number : number + 1] = [event.end_seconds]
+        yield event if number == 0 else event._replace(lane=f"{event.lane} ({number + 1})")
+
+
+def _describe_process(name: str, events: Sequence[Event], stalls: Sequence[Event], pid: int) -> Iterable[TraceEvent]:
+    lanes = _number_lanes(events)
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+    for lane, tid in lanes.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+    for event in events:
+        yield _describe_event(event, pid, lanes[event.lane], _category(event))
+    for stall in stalls:
+        yield _describe_event(stall, pid, lanes[stall.lane], _CATEGORY_STALL)
+
+
 def save_chrome_trace(plan: Plan, path: str | Path) -> None:
     """Write the trace as JSON; the file appears whole or not at all. ConfigError if the path cannot be written."""
-    write_whole(path, json.dumps(chrome_trace(plan), allow_nan=False).encode(), what="trace")
+    save_trace(chrome_trace(plan), path)
 
 
-def _number_lanes(timeline: Timeline) -> dict[str, int]:
+def save_trace(trace: dict[str, object], path: str | Path) -> None:
+    """Write a trace as JSON; the file appears whole or not at all. ConfigError if the path cannot be written."""
+    write_whole(path, json.dumps(trace, allow_nan=False).encode(), what="trace")
+
+
+def _number_lanes(events: Iterable[Event]) -> dict[str, int]:
     """Return a thread id for each lane: compute on top, then the routes by name."""
-    routes = sorted({event.lane for event in timeline.events} - {COMPUTE_LANE})
+    routes = sorted({event.lane for event in events} - {COMPUTE_LANE})
     return {lane: tid for tid, lane in enumerate([COMPUTE_LANE, *routes])}
 
 
-def _name_lanes(plan: Plan, lanes: dict[str, int]) -> Iterable[TraceEvent]:
-    yield {"ph": "M", "name": "process_name", "pid": _PID, "args": {"name": f"plan {plan.name} (predicted)"}}
-    for lane, tid in lanes.items():
-        yield {"ph": "M", "name": "thread_name", "pid": _PID, "tid": tid, "args": {"name": lane}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": _PID, "tid": tid, "args": {"sort_index": tid}}
-
-
-def _describe_event(event: Event, lanes: dict[str, int], category: str) -> TraceEvent:
+def _describe_event(event: Event, pid: int, tid: int, category: str) -> TraceEvent:
     start, end = _nanoseconds(event.start_seconds), _nanoseconds(event.end_seconds)
     return {
         "ph": "X",
         "name": event.name,
         "cat": category,
-        "pid": _PID,
-        "tid": lanes[event.lane],
+        "pid": pid,
+        "tid": tid,
         "ts": start / 1000,
         "dur": (end - start) / 1000,
         "args": {"nbytes": event.nbytes} if event.nbytes else {},
     }
 
 
-def _describe_memory(points: Iterable[MemoryPoint], *, end_seconds: float) -> Iterable[TraceEvent]:
+def _describe_memory(points: Iterable[MemoryPoint], pid: int, *, end_seconds: float) -> Iterable[TraceEvent]:
     """Return counter events; the last one of each tier is repeated at the end, so that its line reaches it."""
     last: dict[str, MemoryPoint] = {}
     for point in points:
         last[point.tier] = point
-        yield _describe_point(point, point.seconds)
+        yield _describe_point(point, pid, point.seconds)
     for point in last.values():
         if point.seconds < end_seconds:
-            yield _describe_point(point, end_seconds)
+            yield _describe_point(point, pid, end_seconds)
 
 
-def _describe_point(point: MemoryPoint, seconds: float) -> TraceEvent:
+def _describe_point(point: MemoryPoint, pid: int, seconds: float) -> TraceEvent:
     return {
         "ph": "C",
         "name": f"{point.tier} bytes",
-        "pid": _PID,
+        "pid": pid,
         "ts": _nanoseconds(seconds) / 1000,
         "args": {"nbytes": point.nbytes},
     }

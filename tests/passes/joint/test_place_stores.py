@@ -60,7 +60,9 @@ def test_gradients_of_a_tile_leave_as_they_come(trace: Function, gather: Functio
     graph_module = trace(backward, (2, 2))
     store = graph_module.graph.find_nodes(op="call_function", target=STORE_GRAD)[1]
     store.args = (*store.args, 1)
-    assert_expected_inline(_run(graph_module), """\
+    assert_expected_inline(
+        _run(graph_module),
+        """\
 anchor_1 = placeholder[anchor_1]
 x_1 = placeholder[x_1]
 gather = zinf.gather(anchor_1, 1, [2, 2], float32, cpu)
@@ -71,5 +73,6 @@ cos = aten.cos(x_1)
 mm_1 = aten.mm(mm, gather)
 store_grad_1 = zinf.store_grad(cos, 1, 1)
 return (store_grad, store_grad_1, mm_1)
-""")
+""",
+    )
     STORED_LAST.check(graph_module)
