@@ -25,6 +25,7 @@ _MOST_CHAIN_TILES = 64
 _COPIES = (
     5  # of a parameter on the device at once: it, a kernel's own, its gradient, one more on its way to a sum, its cast
 )
+_TIMES_COUNTED = 2  # are activations at the most: bound values in the arena, and the others when those are the most
 _HELPED = 0.95  # of what was needed before: finer tiles that leave more are the last of their kind
 FASTER = 0.995  # of a step: what is less is no reason for more tiles
 MANY_TILES = 128  # in a graph: to plan for more of them takes longer than it may win
@@ -162,7 +163,7 @@ class TileSearch:
             return
         assert self.refused is not None
         # Fused losses may leave nothing of activations. What cannot fit even so is not tried by itself.
-        unfused = self.refused.activations_nbytes if self._has_loss else 0
+        unfused = _TIMES_COUNTED * self.refused.activations_nbytes if self._has_loss else 0
         may_fit = self.refused.needed_nbytes - unfused <= self._config.device_memory
         for fused in self._fused(choice):
             choice = fused
@@ -179,7 +180,8 @@ class TileSearch:
             wide = refused.activations_nbytes - 2 * piece
             pieces = _COPIES * piece if "parameters" in useful else 0
             without_pieces = refused.needed_nbytes - unfused - pieces
-            if without_pieces - (max(0, wide) if "chains" in useful else 0) > self._config.device_memory:
+            narrowed = _TIMES_COUNTED * max(0, wide) if "chains" in useful else 0
+            if without_pieces - narrowed > self._config.device_memory:
                 return  # without any of what tiles make smaller it would not fit
             is_chain = "chains" in useful and (
                 wide > min(pieces, self._config.device_memory // 2)

@@ -1,0 +1,352 @@
+"""A race detector for the runtime: who touches which bytes, and what orders one after the other.
+
+Every task of a thread pool, and compute, is an actor with a vector clock. What hands on the order of things (a submission, a
+future that is done, a staging buffer that is returned) carries the clock of who did it to who goes on behind it. Two actors
+that touch the same bytes of memory or of the file, one of them to write, without such a chain between them are a race, also
+where they happened to run one after the other.
+"""
+
+import ctypes
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from zinf_compile.runtime import futures, optimizer, transfers
+from zinf_compile.runtime.arena import Arena
+from zinf_compile.runtime.backward_step import JobFeed
+from zinf_compile.runtime.optimizer import _Chunk
+from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.runtime.step_jobs import GRADIENT
+from zinf_compile.runtime.transfers import Transfers
+
+_PAGE = 4096
+Clock = dict[int, int]  # how far along each actor is known to be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Bytes [start, stop) that an actor touched at a moment of its own clock."""
+
+    start: int
+    stop: int
+    actor: int
+    moment: int
+    is_write: bool
+    what: str
+
+
+class Races:
+    """Accesses so far, and the races among them."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self.num_accesses: dict[str, int] = defaultdict(int)  # by what touched
+        self._lock = threading.RLock()
+        self._actor = threading.local()
+        self._num_actors = 0
+        self._clocks: dict[int, Clock] = {}
+        self._carried: dict[int, tuple[object, Clock]] = {}  # by the id of what carries it, which is kept alive
+        self._accesses: dict[tuple[str, int], list[Access]] = defaultdict(list)  # by space and page
+
+    def begin(self, clock: Clock) -> None:
+        """Make the calling thread a new actor, behind all that ``clock`` knows of."""
+        with self._lock:
+            self._num_actors += 1
+            self._actor.number = self._num_actors
+            self._clocks[self._num_actors] = {**clock, self._num_actors: 1}
+
+    def _me(self) -> int:
+        if not hasattr(self._actor, "number"):
+            self.begin({})
+        number: int = self._actor.number
+        return number
+
+    def fork(self) -> Clock:
+        """Return the caller's clock for what it starts now."""
+        with self._lock:
+            me = self._me()
+            clock = dict(self._clocks[me])
+            self._clocks[me][me] += 1
+            return clock
+
+    def publish(self, carrier: object) -> None:
+        """Let who observes ``carrier`` from now on come behind all that the caller did."""
+        with self._lock:
+            _, known = self._carried.get(id(carrier), (None, {}))
+            self._carried[id(carrier)] = carrier, _joined(known, self.fork())
+
+    def observe(self, carrier: object) -> None:
+        """Come behind who has published ``carrier``."""
+        with self._lock:
+            _, clock = self._carried.get(id(carrier), (None, {}))
+            self.join(clock)
+
+    def join(self, clock: Clock) -> None:
+        """Come behind all that ``clock`` knows of."""
+        with self._lock:
+            me = self._me()
+            self._clocks[me] = _joined(self._clocks[me], clock)
+
+    def touch(self, space: str, start: int, nbytes: int, what: str, *, write: bool) -> None:
+        """Note an access of the caller, and what it races with."""
+        with self._lock:
+            me = self._me()
+            clock = self._clocks[me]
+            now = Access(start=start, stop=start + nbytes, actor=me, moment=clock[me], is_write=write, what=what)
+            self.num_accesses[what] += 1
+            for page in range(start // _PAGE, -(-now.stop // _PAGE)):
+                kept = []
+                for before in self._accesses[space, page]:
+                    is_apart = before.stop <= now.start or now.stop <= before.start
+                    is_ordered = clock.get(before.actor, 0) >= before.moment
+                    if not is_apart and not is_ordered and (before.is_write or write):
+                        self.found.append(
+                            f"{now.what} and {before.what} both touch {space} bytes "
+                            f"[{max(now.start, before.start)}, {min(now.stop, before.stop)}), and nothing orders them"
+                        )
+                    if is_apart or not is_ordered or not write:  # what is written over in order is told by this write
+                        kept.append(before)
+                self._accesses[space, page] = [*kept, now]
+
+    def forget(self, start: int, nbytes: int) -> None:
+        """Forget accesses to memory that has been given back and mapped anew."""
+        with self._lock:
+            for page in range(start // _PAGE, -(-(start + nbytes) // _PAGE)):
+                self._accesses.pop(("memory", page), None)
+
+
+def _joined(one: Clock, other: Clock) -> Clock:
+    return {actor: max(one.get(actor, 0), other.get(actor, 0)) for actor in one.keys() | other.keys()}
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
+
+
+@contextmanager
+def watching_races() -> Iterator[Races]:
+    """Watch all that stores do which are made inside."""
+    races = Races()
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+            stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
+
+        _watch_order(races, replace)
+        _watch_memory(races, replace)
+        _watch_bytes(races, replace)
+        yield races
+
+
+Replace = Callable[[Any, str, Callable[[Any], Any]], None]
+
+
+def _watch_order(races: Races, replace: Replace) -> None:
+    """Follow tasks, futures, callbacks of futures, and the feed of jobs."""
+
+    def submit(original: Any) -> Any:
+        def call(pool: ThreadPoolExecutor, task: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            clock = races.fork()
+
+            def run() -> Any:
+                races.begin(clock)
+                if pool._max_workers == 1:  # such a pool does one after the other
+                    races.observe(pool)
+                try:
+                    return task(*args, **kwargs)
+                finally:
+                    races.publish(pool)
+
+            return original(pool, run)
+
+        return call
+
+    def publishing(original: Any) -> Any:
+        def call(future: Future[Any], *args: Any) -> Any:
+            races.publish(future)
+            return original(future, *args)
+
+        return call
+
+    def observing(original: Any) -> Any:
+        def call(future: Future[Any], *args: Any, **kwargs: Any) -> Any:
+            told = original(future, *args, **kwargs)
+            if future._state == "FINISHED":
+                races.observe(future)
+            return told
+
+        return call
+
+    def add_done_callback(original: Any) -> Any:
+        def call(future: Future[Any], callback: Any) -> None:
+            clock = races.fork()
+
+            def observe_and_call(done: Future[Any]) -> Any:
+                races.observe(done)
+                races.join(clock)  # whoever calls it has seen it added
+                return callback(done)
+
+            original(future, observe_and_call)
+
+        return call
+
+    def call_when_done(original: Any) -> Any:
+        def call(waited: Any, then: Any) -> None:
+            waited = list(waited)
+
+            def observe_and_call(error: BaseException | None) -> None:
+                for future in waited:  # whoever counts the last one down has seen all others counted
+                    races.observe(future)
+                then(error)
+
+            original(waited, observe_and_call)
+
+        return call
+
+    def put(original: Any) -> Any:
+        def call(feed: JobFeed, job: Any) -> Any:
+            races.publish(feed)
+            return original(feed, job)
+
+        return call
+
+    def take(original: Any) -> Any:
+        def call(feed: JobFeed) -> Iterator[Any]:
+            for job in original(feed):
+                races.observe(feed)
+                yield job
+
+        return call
+
+    replace(ThreadPoolExecutor, "submit", submit)
+    for name in ("set_result", "set_exception"):
+        replace(Future, name, publishing)
+    for name in ("result", "exception", "done"):
+        replace(Future, name, observing)
+    replace(Future, "add_done_callback", add_done_callback)
+    for module in (futures, optimizer, transfers):
+        replace(module, "call_when_done", call_when_done)
+    replace(JobFeed, "put", put)
+    replace(JobFeed, "__iter__", take)
+
+
+def _watch_memory(races: Races, replace: Replace) -> None:
+    """Follow staging memory from hand to hand, and forget what was touched in memory that is mapped anew."""
+
+    def take_memory(original: Any) -> Any:
+        def call(pool: StagingPool, nbytes: int) -> Any:
+            idle = {id(memory) for memory in pool._idle}
+            memory = original(pool, nbytes)
+            if id(memory) in idle:
+                races.observe(memory)
+            else:
+                races.forget(_address(memoryview(memory)), len(memory))
+            return memory
+
+        return call
+
+    def give_back(original: Any) -> Any:
+        def call(pool: StagingPool, buffer: Any) -> None:
+            if (memory := pool._leased.get(buffer)) is not None:
+                races.publish(memory)
+            original(pool, buffer)
+
+        return call
+
+    def reserve(original: Any) -> Any:
+        def call(arena: Arena, nbytes: int) -> None:
+            before = arena._memory
+            original(arena, nbytes)
+            if arena._memory is not before:
+                races.forget(arena._tensor.data_ptr(), arena.nbytes)
+
+        return call
+
+    replace(StagingPool, "_take_memory", take_memory)
+    replace(StagingPool, "return_", give_back)
+    replace(Arena, "reserve", reserve)
+
+
+def _watch_bytes(races: Races, replace: Replace) -> None:
+    """Note who reads and writes the file, staging, the arena, and homes in memory."""
+
+    def touch_tensor(tensor: Tensor, what: str, *, write: bool) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            races.touch("memory", tensor.data_ptr(), tensor.numel() * tensor.itemsize, what, write=write)
+
+    def disk_call(original: Any) -> Any:
+        def call(owner: Transfers, method: Any, name: str, offset: int, buffer: memoryview, way: Any) -> None:
+            is_read = method.__name__ == "read"
+            what = f"the {'read' if is_read else 'write'} of {name}"
+            races.touch("file", offset, len(buffer), what, write=not is_read)
+            races.touch("memory", _address(buffer), len(buffer), what, write=is_read)
+            original(owner, method, name, offset, buffer, way)
+
+        return call
+
+    def copy(original: Any) -> Any:
+        def call(owner: Transfers, source: list[Tensor], destination: Tensor, *rest: Any) -> None:
+            touch_tensor(source[0], "a copy's source", write=False)
+            touch_tensor(destination, "a copy's destination", write=True)
+            original(owner, source, destination, *rest)
+
+        return call
+
+    def send_home(original: Any) -> Any:
+        def call(owner: Transfers, slot: Any, start: int, stop: int, lease: Any, *rest: Any) -> None:
+            races.touch("memory", _address(lease.view), lease.nbytes, "what fills staging", write=True)
+            original(owner, slot, start, stop, lease, *rest)
+
+        return call
+
+    def chunk_tensor(original: Any) -> Any:
+        def call(chunk: _Chunk, role: str, slot: Any) -> Tensor:
+            tensor: Tensor = original(chunk, role, slot)
+            touch_tensor(tensor, f"the update, at its {role}", write=role != GRADIENT)
+            return tensor
+
+        return call
+
+    def held_by(owner: Transfers, ticket: int) -> None:
+        offset = owner._in_flight[ticket].offset
+        nbytes = owner._arena._taken[offset] - offset
+        races.touch("memory", owner._arena._tensor.data_ptr() + offset, nbytes, "compute", write=False)
+
+    def wait_gather(original: Any) -> Any:
+        def call(owner: Transfers, ticket: int) -> bool:
+            is_first: bool = original(owner, ticket)
+            held_by(owner, ticket)
+            return is_first
+
+        return call
+
+    def release(original: Any) -> Any:
+        def call(owner: Transfers, ticket: int) -> None:
+            held_by(owner, ticket)
+            original(owner, ticket)
+
+        return call
+
+    def strided_view(original: Any) -> Any:
+        def call(arena: Arena, offset: int, *args: Any, **kwargs: Any) -> Tensor:
+            view: Tensor = original(arena, offset, *args, **kwargs)
+            touch_tensor(view, "compute, at a bound value", write=True)
+            return view
+
+        return call
+
+    replace(Transfers, "_call", disk_call)
+    replace(Transfers, "_copy", copy)
+    replace(Transfers, "send_home", send_home)
+    replace(_Chunk, "tensor", chunk_tensor)
+    replace(Transfers, "wait_gather", wait_gather)
+    replace(Transfers, "release", release)
+    replace(Arena, "strided_view", strided_view)

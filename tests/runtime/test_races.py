@@ -1,0 +1,129 @@
+"""Nothing that the runtime does at the same time touches the same bytes; and what would is found."""
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_compile
+from tests.races import Races, watching_races
+from zinf_compile.runtime import optimizer, transfers
+from zinf_compile.runtime.staging import StagingBuffer, StagingPool
+from zinf_compile.runtime.transfers import Transfers
+
+STEPS = 3
+KIB, MIB = 2**10, 2**20
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def train(folder: Path, width: int, depth: int, **options: object) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = zinf_compile.optimize(Net(width, depth), nvme=folder, **options)
+    try:
+        adamw = torch.optim.AdamW(model.parameters())
+        for _ in range(STEPS):
+            model(torch.randn(16, width, dtype=options.get("compute_dtype"))).backward()
+            adamw.step()
+            adamw.zero_grad()
+        zinf_compile.synchronize(model)
+    finally:
+        zinf_compile.close(model)
+
+
+def options_of(seed: int) -> dict[str, object]:
+    """Return a model's sizes and the options to train it with, from tight budgets to those that hold half of it."""
+    draw = random.Random(seed)
+    width, depth = draw.choice([192, 224, 256]), draw.randint(2, 4)
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    weights = depth * 4 * width**2 * dtype.itemsize  # as compute reads them
+    options: dict[str, object] = {
+        "width": width,
+        "depth": depth,
+        "device_memory": int(draw.uniform(0.3, 0.7) * weights + 512 * KIB),
+        "host_memory": int(draw.uniform(0.7, 4) * MIB),
+        "prefetch_memory": draw.choice([None, 0, 256 * 2**10]),
+        "compute_dtype": dtype,
+        "recompute": draw.choice([None, True]),
+    }
+    step = draw.choice(["overlapped", "synchronous", "in_backward"])
+    if step == "synchronous":
+        options["overlap_step"] = False
+    if step == "in_backward":
+        options["step_in_backward"] = True
+    if draw.random() < 0.5:
+        options["tile_memory"] = 64 * 2**10
+    return options
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_run_has_a_race(tmp_path: Path, seed: int) -> None:
+    with watching_races() as races:
+        train(tmp_path, **options_of(seed))
+    assert races.found == []
+    touched = {what.partition(" of ")[0] for what in races.num_accesses}
+    assert {"the read", "the write"} <= touched
+    assert any(what.startswith("the update") for what in touched)
+    assert "compute" in touched
+
+
+def races_with(folder: Path, **changed: object) -> Races:
+    with watching_races() as races:
+        train(folder, **{"width": 128, "depth": 3, "device_memory": 900 * KIB, "host_memory": 700 * KIB, **changed})
+    return races
+
+
+def test_a_gather_that_does_not_wait_for_an_update_is_found(tmp_path: Path) -> None:
+    issue = Transfers.issue
+
+    def at_once(self: Transfers, *args: object, after: Sequence[object], start: Callable[..., None]) -> int:
+        return issue(self, *args, after=[], start=start)
+
+    with mock.patch.object(Transfers, "issue", at_once):
+        found = races_with(tmp_path).found
+    assert any("file bytes" in race and "the write of" in race and "the read of" in race for race in found)
+
+
+def test_staging_that_is_returned_too_early_is_found(tmp_path: Path) -> None:
+    def at_once(staging: StagingPool, lease: StagingBuffer, waited: Sequence[Future[None]]) -> None:
+        for future in waited:
+            while future._state != "FINISHED":  # the bytes are right, though nobody is told so
+                pass
+        staging.return_(lease)
+
+    with (
+        mock.patch.object(optimizer, "return_when_done", at_once),
+        mock.patch.object(transfers, "return_when_done", at_once),
+    ):
+        found = races_with(tmp_path).found
+    assert any("memory bytes" in race and "the write of" in race for race in found)
+
+
+def test_compute_that_does_not_wait_for_a_transfer_is_found(tmp_path: Path) -> None:
+    def wait(self: transfers.InFlight) -> None:
+        while not all(future._state == "FINISHED" for future in (self.started, *self.futures)):
+            pass
+
+    with (
+        mock.patch.object(transfers.InFlight, "wait", wait),
+        mock.patch.object(transfers.InFlight, "is_done", property(lambda _: False)),
+    ):
+        found = races_with(tmp_path).found
+    assert any(race.startswith("compute and the read of") for race in found)
