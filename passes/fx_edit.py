@@ -67,12 +67,17 @@ def set_values_again(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return a graph module with its own copy of the graph, whose nodes have their own ``meta``.
 
-    Python is generated from it when it is first run: most copies are looked at only.
+    ``generate_code`` makes it one to run: most copies are looked at only, and generating Python takes long.
     """
     copied = fx.Graph()
     results = copied.graph_copy(graph_module.graph, val_map={})
     copied.output(results).meta = dict(graph_module.graph.output_node().meta)
     return _LazyGraphModule(graph_module, copied)
+
+
+def generate_code(graph_module: fx.GraphModule) -> None:
+    """Generate the Python of a graph module now: at its first run it would take memory that is the device's."""
+    _LazyGraphModule.force_recompile(graph_module)
 
 
 def node_name(name: str) -> str:

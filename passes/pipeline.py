@@ -11,6 +11,7 @@ from zinf_compile.passes.contract import (
     TileInputs,
     run_pipeline,
 )
+from zinf_compile.passes.fx_edit import generate_code
 from zinf_compile.passes.joint.fold_casts import FOLD_CASTS
 from zinf_compile.passes.joint.merge_gradients import MERGE_GRADIENTS
 from zinf_compile.passes.joint.place_stores import PLACE_STORES
@@ -85,5 +86,6 @@ def segment_graph(graph_module: fx.GraphModule, inputs: SegmentInputs) -> None:
 
 
 def lower_graph(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
-    """Edit a forward or backward graph in place until it says what the plan says."""
+    """Edit a forward or backward graph in place until it says what the plan says, and may be run."""
     run_pipeline(graph_module, LOWER, inputs, given=frozenset({VALUES_KNOWN}))
+    generate_code(graph_module)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.errors import StoreError, UnsupportedError
-from zinf_compile.runtime.home_gradient import begin_gradient, note_norms, show_gradient
+from zinf_compile.runtime.home_gradient import begin_gradient, note_norms, settle_gradient, show_gradient
 from zinf_compile.runtime.leaves import Delivery, choose_delivery
 from zinf_compile.runtime.slots import Slot, StoredParameter, record_of
 from zinf_compile.runtime.tiles import StoredTile
@@ -65,7 +65,8 @@ def _store_tile(tile: StoredTile, slot: Slot, grad: Tensor) -> None:
         parameter.grad.narrow(0, tile.first_row, tile.num_rows).add_(grad.to(parameter.grad.dtype))
         return
     if record.tiles_home is None or tile.first_row in record.tiles_home:
-        record.store.await_gradient(record)
+        record.store.finish(record)  # with step_in_backward too: the parameter is not updated before ``step()``
+        settle_gradient(record)
         record.store.transfers.add_value(tile.rows_of(slot), grad, Tier.DEVICE)
         return
     record.store.transfers.write_value(slot, grad, Tier.DEVICE, first=tile.rows_of(slot).first_element)

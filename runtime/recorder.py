@@ -6,14 +6,17 @@ Compute itself is told by what it waited for last: from one wait to the next it 
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
 from torch.autograd import profiler
 from torch.profiler import record_function
 
 from zinf_compile.simulation.timeline import COMPUTE_LANE, Event
+
+Item = TypeVar("Item")
 
 
 class _Arrival(NamedTuple):
@@ -55,8 +58,9 @@ class Recorder:
         """Return the events so far, compute among them, and the stalls, by when they began; 0 s is the first of all."""
         with self._lock:
             stalls, arrivals = sorted(self._stalls, key=_start_of), sorted(self._arrivals)
-            computed = [event for phase in self._phases for event in _cut(phase, arrivals, stalls)]
-            events = sorted([*self._others, *computed], key=_start_of)
+            phases, others = self._phases.copy(), self._others.copy()
+        computed = [event for phase in phases for event in _cut(phase, arrivals, stalls)]
+        events = sorted([*others, *computed], key=_start_of)
         first = min((event.start_seconds for event in (*events, *stalls)), default=0.0)
         return tuple(_shifted(events, first)), tuple(_shifted(stalls, first))
 
@@ -68,21 +72,25 @@ def _start_of(event: Event) -> float:
 def _cut(phase: Event, arrivals: list[_Arrival], stalls: list[Event]) -> Iterator[Event]:
     """Yield what was computed in a phase: pieces between its stalls, each named after what had arrived last."""
     name, at = phase.name, phase.start_seconds
-    inside = [stall for stall in stalls if phase.start_seconds <= stall.start_seconds < phase.end_seconds]
-    first = bisect_left(arrivals, (phase.start_seconds, ""))
     changes: list[tuple[float, float, str | None]] = [
-        (stall.start_seconds, stall.end_seconds, None) for stall in inside
+        (stall.start_seconds, stall.end_seconds, None) for stall in _inside(stalls, phase, _start_of)
     ]
-    for arrival in arrivals[first:]:
-        if arrival.seconds >= phase.end_seconds:
-            break
-        changes.append((arrival.seconds, arrival.seconds, f"{arrival.name} ({phase.name})"))
+    changes += [
+        (arrival.seconds, arrival.seconds, f"{arrival.name} ({phase.name})")
+        for arrival in _inside(arrivals, phase, attrgetter("seconds"))
+    ]
     for start, end, named in sorted(changes, key=lambda change: change[:2]):
         if start > at:
             yield Event(phase.lane, name, at, start)
         name, at = named or name, max(at, end)
     if at < phase.end_seconds:
         yield Event(phase.lane, name, at, phase.end_seconds)
+
+
+def _inside(items: Sequence[Item], phase: Event, seconds_of: Callable[[Item], float]) -> Sequence[Item]:
+    """Return those of items in order that begin in a phase."""
+    first = bisect_left(items, phase.start_seconds, key=seconds_of)
+    return items[first : bisect_left(items, phase.end_seconds, key=seconds_of)]
 
 
 def _shifted(events: Iterable[Event], first: float) -> Iterator[Event]:

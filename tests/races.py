@@ -112,7 +112,9 @@ class Races:
                             f"{now.what} and {before.what} both touch {space} bytes "
                             f"[{max(now.start, before.start)}, {min(now.stop, before.stop)}), and nothing orders them"
                         )
-                    if is_apart or not is_ordered or not write:  # what is written over in order is told by this write
+                    first, last = max(before.start, page * _PAGE), min(before.stop, (page + 1) * _PAGE)
+                    is_told = write and is_ordered and now.start <= first and last <= now.stop
+                    if not is_told:  # by this write, which covers it
                         kept.append(before)
                 self._accesses[space, page] = [*kept, now]
 
@@ -179,7 +181,7 @@ def _watch_order(races: Races, replace: Replace) -> None:
     def observing(original: Any) -> Any:
         def call(future: Future[Any], *args: Any, **kwargs: Any) -> Any:
             told = original(future, *args, **kwargs)
-            if future._state == "FINISHED":
+            if told is not False:  # of ``done``
                 races.observe(future)
             return told
 

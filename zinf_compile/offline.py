@@ -262,7 +262,8 @@ def _describe(result: object) -> str:
 def _collector_paused() -> Iterator[None]:
     """Keep Python's collector from looking through millions of facts again and again, of which none is in a cycle.
 
-    That is a third of the time that planning a deep model takes. What capture leaves in cycles is a few MB.
+    That is a third of the time that planning a deep model takes. Captures leave cycles, tens of MB each: who makes several
+    collects in between.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,5 +1,6 @@
 """Tiles of a model that is planned without a store: the same search as when it runs, a capture for each choice."""
 
+import gc
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from zinf_compile.passes.offline.trace import TracedGraph
 from zinf_compile.plans import Plan
 from zinf_compile.simulate import simulate
 from zinf_compile.terms import format_bytes
-from zinf_compile.tile_search import FASTER, MANY_TILES, TileSearch
+from zinf_compile.tile_search import FASTER, MANY_TILES, Choice, TileSearch
 from zinf_compile.tiles import TiledParameters, TileRows, cut_rows, least_rows, tile_name
 
 _TILE = re.compile(r"(.*)\.tile_\d+")
@@ -26,9 +27,10 @@ _MOST_TILES = 1024
 class _NothingFinerError(ZinfError):
     """All choices of a search that do not take too long to plan were refused."""
 
-    def __init__(self, search: TileSearch) -> None:
+    def __init__(self, search: TileSearch, *, is_cut_short: bool) -> None:
         super().__init__("there is nothing finer to try")
         self.search = search
+        self.is_cut_short = is_cut_short  # there is, and to plan it takes too long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +65,12 @@ class OfflineTiles:
                 plan = attempt()
                 break
             except _NothingFinerError as nothing_finer:
-                plan = self._attempt_last(attempt, nothing_finer.search)
+                plan = self._attempt_last(attempt, nothing_finer)
                 break
             except DeviceCapacityError as error:
                 refusal = _Refusal(error=error, num_tiles=self._num_tiles, is_early=self._has_refused_early)
                 self._refusals.append(refusal)
+            gc.collect()  # of captures, which the caller keeps it from
         if not self._refusals or sum(placement.tile_of is not None for placement in plan.placements) > MANY_TILES:
             return plan
         self._num_finer = 1
@@ -89,7 +92,7 @@ class OfflineTiles:
         except CapacityError:
             pass  # of other tiers, where every block has its share: only the whole model's numbers are right
 
-    def _attempt_last(self, attempt: Callable[[], Plan], search: TileSearch) -> Plan:
+    def _attempt_last(self, attempt: Callable[[], Plan], ended: _NothingFinerError) -> Plan:
         """Raise why what needs the least does not fit: if refused early, only the whole model's error has the right numbers.
 
         Those of graphs with many tiles would take long to have.
@@ -97,7 +100,7 @@ class OfflineTiles:
         known = [refusal for refusal in self._refusals if not refusal.is_early or refusal.num_tiles <= MANY_TILES]
         least = min(known or self._refusals[:1], key=lambda refusal: refusal.error.needed_nbytes)
         if not least.is_early:
-            raise search.explain(least.error)
+            raise _explain(least.error, ended)
         finest = min(refusal.error.needed_nbytes for refusal in self._refusals)
         del self._refusals[self._refusals.index(least) :]
         self._may_refuse_early = False
@@ -108,7 +111,7 @@ class OfflineTiles:
                 error.add_note(
                     f"zinf_compile: with more tiles than were planned to the end, {format_bytes(finest)} at the least"
                 )
-            raise search.explain(error) from None
+            raise _explain(error, ended) from None
 
     def apply(self, graph_module: fx.GraphModule, names: dict[int, str]) -> tuple[fx.GraphModule, frozenset[int]]:
         """Return a graph with the tiles of this attempt, and their numbers, which get their names.
@@ -118,11 +121,12 @@ class OfflineTiles:
         search = TileSearch(graph_module, _Catalog(self._config, self._facts, self._shapes, names))
         choices = search.finer_and_finer()
         choice = next(choices)
+        most = max(_MOST_TILES, _num_tiles(choice))  # what options ask for is not too many
         for refusal in (*self._refusals, *(self._refusals[-1:] * self._num_finer)):
             search.refused = refusal.error
             found = next(choices, None)
-            if found is None or sum(count for count in found.num_tiles.values() if count > 1) > _MOST_TILES:
-                raise _NothingFinerError(search)
+            if found is None or _num_tiles(found) > most:
+                raise _NothingFinerError(search, is_cut_short=found is not None)
             choice = found
         tiled = search.apply(choice)
         self._num_tiles = len(tiled.numbers)
@@ -139,6 +143,19 @@ class OfflineTiles:
         shape = self._shapes[name]
         multiple = least_rows(self._facts[name], shape, has_file=self._config.nvme is not None)
         return cut_rows(shape[0], count, multiple)
+
+
+def _num_tiles(choice: Choice) -> int:
+    return sum(count for count in choice.num_tiles.values() if count > 1)
+
+
+def _explain(error: DeviceCapacityError, ended: _NothingFinerError) -> DeviceCapacityError:
+    if ended.is_cut_short:
+        error.add_note(
+            f"zinf_compile: over {_MOST_TILES:,} tiles were not looked at ahead of the machine, though they may fit; "
+            "tile_memory asks for them"
+        )
+    return ended.search.explain(error)
 
 
 class _Catalog:

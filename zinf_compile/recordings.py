@@ -6,6 +6,7 @@ from pathlib import Path
 
 from zinf_compile.plans import Plan
 from zinf_compile.reports import StallReport
+from zinf_compile.simulation.several_graphs import share_updates
 from zinf_compile.simulation.timeline import Event
 from zinf_compile.views.chrome_trace import measured_trace, save_trace
 
@@ -37,4 +38,4 @@ class Recording:
 
         Raises ConfigError if the path cannot be written.
         """
-        save_trace(measured_trace(self.model, self.events, self.stalls, self.plans), path)
+        save_trace(measured_trace(self.model, self.events, self.stalls, share_updates(self.plans)), path)

@@ -247,8 +247,10 @@ def test_activations_wider_than_the_device_are_made_by_tiles_of_rows(parity):
         whole(torch.zeros(2048, 32, dtype=torch.float64))
 
 
-def test_gradients_of_a_chain_by_tiles_do_not_wait_for_each_other(parity):
+@pytest.mark.parametrize("option", ["host", "nvme", "step_in_backward"])
+def test_gradients_of_a_chain_by_tiles_do_not_wait_for_each_other(parity, option):
     """Weights and activations are too large: every piece of the activations has a gradient for every tile of a weight."""
+    options = {"host": {}, "nvme": {"host_memory": "6MiB"}, "step_in_backward": {"step_in_backward": True}}[option]
 
     def train(model: nn.Module) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -259,17 +261,21 @@ def test_gradients_of_a_chain_by_tiles_do_not_wait_for_each_other(parity):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+        return losses
 
     def make_wide() -> nn.Module:
         torch.manual_seed(0)
         return Mlps(width=256).double()
 
-    expected = train(make_wide())
-    model = parity.optimize(make_wide(), device_memory="20MiB", host_memory="128MiB")
-    for ours, theirs in zip(train(model), expected, strict=True):
+    plain = make_wide()
+    losses = train(plain)
+    budgets = {"device_memory": "20MiB", "host_memory": "128MiB", "nvme": parity._folder, **options}
+    model = parity.optimize(make_wide(), **budgets)
+    for ours, theirs in zip(train(model), losses, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
-    report = zinf_compile.report(model)
+    report = zinf_compile.report(model)  # ahead of values that the test itself holds
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().clone(), theirs.detach(), rtol=1e-11, atol=1e-14)
     assert any("tiles of rows" in note and "weight is gathered in" in note for note in report.plans[0].notes)
     device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
     assert device.measured_peak <= device.predicted_peak <= 20 * 2**20

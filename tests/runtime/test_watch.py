@@ -32,7 +32,7 @@ class Bench:
         assert self.watch.look() is None
         self.run(Phase.FORWARD, 2.0 * scale, stall=stall)
         assert self.watch.look() is None, "in the middle of a step"
-        with self.meter.moving(Tier.NVME, Tier.DEVICE, 100):
+        with self.meter.moving(Tier.NVME, Tier.DEVICE, 100, "w"):
             self.run(Phase.BACKWARD, 3.0 * scale)
         self.step()
         return None

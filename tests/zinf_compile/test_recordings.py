@@ -122,3 +122,29 @@ def test_a_recording_ends_with_its_block(model: nn.Module) -> None:
         pass
     with pytest.raises(ConfigError, match=r"trace\.json"):
         recording.to_chrome_trace("/no/such/folder/trace.json")
+
+
+def test_the_graphs_of_a_step_share_one_step(tmp_path: Path) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.one(x)
+            torch._dynamo.graph_break()
+            return self.two(x)
+
+    made = zinf_compile.optimize(Broken(), device_memory="1MiB", host_memory="2MiB", nvme=tmp_path)
+    made.optimizer = torch.optim.AdamW(made.parameters())
+    step(made)
+    with zinf_compile.record(made) as recording:
+        step(made)
+    recording.to_chrome_trace(tmp_path / "trace.json")
+    zinf_compile.close(made)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "process_name" for event in events) == 3  # two graphs, and what was measured
+    predicted = [event["name"] for event in events if event["pid"] < 3 and event["ph"] == "X"]
+    updates = [name for name in predicted if name.startswith("optimizer (")]
+    assert updates
+    assert len(updates) == len(set(updates))
