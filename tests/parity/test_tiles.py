@@ -219,16 +219,22 @@ class Mlps(nn.Module):
         return x.square().mean()
 
 
+def losses_of(model: nn.Module, num_rows: int, width: int) -> list[Tensor]:
+    """Train a model that returns its loss for some steps, and return the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, losses = torch.randn(num_rows, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
+    for _ in range(STEPS):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
 def test_activations_wider_than_the_device_are_made_by_tiles_of_rows(parity):
     def train(model: nn.Module) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x, losses = torch.randn(2048, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
-        for _ in range(STEPS):
-            loss = model(x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+        losses = losses_of(model, 2048, 32)
         return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
     torch.manual_seed(0)
@@ -252,26 +258,15 @@ def test_gradients_of_a_chain_by_tiles_do_not_wait_for_each_other(parity, option
     """Weights and activations are too large: every piece of the activations has a gradient for every tile of a weight."""
     options = {"host": {}, "nvme": {"host_memory": "6MiB"}, "step_in_backward": {"step_in_backward": True}}[option]
 
-    def train(model: nn.Module) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x, losses = torch.randn(1024, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
-        for _ in range(STEPS):
-            loss = model(x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return losses
-
     def make_wide() -> nn.Module:
         torch.manual_seed(0)
         return Mlps(width=256).double()
 
     plain = make_wide()
-    losses = train(plain)
+    losses = losses_of(plain, 1024, 256)
     budgets = {"device_memory": "20MiB", "host_memory": "128MiB", "nvme": parity._folder, **options}
     model = parity.optimize(make_wide(), **budgets)
-    for ours, theirs in zip(train(model), losses, strict=True):
+    for ours, theirs in zip(losses_of(model, 1024, 256), losses, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
     report = zinf_compile.report(model)  # ahead of values that the test itself holds
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):

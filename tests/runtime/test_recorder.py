@@ -1,5 +1,7 @@
 """The recorder: what a store did when, on the lanes of a timeline."""
 
+from typing import Any
+
 import pytest
 
 from zinf_compile.runtime.meter import Meter
@@ -8,22 +10,7 @@ from zinf_compile.simulation.timeline import Event
 from zinf_compile.terms import Phase, Tier
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("zinf_compile.runtime.meter.time.perf_counter", clock)
-    return clock
-
-
-def test_compute_is_cut_where_it_waits_and_named_after_what_came(clock: Clock) -> None:
+def test_compute_is_cut_where_it_waits_and_named_after_what_came(clock: Any) -> None:
     meter = Meter()
     meter.recorder = recorder = Recorder()
     clock.seconds = 10
@@ -49,7 +36,7 @@ def test_compute_is_cut_where_it_waits_and_named_after_what_came(clock: Clock) -
     assert stalls == (Event("compute", "a", 1, 3),)
 
 
-def test_moves_are_on_the_lanes_of_their_routes(clock: Clock) -> None:
+def test_moves_are_on_the_lanes_of_their_routes(clock: Any) -> None:
     meter = Meter()
     with meter.moving(Tier.NVME, Tier.DEVICE, 5, "before"):
         clock.seconds = 1
@@ -64,7 +51,7 @@ def test_moves_are_on_the_lanes_of_their_routes(clock: Clock) -> None:
     )
 
 
-def test_what_failed_on_its_way_is_not_told_as_moved(clock: Clock) -> None:
+def test_what_failed_on_its_way_is_not_told_as_moved(clock: Any) -> None:
     meter = Meter()
     meter.recorder = recorder = Recorder()
     with pytest.raises(OSError, match="unplugged"), meter.moving(Tier.NVME, Tier.HOST, 7, "a"):
