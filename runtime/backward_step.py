@@ -112,8 +112,8 @@ class BackwardStep:
             in_chunks = step.largest_lease_nbytes
             record.is_updated_early = True
             step.begin()
-            if in_chunks == 0 or nbytes + in_chunks > store.staging.capacity:
-                step.run()  # nothing to wait for, or no room for a copy
+            if in_chunks == 0 or not step.fits_beside_compute or nbytes + in_chunks > store.staging.capacity:
+                step.run()  # nothing to wait for, or no room for a copy or for what it allocates
             else:
                 self._hand_over(store, job, nbytes, in_chunks)
         return True
@@ -159,6 +159,8 @@ class BackwardStep:
                 f"{type(optimizer).__name__} does not update element by element, which step_in_backward needs; say "
                 "step_in_backward=False, or use AdamW"
             )
+        if (store := self._store()) is not None:
+            store.settle_memory(again=True)
         collector = self._collectors.pop(id(optimizer), None)
         changed = set()
         for group in optimizer.param_groups:

@@ -5,7 +5,7 @@ while the next chunks are read and the last ones written. ``step_hooks`` decides
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.errors import CapacityError, StoreError
+from zinf_compile.plans import UPDATE_NBYTES
 from zinf_compile.runtime.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.futures import call_when_done, return_when_done
 from zinf_compile.runtime.home import HomeTensor
@@ -23,8 +24,10 @@ from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.staging import StagingBuffer
 from zinf_compile.runtime.step_jobs import COMPUTE, GRADIENT, MASTER, Job
 from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.temporaries import piece_elements
 from zinf_compile.terms import Phase, format_bytes
 
+_PIECE_NBYTES = UPDATE_NBYTES // 2  # of what is allocated at once: the system's allocator comes to hold more
 _READ_AHEAD = 3  # chunks in or on their way: an update that has to share its cores must not let the disk run dry
 
 
@@ -46,6 +49,25 @@ class _Chunk:
         return slot.tensor.view(-1)[self.start : self.stop]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Some elements of all that an update reads and writes, one-dimensional."""
+
+    master: Tensor
+    gradient: Tensor
+    states: Mapping[str, Tensor]
+    compute: Tensor | None
+
+    def cut(self, start: int, stop: int) -> "_Part":
+        """Return elements [start, stop) of these, in the same memory."""
+        return _Part(
+            master=self.master[start:stop],
+            gradient=self.gradient[start:stop],
+            states={key: state[start:stop] for key, state in self.states.items()},
+            compute=None if self.compute is None else self.compute[start:stop],
+        )
+
+
 class JobSource(Protocol):
     """Jobs that come while others are done."""
 
@@ -65,7 +87,6 @@ class StreamedStep:
         self._source = jobs
         self._element_wise = element_wise
         self._num_threads = torch.get_num_threads()  # of who asks: the thread that updates in the background has one
-        self._wide: StagingBuffer | None = None  # where gradients are widened to the master's dtype
         self._jobs: list[Job] = []
         self._kernels: dict[Job, Kernel | None] = {}
         if isinstance(jobs, Sequence):
@@ -91,6 +112,8 @@ class StreamedStep:
     def start(self) -> None:
         """Run it in the background, as far as nobody could see it half done; or now, if that would hide nothing."""
         with self._store.meter.phase(Phase.STEP):
+            if self._may_overlap():
+                self._store.settle_memory(again=True)
             for job in sorted(self._jobs, key=lambda job: job.position):
                 job.show_next_state()
             self.begin()
@@ -107,13 +130,17 @@ class StreamedStep:
     def _may_overlap(self) -> bool:
         """Return whether it may go on while compute does, and has bytes to move meanwhile."""
         moves_bytes = any(job.staged_slots for job in self._jobs)
-        return self._store.config.overlap_step and self._element_wise and moves_bytes
+        return self._store.config.overlap_step and self._element_wise and moves_bytes and self.fits_beside_compute
+
+    @property
+    def fits_beside_compute(self) -> bool:
+        """Return whether what it allocates is counted with what compute takes; kernels allocate nothing."""
+        return self._store.may_allocate_in_background or all(self._kernels[job] is not None for job in self._jobs)
 
     def run(self) -> None:
         """Update every parameter. An error on the way fails the store, half updates torn."""
         pending: deque[_Chunk] = deque()
         try:
-            self._lease_wide()
             for job in self._source:
                 if job is None:
                     self._update_all(pending)
@@ -142,9 +169,6 @@ class StreamedStep:
         finally:
             for job in self._jobs:  # writes hold the job by their callbacks, and it a gradient that is to be let go
                 job.writes.clear()
-            if self._wide is not None:
-                self._store.staging.return_(self._wide)
-                self._wide = None
 
     def _complete_when_home(self, job: Job) -> None:
         """Let go whoever waits for a parameter once its last write is done."""
@@ -198,27 +222,6 @@ class StreamedStep:
     @staticmethod
     def _lease_nbytes(job: Job, num_elements: int) -> int:
         return sum(whole_sectors(num_elements * slot.tensor.dtype.itemsize) for slot in job.staged_slots.values())
-
-    def _lease_wide(self) -> None:
-        """Lease room for the widest chunk's gradient, so that no chunk allocates: heaps fragment under such sizes.
-
-        A kernel widens in the cache.
-        """
-        widths = [
-            min(job.num_elements, self._chunk_elements(job)) * job.record.master.tensor.dtype.itemsize
-            for job in self._jobs
-            if job.grad.dtype != job.record.master.tensor.dtype and job.staged_slots and self._kernels[job] is None
-        ]
-        needed = max(widths, default=0)
-        if needed and needed + self.largest_lease_nbytes <= self._store.staging.capacity:
-            self._wide = self._store.staging.lease(needed)
-
-    def _widen(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        if gradient.dtype == dtype:
-            return gradient
-        if self._wide is None or gradient.numel() * dtype.itemsize > self._wide.nbytes:
-            return gradient.to(dtype)
-        return torch.frombuffer(self._wide.view, dtype=dtype, count=gradient.numel()).copy_(gradient)
 
     def _lease(self, nbytes: int, pending: deque[_Chunk]) -> StagingBuffer:
         """Lease room for a chunk; as long as there is none, update what has been read, which would else never give any."""
@@ -276,28 +279,23 @@ class StreamedStep:
     def _compute(self, chunk: _Chunk) -> None:
         """Run the user's optimizer on a chunk whose reads are done."""
         job, record = chunk.job, chunk.job.record
-        shape = None if self._element_wise else record.master.tensor.shape
-        master = _shaped(chunk.tensor(MASTER, record.master), shape)
-        gradient = self._gradient(chunk)
-        state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in job.scalars.items()}
-        staged = {key: chunk.tensor(key, slot) for key, slot in record.states.items()}
-        compute = chunk.tensor(COMPUTE, record.compute) if record.has_compute_copy else None
+        part = _Part(
+            master=chunk.tensor(MASTER, record.master),
+            gradient=self._gradient(chunk),
+            states={key: chunk.tensor(key, slot) for key, slot in record.states.items()},
+            compute=chunk.tensor(COMPUTE, record.compute) if record.has_compute_copy else None,
+        )
         kernel = self._kernels[job]
         if kernel is not None:
-            new_state = kernel.update(
-                job.group, state | staged, master, gradient, compute, num_threads=self._num_threads
-            )
+            state = {**_copied(job.scalars), **part.states}
+            kernel.update(job.group, state, part.master, part.gradient, part.compute, num_threads=self._num_threads)
+        elif self._element_wise:
+            num_elements = chunk.stop - chunk.start
+            piece = piece_elements(_PIECE_NBYTES, job.temporary_nbytes) or num_elements
+            for start in range(0, num_elements, piece):
+                _update_part(job, part.cut(start, min(start + piece, num_elements)), shape=None)
         else:
-            state |= {key: _shaped(staged[key], shape) for key in job.kept_states}
-            wide = _shaped(self._widen(gradient, master.dtype), shape)
-            new_state = shadow_step(job.optimizer, job.group, master.detach(), wide, state)
-            for key, tensor in staged.items():
-                if key in new_state and new_state[key].data_ptr() != tensor.data_ptr():
-                    tensor.copy_(new_state[key].detach().reshape(-1))
-            if compute is not None:
-                compute.copy_(master.detach().reshape(-1))
-        if not self._element_wise:
-            self._show_state(job, new_state)
+            self._show_state(job, _update_part(job, part, shape=record.master.tensor.shape))
 
     def _gradient(self, chunk: _Chunk) -> Tensor:
         if chunk.job.home_gradient is not None:
@@ -335,6 +333,23 @@ def _find_kernel(job: Job) -> Kernel | None:
     )
     state = job.scalars | {key: slot.tensor for key, slot in record.states.items()}
     return kernel if kernel is not None and kernel.takes(state) else None
+
+
+def _update_part(job: Job, part: _Part, *, shape: torch.Size | None) -> dict[str, Any]:
+    """Update some elements in place as the user's optimizer does, which sees tensors of ``shape``; return their state."""
+    state = _copied(job.scalars) | {key: _shaped(part.states[key], shape) for key in job.kept_states}
+    gradient = _shaped(part.gradient.to(part.master.dtype), shape)
+    new_state = shadow_step(job.optimizer, job.group, _shaped(part.master, shape).detach(), gradient, state)
+    for key, tensor in part.states.items():
+        if key in new_state and new_state[key].data_ptr() != tensor.data_ptr():
+            tensor.copy_(new_state[key].detach().reshape(-1))
+    if part.compute is not None:
+        part.compute.copy_(part.master)
+    return new_state
+
+
+def _copied(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
 
 
 def _shaped(tensor: Tensor, shape: torch.Size | None) -> Tensor:

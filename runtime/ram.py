@@ -32,8 +32,13 @@ class DeviceRam:
         self._least_held = 0  # since memory was given back last
         self._before: int | None = None  # what was held before the first graph ran
         self._made = 0  # by the first step, and by later captures, beside that
-        self._is_settled = False
+        self._times_settled = 0
         self._has_captured = False  # since a graph ran last
+
+    @property
+    def may_settle_again(self) -> bool:
+        """Return whether ``settle`` has something to do ``again``."""
+        return self._times_settled == 1
 
     @property
     def peak(self) -> int:
@@ -47,8 +52,8 @@ class DeviceRam:
         """
         self._latest = 0
         self._has_captured |= after_capture
-        if self._is_settled:
-            self._peak_before, self._peak, self._is_settled = self.peak, 0, False
+        if self._times_settled > 0:
+            self._peak_before, self._peak, self._times_settled = self.peak, 0, 0
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -62,7 +67,7 @@ class DeviceRam:
         gc.collect()
         return_freed_memory()
         self._latest = 0
-        if self._is_settled:
+        if self._times_settled > 0:
             self._made += max(0, anonymous_rss() - held)
 
     def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
@@ -84,11 +89,14 @@ class DeviceRam:
         """End a run of a graph: what was seen until now was seen under plans that were followed."""
         self._peak, self._latest = max(self._peak, self._latest), 0
 
-    def settle(self, ours_nbytes: int) -> None:
-        """Take what is held now, beside ``ours_nbytes``, as not ours either. Only the first call under a plan counts."""
-        if self._before is None or self._is_settled:
+    def settle(self, ours_nbytes: int, *, again: bool = False) -> None:
+        """Take what is held now, beside ``ours_nbytes``, as not ours either. Only the first call under a plan counts.
+
+        And the first one ``again`` behind it: when updates are done that were at work in the background at that time.
+        """
+        if self._before is None or self._times_settled != int(again):
             return
-        self._is_settled = True
+        self._times_settled += 1
         self.end()
         return_freed_memory()
         made_before = self._made

@@ -21,6 +21,7 @@ from zinf_compile.runtime.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.shadow import StateTensor, copy_scalars, is_element_wise, probe_state, shadow_step
 from zinf_compile.runtime.slots import DeferredOp, Slot, StoredParameter, record_of
 from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.temporaries import TemporaryCount
 
 Group = dict[str, Any]  # a parameter group of an optimizer, as torch has it
 
@@ -42,6 +43,7 @@ class Job:
     next_state: Mapping[str, Any] = field(
         default_factory=dict
     )  # after the update, per-element tensors at a probe's shape
+    temporary_nbytes: int = 0  # that updating an element takes beside its slots
     update: Future[None] = field(default_factory=Future)  # done when all of it is home
     writes: list[Future[None]] = field(default_factory=list)
     is_begun: bool = False  # some of its elements may have changed
@@ -79,6 +81,14 @@ class Job:
                 state[key] = HomeTensor.show(record.states[key], record) if key in record.states else _copy(value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prediction:
+    """What an update comes to, found by updating a few zeros."""
+
+    state: dict[str, Any]
+    temporary_nbytes: int  # of each element
+
+
 class JobCollector:
     """Writes down the jobs of one optimizer step over the parameters of one store."""
 
@@ -91,7 +101,7 @@ class JobCollector:
         self._frozen_optimizer.__dict__.update(optimizer.__dict__)
         self._options: dict[int, Mapping[str, Any]] = {}  # by the id of the group
         self._positions = itertools.count()
-        self._predicted: dict[object, dict[str, Any]] = {}
+        self._predicted: dict[object, _Prediction] = {}
         self._probed: dict[tuple[int, torch.dtype], tuple[StateTensor, ...]] = {}
 
     def collect(self) -> list[Job]:
@@ -136,7 +146,10 @@ class JobCollector:
             kept_states=frozenset(key for key in record.states if isinstance(state.get(key), Tensor)),
         )
         if self.is_element_wise:
-            job.next_state = self._predict(job)
+            prediction = self._predict(job)
+            dtype = record.master.tensor.dtype
+            job.next_state = prediction.state
+            job.temporary_nbytes = prediction.temporary_nbytes + (0 if grad.dtype == dtype else dtype.itemsize)
         return job
 
     def _make_state_slots(self, record: StoredParameter, options: Mapping[str, Any]) -> None:
@@ -148,8 +161,8 @@ class JobCollector:
             if wanted.key not in record.states:
                 state_slot(record, self._optimizer, wanted.key, wanted.dtype)
 
-    def _predict(self, job: Job) -> dict[str, Any]:
-        """Return the state after updating a few zeros from the scalars of a job."""
+    def _predict(self, job: Job) -> "_Prediction":
+        """Return what comes of updating a few zeros from the scalars of a job."""
         dtype = job.record.master.tensor.dtype
         per_element = {key: job.record.states[key].tensor.dtype for key in sorted(job.kept_states)}
         key = (id(job.group), dtype, tuple(per_element.items()), _scalar_key(job.scalars))
@@ -157,7 +170,11 @@ class JobCollector:
             state = {name: _copy(value) for name, value in job.scalars.items()}
             state |= {name: torch.zeros(_PROBE_SHAPE, dtype=each) for name, each in per_element.items()}
             zeros = torch.zeros(_PROBE_SHAPE, dtype=dtype)
-            self._predicted[key] = shadow_step(self._frozen_optimizer, job.group, zeros, torch.zeros_like(zeros), state)
+            gradient = torch.zeros_like(zeros)
+            with TemporaryCount() as count:
+                new_state = shadow_step(self._frozen_optimizer, job.group, zeros, gradient, state)
+            nbytes = -(-count.most_nbytes // zeros.numel())
+            self._predicted[key] = _Prediction(state=new_state, temporary_nbytes=nbytes)
         return self._predicted[key]
 
     def _copy_states_of_others(self, record: StoredParameter) -> None:

@@ -74,7 +74,8 @@ class Store:
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
         self.wanted_norms: set[float] = set()  # orders that somebody asked a gradient for, as clip_grad_norm_ does
         self.update_order: Mapping[str, int] = {}  # of parameters, the first that the next forward gathers first
-        self.chunk_elements = 2**20  # of the streamed step; a plan sets it
+        self.chunk_elements = 2**20  # of the streamed step; a plan sets it, and the next one
+        self.may_allocate_in_background = True
         self.ram = DeviceRam(budget=config.device_memory - config.reserve_memory)
         self._host_peak_before = 0  # under plans that were followed earlier
         self._homes_nbytes = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.NVME: 0}
@@ -373,11 +374,13 @@ class Store:
         with self.staging.at_rest():
             self.ram.sample(self._host_nbytes())
 
-    def settle_memory(self) -> None:
-        """Take what this process holds beside our homes and the arena as not ours. Called behind a step: no graph runs."""
+    def settle_memory(self, *, again: bool = False) -> None:
+        """Take what this process holds beside our homes and the arena as not ours. Called beside a step: no graph runs."""
+        if again and self.ram.may_settle_again:
+            self.updates.wait()  # the first in the background leave something behind too: at the second step it shows
         with self.staging.at_rest():
             on_device = self.nbytes_on(Tier.DEVICE) + self.arena.nbytes + self.open_forwards.nbytes_beside()
-            self.ram.settle(on_device + self._host_nbytes())
+            self.ram.settle(on_device + self._host_nbytes(), again=again)
 
     def _host_nbytes(self) -> int:
         return self.nbytes_on(Tier.HOST) + self.staging.held_nbytes + self.activations.host_nbytes

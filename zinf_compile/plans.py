@@ -15,6 +15,9 @@ PLAN_VERSION = 1
 SECTOR_NBYTES = 4096  # of the store file: what O_DIRECT asks for on disks of 4 KiB sectors
 _NUM_STATES = 2  # tensors that an optimizer keeps of a parameter, as Adam does
 WORKSPACE_PART = "workspace"  # the part of the device that kernels take beside their outputs
+UPDATES_PART = "updates"  # the part of the device that an optimizer takes beside what is counted of it, and of compute
+UPDATE_NBYTES = 2**19  # of it: what one takes that allocates, a piece at a time; half is what is freed and not reused
+BACKGROUND_NBYTES = 2**22  # and what a thread of its own comes to hold for that, of which the C library returns little
 OUTSIDE_PART = "loss outside"  # the part of the device that a loss outside of the graph takes beyond all other parts
 OPEN_PART = "open forwards"  # the part of the device that forwards of other calls hold, whose backward has not run
 KERNELS_PART = "kept kernels"  # the part of the device that libraries keep kernels in, one for each shape they have met
@@ -232,6 +235,11 @@ class Plan:
     notes: tuple[str, ...] = ()  # sentences on how it was made that a reader should know
     # The planner's Request that it was made from, to ask questions of; not part of its value, and not saved with it.
     request: object = field(default=None, compare=False, repr=False)
+
+    @property
+    def has_room_for_updates(self) -> bool:
+        """Return whether what updates in the background hold is counted, if their optimizer allocates."""
+        return dict(self.tier(Tier.DEVICE).parts).get(UPDATES_PART, 0) >= BACKGROUND_NBYTES
 
     def tier(self, tier: Tier) -> TierPlan:
         """Return the plan of one tier."""

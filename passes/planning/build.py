@@ -22,11 +22,14 @@ from zinf_compile.passes.planning.recompute import find_recomputed
 from zinf_compile.passes.planning.swaps import without_swapped
 from zinf_compile.passes.planning.transfers import Manner, TransferPlanner, sink_home
 from zinf_compile.plans import (
+    BACKGROUND_NBYTES,
     KERNELS_PART,
     OPEN_PART,
     OUTSIDE_PART,
     PLAN_VERSION,
     SWAPPED_PART,
+    UPDATE_NBYTES,
+    UPDATES_PART,
     WORKSPACE_PART,
     ActivationSwap,
     GradientSink,
@@ -37,6 +40,8 @@ from zinf_compile.plans import (
 from zinf_compile.sizes import Size
 from zinf_compile.terms import StepTiming, Tier
 from zinf_compile.world import World, shard_parameter
+
+_MOST_ROOM = 64  # one part in so many of what residents could take is left to updates in the background
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +133,7 @@ class PlanBuilder:
             (item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0
         )
         self._outside = count_outside(staying, self._activations.peak_nbytes + self._workspace)
+        self._updates = _count_updates(request, self._activations.peak_nbytes + self._workspace)
         self._kernels = request.kernel_cache_nbytes if any(map(keeps_kernels, graph.ops)) else 0
         self._read_nbytes = sum(
             item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
@@ -143,6 +149,7 @@ class PlanBuilder:
             + self._activations.peak_nbytes
             + self._workspace
             + self._outside
+            + self._updates
             + self._kernels
             + request.open_nbytes
             + request.config.reserve_memory
@@ -203,8 +210,9 @@ class PlanBuilder:
         if room < 0:
             return None
         config = self._config(choice, device_memory)
+        kept = min(BACKGROUND_NBYTES, room // _MOST_ROOM)
         if device_memory >= self.all_resident_nbytes:
-            spare = device_memory - self.all_resident_nbytes
+            spare = max(0, device_memory - self.all_resident_nbytes - kept)
             everything = self._place(choice, config, resident_nbytes=room, spare_nbytes=spare)
             return _Homes(placed=everything, moved=self._transfers(everything, choice))
         placed = self._placer.place(config, resident_nbytes=choice.small_nbytes)
@@ -213,7 +221,7 @@ class PlanBuilder:
             return None
         # What becomes resident is not transferred, so that the arena shrinks and leaves more room: once more round.
         for _ in range(2 if choice.is_filled else 0):
-            left = room - moved.arena_nbytes
+            left = max(0, room - moved.arena_nbytes - kept)
             resident = min(left, max(self._placer.small_nbytes, int(left * choice.resident_share)))
             more = self._place(choice, config, resident_nbytes=resident, spare_nbytes=left - resident)
             more_moved = self._transfers(more, choice)
@@ -248,6 +256,10 @@ class PlanBuilder:
             self._moved_bound[nbytes] = self._bound.moved(nbytes)
         return self._moved_bound[nbytes]
 
+    def _may_update_in_background(self, on_nvme: int) -> bool:
+        is_trained = any(parameter.trainable for parameter in self._request.parameters)
+        return is_trained and on_nvme > 0 and self._request.config.step_timing is not StepTiming.SYNCHRONOUS
+
     def _assemble(self, homes: _Homes, choice: Choice) -> Plan:
         request, graph, config = self._request, self._graph, self._request.config
         placements, moved = homes.placed.placements, homes.moved
@@ -265,6 +277,7 @@ class PlanBuilder:
                 ("activations", self._activations.peak_nbytes),
                 (WORKSPACE_PART, self._workspace),
                 *_part_if_any(OUTSIDE_PART, self._outside),
+                *_part_if_any(UPDATES_PART, self._updates),
                 *_part_if_any(KERNELS_PART, self._kernels),
                 ("reserve", config.reserve_memory),
                 *_part_if_any(OPEN_PART, request.open_nbytes),
@@ -280,6 +293,10 @@ class PlanBuilder:
                 *_part_if_any(SWAPPED_PART, self._resting.nvme),
             ),
         }
+        spare = config.device_memory - sum(nbytes for _, nbytes in parts[Tier.DEVICE])
+        if self._may_update_in_background(on_nvme) and spare >= BACKGROUND_NBYTES:
+            updates = (UPDATES_PART, self._updates + BACKGROUND_NBYTES)
+            parts[Tier.DEVICE] = (*(part for part in parts[Tier.DEVICE] if part[0] != UPDATES_PART), updates)
         whole = self._resting.returned_to(config)
         capacity = {Tier.DEVICE: whole.device_memory, Tier.HOST: whole.host_memory, Tier.NVME: whole.nvme_memory}
         return Plan(
@@ -323,6 +340,14 @@ class PlanBuilder:
 
 def _nbytes_on(placements: Sequence[Placement], tier: Tier) -> int:
     return sum(placement.nbytes_on(tier) for placement in placements)
+
+
+def _count_updates(request: Request, unused_nbytes: int) -> int:
+    """Return what an update takes on the device: inside of backward, or behind it more than its ``unused_nbytes``."""
+    if not any(parameter.trainable for parameter in request.parameters):
+        return 0
+    is_in_backward = request.config.step_timing is StepTiming.IN_BACKWARD
+    return UPDATE_NBYTES if is_in_backward else max(0, UPDATE_NBYTES - unused_nbytes)
 
 
 def _part_if_any(part: str, nbytes: int) -> tuple[tuple[str, int], ...]:

@@ -21,8 +21,6 @@ def chunk_nbytes_per_element(parameter: ParameterFact) -> int:
     compute = parameter.compute_nbytes // max(1, parameter.num_elements)
     state = -(-parameter.state_nbytes // max(1, parameter.num_elements))
     gradient = parameter.gradient_nbytes // max(1, parameter.num_elements)
-    if parameter.gradient_dtype != parameter.dtype:
-        gradient += master  # widened for the optimizer
     return gradient + master + state + (compute if parameter.has_compute_copy else 0)
 
 

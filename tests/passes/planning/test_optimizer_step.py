@@ -23,7 +23,7 @@ IN_FLIGHT = 4
         ("float32", 2, 4 + 4 * 3),  # gradient; master and two moments
         ("float32", 1, 4 + 4 * 2),
         ("float32", 0, 4 + 4),
-        ("bfloat16", 2, 2 + 4 + 4 * 3 + 2),  # gradient read and widened; master and moments; compute copy
+        ("bfloat16", 2, 2 + 4 * 3 + 2),  # gradient; master and moments; compute copy
     ],
 )
 def test_staging_bytes_of_an_element(parameter: Function, compute_dtype: str, num_states: int, nbytes: int) -> None:
@@ -51,7 +51,7 @@ def test_chunks_are_whole_sectors_within_staging(parameter: Function, staging: i
 
 def test_the_widest_parameter_sets_the_chunk(parameter: Function) -> None:
     staging = IN_FLIGHT * 20 * CHUNK_ALIGN_ELEMENTS
-    parameters = [parameter("a.weight", 10), parameter("b.weight", 10, compute_dtype="bfloat16")]
+    parameters = [parameter("a.weight", 10), parameter("b.weight", 10, num_states=3)]
     placements = plan_placement(parameters, ALL_ON_NVME)
     assert plan_step(parameters, placements, staging_nbytes=staging).chunk_elements == CHUNK_ALIGN_ELEMENTS
     with pytest.raises(CapacityError):

@@ -69,11 +69,9 @@ def test_what_is_not_simulated_could_not_be_better(
     request_of: Function, seed: int, host: int, share: float, *, overlap: bool, in_backward: bool
 ) -> None:
     request = request_of(seed, host=host)
-    device = int(minimum_device_memory(request) * share)
-    config = replace(
-        request.config, device_memory=device, overlap_step=overlap and not in_backward, step_in_backward=in_backward
-    )
+    config = replace(request.config, overlap_step=overlap and not in_backward, step_in_backward=in_backward)
     request = replace(request, config=config)
+    request = replace(request, config=replace(config, device_memory=int(minimum_device_memory(request) * share)))
     plans = [make_plan(request), *(plan for graph in request.candidates for plan in simple_plans(request, graph))]
     for plan in plans:
         assert least_score(plan).key <= score_plan(plan).key

@@ -1,0 +1,117 @@
+"""What an update takes beside its tensors: counted on a few elements, and bounded whatever the optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_compile
+from zinf_compile.plans import UPDATE_NBYTES
+from zinf_compile.runtime.optimizer import StreamedStep
+from zinf_compile.runtime.temporaries import TemporaryCount, piece_elements
+
+WIDTH = 512  # a weight in float64 is 2 MiB
+
+
+def test_what_is_alive_at_once_is_counted() -> None:
+    given = torch.zeros(100)
+    with TemporaryCount() as count:
+        first = given + 1
+        given.add_(first)
+        given.view(10, 10).mul_(2)  # in memory that was there
+        del first
+        second = given * 2
+        third = second.sqrt()
+        torch.zeros(())  # a scalar
+    assert count.most_nbytes == second.nbytes + third.nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "temporary", "elements"), [(2**20, 0, None), (2**20, 8, 2**17), (2**20, 12, 87_040), (100, 8, 512)]
+)
+def test_pieces_are_as_large_as_their_temporaries_allow(nbytes: int, temporary: int, elements: int | None) -> None:
+    assert piece_elements(nbytes, temporary) == elements
+
+
+class _Greedy(torch.optim.Optimizer):
+    """An element-wise optimizer of nobody's that takes a dozen tensors more than it needs."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    held = [parameter.grad * factor for factor in range(12)]
+                    parameter.sub_(held[1], alpha=group["lr"])
+
+
+OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.NAdam, {"weight_decay": 0.1}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adagrad, {"weight_decay": 0.1}),
+    (torch.optim.Adadelta, {"weight_decay": 0.1}),
+    (torch.optim.ASGD, {"weight_decay": 0.1}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (torch.optim.Rprop, {}),
+    (_Greedy, {}),
+)
+
+
+@pytest.fixture
+def most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the bytes that each streamed step from now on takes at most."""
+    counts: list[int] = []
+    run = StreamedStep.run
+
+    def run_counted(self: StreamedStep) -> None:
+        with TemporaryCount() as count:
+            run(self)
+        counts.append(count.most_nbytes)
+
+    monkeypatch.setattr(StreamedStep, "run", run_counted)
+    return counts
+
+
+@pytest.mark.parametrize(("make", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("tiny", [False, True], ids=["memory", "nvme"])
+def test_an_update_takes_no_more_than_plans_count_for_it(
+    make: Any, options: dict[str, Any], tiny: bool, optimize: Callable[..., nn.Module], most: list[int]
+) -> None:
+    models = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, model = models[0], optimize(models[1], tiny=tiny, host_memory="8MiB" if tiny else "64MiB")
+    optimizers = [make(each.parameters(), **options) for each in models]
+    for _ in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each(torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    zinf_compile.synchronize(model)
+    assert len(most) == 3
+    assert max(most) <= UPDATE_NBYTES // 2, "of the other half the allocator makes what it likes"
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_what_widening_gradients_takes_is_counted_too(
+    compute_dtype: torch.dtype | None, optimize: Callable[..., nn.Module], most: list[int]
+) -> None:
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    model = optimize(layer, tiny=True, host_memory="8MiB", compute_dtype=compute_dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    model(torch.ones(2, WIDTH, dtype=compute_dtype)).float().sum().backward()
+    optimizer.step()
+    zinf_compile.synchronize(model)
+    (taken,) = most
+    assert UPDATE_NBYTES // 4 < taken <= UPDATE_NBYTES // 2
