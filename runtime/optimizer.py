@@ -25,8 +25,9 @@ from zinf_compile.runtime.staging import StagingBuffer
 from zinf_compile.runtime.step_jobs import COMPUTE, GRADIENT, MASTER, Job
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.temporaries import piece_elements
-from zinf_compile.terms import Phase, format_bytes
+from zinf_compile.terms import Phase, Tier, format_bytes
 
+_ROUNDED = 8  # one part in so many
 _PIECE_NBYTES = UPDATE_NBYTES // 2  # of what is allocated at once: the system's allocator comes to hold more
 _READ_AHEAD = 3  # chunks in or on their way: an update that has to share its cores must not let the disk run dry
 
@@ -118,6 +119,7 @@ class StreamedStep:
                 job.show_next_state()
             self.begin()
             if not self._may_overlap():
+                self._make_room()
                 self.run()
             else:
                 in_sight = [job.record for job in self._jobs if not job.may_outlive_step]  # before a thread holds them
@@ -132,10 +134,33 @@ class StreamedStep:
         moves_bytes = any(job.staged_slots for job in self._jobs)
         return self._store.config.overlap_step and self._element_wise and moves_bytes and self.fits_beside_compute
 
+    def _make_room(self) -> None:
+        """Let whole tensors be updated within what is promised: in place of the arena, if there is no other room.
+
+        Plans do not know the optimizer: if that is not enough, more is promised from now on.
+        """
+        if not self._element_wise:
+            store = self._store
+            held, needed = self._held_nbytes, self._largest_temporary_nbytes
+            if held + store.arena.nbytes + needed > store.ram.promised:
+                store.arena.drop()
+            store.ram.promise_at_least(held + needed)
+
+    @property
+    def _held_nbytes(self) -> int:
+        """Return what the device tier holds between runs of graphs, beside the arena."""
+        return self._store.nbytes_on(Tier.DEVICE) + self._store.open_forwards.nbytes_beside()
+
+    @property
+    def _largest_temporary_nbytes(self) -> int:
+        """Return what updates of whole tensors allocate at most, with what the system's allocator rounds up."""
+        most = max((job.temporary_nbytes * job.num_elements for job in self._jobs), default=0)
+        return most + most // _ROUNDED
+
     @property
     def fits_beside_compute(self) -> bool:
         """Return whether what it allocates is counted with what compute takes; kernels allocate nothing."""
-        return self._store.may_allocate_in_background or all(self._kernels[job] is not None for job in self._jobs)
+        return self._store.updates.may_allocate or all(self._kernels[job] is not None for job in self._jobs)
 
     def run(self) -> None:
         """Update every parameter. An error on the way fails the store, half updates torn."""
@@ -212,11 +237,25 @@ class StreamedStep:
 
     def _check_fits(self, job: Job) -> None:
         needed = self._lease_nbytes(job, min(job.num_elements, self._chunk_elements(job)))
+        self._check_temporaries(job)
         if needed > self._store.staging.capacity:
             why = "" if self._element_wise else f", because {type(job.optimizer).__name__} needs whole tensors"
             raise CapacityError(
                 f"updating '{job.record.name}' needs {format_bytes(needed)} of staging at once{why}; host_memory leaves "
                 f"{format_bytes(self._store.staging.capacity)}; raise host_memory to {-(-2 * needed // 2**20)}MiB"
+            )
+
+    def _check_temporaries(self, job: Job) -> None:
+        held, needed = self._held_nbytes, job.temporary_nbytes * job.num_elements
+        budget = self._store.ram.budget
+        homes = self._store.placements.values()
+        everything = sum(placement.nbytes_on(tier) for placement in homes for tier in Tier)
+        if not self._element_wise and held + needed > budget:
+            raise CapacityError(
+                f"{type(job.optimizer).__name__} needs whole tensors, and {format_bytes(needed)} to update "
+                f"'{job.record.name}', beside {format_bytes(held)} that are on device; device_memory leaves "
+                f"{format_bytes(budget)}; use an optimizer that updates element by element, such as AdamW, or raise "
+                f"device_memory to {-(-(everything + needed) // 2**20)}MiB, beside which all parameters can reside"
             )
 
     @staticmethod

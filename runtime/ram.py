@@ -26,8 +26,9 @@ class DeviceRam:
         self._latest = 0  # since a run of a graph last began or ended
         self._peak = 0  # before that, under the plans that are followed now
         self._peak_before = 0  # under those before
-        self._budget = budget
-        self._promised = budget
+        self.budget = budget
+        self.promised = budget
+        self.least_promised = 0
         self._workspace = 0
         self._least_held = 0  # since memory was given back last
         self._before: int | None = None  # what was held before the first graph ran
@@ -72,8 +73,13 @@ class DeviceRam:
 
     def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
         """Stay within so many bytes from now on, of which so much is for kernels: what the plans say of the device tier."""
-        self._promised = nbytes
+        self.promised = max(nbytes, self.least_promised)
         self._workspace = workspace_nbytes
+
+    def promise_at_least(self, nbytes: int) -> None:
+        """Promise so many bytes whatever plans say: of something that they do not know."""
+        self.least_promised = max(self.least_promised, nbytes)
+        self.promised = max(self.promised, nbytes)
 
     def begin(self, homes_nbytes: int) -> None:
         """Begin a run of a graph. What the first one finds, beside ``homes_nbytes`` of ours, is not ours."""
@@ -110,9 +116,9 @@ class DeviceRam:
         held = anonymous_rss() - self._before - host_nbytes
         self._least_held = min(self._least_held, held)
         ours = held - self._made
-        is_near = held > self._budget or ours > self._promised - self._workspace
+        is_near = held > self.budget or ours > self.promised - self._workspace
         has_grown = held > self._least_held + self._workspace // 2
-        if ours > self._promised or (is_near and has_grown):
+        if ours > self.promised or (is_near and has_grown):
             return_freed_memory()
             held = self._least_held = anonymous_rss() - self._before - host_nbytes
         self._latest = max(self._latest, held - self._made)

@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zinf_compile.runtime.element_wise import SURPRISES
 from zinf_compile.runtime.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.shadow import StateTensor, copy_scalars, is_element_wise, probe_state, shadow_step
 from zinf_compile.runtime.slots import DeferredOp, Slot, StoredParameter, record_of
 from zinf_compile.runtime.store import Store
-from zinf_compile.runtime.temporaries import TemporaryCount
+from zinf_compile.runtime.temporaries import TemporaryCount, small_shape
 
 Group = dict[str, Any]  # a parameter group of an optimizer, as torch has it
 
@@ -102,6 +104,7 @@ class JobCollector:
         self._options: dict[int, Mapping[str, Any]] = {}  # by the id of the group
         self._positions = itertools.count()
         self._predicted: dict[object, _Prediction] = {}
+        self._counted: dict[object, int] = {}  # temporary bytes of an element, of whole tensors
         self._probed: dict[tuple[int, torch.dtype], tuple[StateTensor, ...]] = {}
 
     def collect(self) -> list[Job]:
@@ -150,6 +153,8 @@ class JobCollector:
             dtype = record.master.tensor.dtype
             job.next_state = prediction.state
             job.temporary_nbytes = prediction.temporary_nbytes + (0 if grad.dtype == dtype else dtype.itemsize)
+        else:
+            job.temporary_nbytes = self._count_temporaries(record.master.tensor, grad.dtype, options)
         return job
 
     def _make_state_slots(self, record: StoredParameter, options: Mapping[str, Any]) -> None:
@@ -176,6 +181,19 @@ class JobCollector:
             nbytes = -(-count.most_nbytes // zeros.numel())
             self._predicted[key] = _Prediction(state=new_state, temporary_nbytes=nbytes)
         return self._predicted[key]
+
+    def _count_temporaries(self, master: Tensor, gradient_dtype: torch.dtype, group: Mapping[str, Any]) -> int:
+        """Return the bytes per element of what a first update of a whole tensor makes, by a small one."""
+        shape = small_shape(master.shape)
+        key = (id(group), master.dtype, gradient_dtype, shape)
+        if key not in self._counted:
+            with torch.random.fork_rng(devices=()):
+                small, gradient = torch.rand(shape).to(master.dtype), torch.rand(shape).to(master.dtype)
+                with TemporaryCount() as count, suppress(*SURPRISES):  # what it raises, it raises again in earnest
+                    shadow_step(self._frozen_optimizer, group, small, gradient, {})
+            widened = 0 if gradient_dtype == master.dtype else master.dtype.itemsize
+            self._counted[key] = -(-count.most_nbytes // max(1, shape.numel())) + widened
+        return self._counted[key]
 
     def _copy_states_of_others(self, record: StoredParameter) -> None:
         """Copy what ``optimizer.state`` shows of another state's home, which this step is to write, as after a swap."""

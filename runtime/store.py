@@ -74,8 +74,7 @@ class Store:
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
         self.wanted_norms: set[float] = set()  # orders that somebody asked a gradient for, as clip_grad_norm_ does
         self.update_order: Mapping[str, int] = {}  # of parameters, the first that the next forward gathers first
-        self.chunk_elements = 2**20  # of the streamed step; a plan sets it, and the next one
-        self.may_allocate_in_background = True
+        self.chunk_elements = 2**20  # of the streamed step; a plan sets it
         self.ram = DeviceRam(budget=config.device_memory - config.reserve_memory)
         self._host_peak_before = 0  # under plans that were followed earlier
         self._homes_nbytes = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.NVME: 0}

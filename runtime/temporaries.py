@@ -1,5 +1,6 @@
 """What an update takes beside its tensors, counted on a few elements: how many more can be updated at once is known then."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_SMALL = 4096  # elements: what is made of one in a thousand rows or columns is then little beside the rest
 _ALIGN = 512  # elements, so that vectorised kernels see the same alignment in every piece
 
 
@@ -30,6 +32,12 @@ class TemporaryCount(TorchDispatchMode):
         self._alive = {reference: nbytes for reference, nbytes in self._alive.items() if not reference.expired()}
         self.most_nbytes = max(self.most_nbytes, sum(self._alive.values()))
         return result
+
+
+def small_shape(shape: torch.Size) -> torch.Size:
+    """Return a shape of the same proportions with some thousand elements at the most, as far as whole numbers allow."""
+    factor = max(1.0, shape.numel() / _SMALL) ** (1 / max(1, len(shape)))
+    return torch.Size(math.ceil(size / factor) for size in shape)
 
 
 def piece_elements(nbytes: int, temporary_nbytes: int) -> int | None:

@@ -20,6 +20,7 @@ class UpdateQueue:
 
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zinf-update", initializer=begin)
         self._last: Future[None] | None = None
+        self.may_allocate = True  # what plans count for it allows
 
     def submit(self, run: Callable[[], None]) -> None:
         """Start ``run``, which reports its errors itself, behind all that was submitted before; returns at once."""

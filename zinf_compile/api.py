@@ -154,7 +154,7 @@ def report(model: Module) -> Report:
             TierReport(
                 tier=tier,
                 capacity=capacity[tier],
-                predicted_peak=session.promised.get(tier, store.nbytes_on(tier)),
+                predicted_peak=_predicted_peak(session, tier),
                 measured_peak=measured[tier],
             )
             for tier in Tier
@@ -169,6 +169,14 @@ def report(model: Module) -> Report:
         replanned=tuple(sentence for program in session.programs for sentence in program.replanned),
         num_eager_gathers=meter.num_eager_gathers,
     )
+
+
+def _predicted_peak(session: Session, tier: Tier) -> int:
+    """Return the most bytes of a tier that plans promised, or that updates which they do not know take on the device."""
+    planned = session.promised.get(tier, session.store.nbytes_on(tier))
+    if tier is not Tier.DEVICE or session.store.ram.least_promised == 0:
+        return planned
+    return max(planned, session.store.ram.least_promised + session.config.reserve_memory)
 
 
 @contextmanager

@@ -216,7 +216,7 @@ class Session:
         reserve = self.config.reserve_memory  # a part of the peak that is not the tier's own
         largest = max((each.tier(Tier.DEVICE) for each in plans), key=lambda tier: tier.predicted_peak)
         self.store.ram.promise(largest.predicted_peak - reserve, dict(largest.parts)[WORKSPACE_PART])
-        self.store.may_allocate_in_background = all(each.has_room_for_updates for each in plans)
+        self.store.updates.may_allocate = all(each.has_room_for_updates for each in plans)
         for tier in plan.tiers:
             self.promised[tier.tier] = max(self.promised.get(tier.tier, 0), tier.predicted_peak)
 
