@@ -135,15 +135,14 @@ class StreamedStep:
         return self._store.config.overlap_step and self._element_wise and moves_bytes and self.fits_beside_compute
 
     def _make_room(self) -> None:
-        """Let whole tensors be updated within what is promised: in place of the arena, if there is no other room.
+        """Let what allocates do so within what is promised: in place of the arena, if there is no other room.
 
         Plans do not know the optimizer: if that is not enough, more is promised from now on.
         """
-        if not self._element_wise:
-            store = self._store
-            held, needed = self._held_nbytes, self._largest_temporary_nbytes
-            if held + store.arena.nbytes + needed > store.ram.promised:
-                store.arena.drop()
+        store, held = self._store, self._held_nbytes
+        needed = max((self._temporary_nbytes(job) for job in self._jobs if self._kernels[job] is None), default=0)
+        if needed > 0 and held + store.arena.nbytes + needed > store.ram.promised:
+            store.arena.drop()
             store.ram.promise_at_least(held + needed)
 
     @property
@@ -151,11 +150,10 @@ class StreamedStep:
         """Return what the device tier holds between runs of graphs, beside the arena."""
         return self._store.nbytes_on(Tier.DEVICE) + self._store.open_forwards.nbytes_beside()
 
-    @property
-    def _largest_temporary_nbytes(self) -> int:
-        """Return what updates of whole tensors allocate at most, with what the system's allocator rounds up."""
-        most = max((job.temporary_nbytes * job.num_elements for job in self._jobs), default=0)
-        return most + most // _ROUNDED
+    def _temporary_nbytes(self, job: Job) -> int:
+        """Return what an update allocates at most, with what the system's allocator makes of it."""
+        nbytes = job.temporary_nbytes * job.num_elements
+        return min(UPDATE_NBYTES, 2 * nbytes) if self._element_wise else nbytes + nbytes // _ROUNDED
 
     @property
     def fits_beside_compute(self) -> bool:
@@ -246,7 +244,7 @@ class StreamedStep:
             )
 
     def _check_temporaries(self, job: Job) -> None:
-        held, needed = self._held_nbytes, job.temporary_nbytes * job.num_elements
+        held, needed = self._held_nbytes, self._temporary_nbytes(job)
         budget = self._store.ram.budget
         homes = self._store.placements.values()
         everything = sum(placement.nbytes_on(tier) for placement in homes for tier in Tier)

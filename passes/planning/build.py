@@ -41,7 +41,8 @@ from zinf_compile.sizes import Size
 from zinf_compile.terms import StepTiming, Tier
 from zinf_compile.world import World, shard_parameter
 
-_MOST_ROOM = 64  # one part in so many of what residents could take is left to updates in the background
+_TEMPORARIES = 4  # tensors
+_LEAST_ROOM = 62 * BACKGROUND_NBYTES  # from so much on, residents leave room for updates in the background
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,7 @@ class PlanBuilder:
             (item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0
         )
         self._outside = count_outside(staying, self._activations.peak_nbytes + self._workspace)
-        self._updates = _count_updates(request, self._activations.peak_nbytes + self._workspace)
+        self._updates = _count_updates(request)
         self._kernels = request.kernel_cache_nbytes if any(map(keeps_kernels, graph.ops)) else 0
         self._read_nbytes = sum(
             item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
@@ -210,7 +211,7 @@ class PlanBuilder:
         if room < 0:
             return None
         config = self._config(choice, device_memory)
-        kept = min(BACKGROUND_NBYTES, room // _MOST_ROOM)
+        kept = min(BACKGROUND_NBYTES, max(0, room - _LEAST_ROOM) // 2)  # more memory leaves residents more at any size
         if device_memory >= self.all_resident_nbytes:
             spare = max(0, device_memory - self.all_resident_nbytes - kept)
             everything = self._place(choice, config, resident_nbytes=room, spare_nbytes=spare)
@@ -342,12 +343,12 @@ def _nbytes_on(placements: Sequence[Placement], tier: Tier) -> int:
     return sum(placement.nbytes_on(tier) for placement in placements)
 
 
-def _count_updates(request: Request, unused_nbytes: int) -> int:
-    """Return what an update takes on the device: inside of backward, or behind it more than its ``unused_nbytes``."""
-    if not any(parameter.trainable for parameter in request.parameters):
+def _count_updates(request: Request) -> int:
+    """Return what an update inside of backward takes beside it: some temporary tensors of one, or of a piece of one."""
+    if request.config.step_timing is not StepTiming.IN_BACKWARD:
         return 0
-    is_in_backward = request.config.step_timing is StepTiming.IN_BACKWARD
-    return UPDATE_NBYTES if is_in_backward else max(0, UPDATE_NBYTES - unused_nbytes)
+    sizes = (parameter.master_nbytes for parameter in request.parameters if parameter.trainable)
+    return min(UPDATE_NBYTES, _TEMPORARIES * max(sizes, default=0))
 
 
 def _part_if_any(part: str, nbytes: int) -> tuple[tuple[str, int], ...]:

@@ -65,7 +65,7 @@ def run_training(
         run.phase = "placement"
         zinf_compile.optimize(
             run.model,
-            device_memory="1200KiB",
+            device_memory="1MiB",
             host_memory="512KiB",
             nvme="/tmp",  # a folder that exists; the engine does not look at it
             capture=capture,
