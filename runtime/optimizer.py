@@ -142,8 +142,9 @@ class StreamedStep:
         store, held = self._store, self._held_nbytes
         needed = max((self._temporary_nbytes(job) for job in self._jobs if self._kernels[job] is None), default=0)
         if needed > 0 and held + store.arena.nbytes + needed > store.ram.promised:
-            store.arena.drop()
-            store.ram.promise_at_least(held + needed)
+            if store.arena.taken_nbytes == 0:
+                store.arena.drop()
+            store.ram.promise_at_least(held + store.arena.nbytes + needed)
 
     @property
     def _held_nbytes(self) -> int:

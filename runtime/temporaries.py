@@ -52,4 +52,5 @@ def piece_elements(nbytes: int, temporary_nbytes: int) -> int | None:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [tensor for tensor in leaves if tensor.layout is torch.strided]  # others have several storages, or none
