@@ -22,7 +22,7 @@ from zinf_compile.runtime.nvme.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.shadow import shadow_step
 from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.staging import StagingBuffer
-from zinf_compile.runtime.step_jobs import COMPUTE, GRADIENT, MASTER, Job
+from zinf_compile.runtime.step_jobs import COMPUTE, GRADIENT, MASTER, Job, copy_value
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.temporaries import piece_elements
 from zinf_compile.terms import Phase, Tier, format_bytes
@@ -88,6 +88,7 @@ class StreamedStep:
         self._source = jobs
         self._element_wise = element_wise
         self._num_threads = torch.get_num_threads()  # of who asks: the thread that updates in the background has one
+        self._is_cut = True  # into pieces, where it allocates
         self._jobs: list[Job] = []
         self._kernels: dict[Job, Kernel | None] = {}
         if isinstance(jobs, Sequence):
@@ -140,6 +141,10 @@ class StreamedStep:
         Plans do not know the optimizer: if that is not enough, more is promised from now on.
         """
         store, held = self._store, self._held_nbytes
+        whole = 2 * max((job.temporary_nbytes * self._chunk_elements(job) for job in self._jobs), default=0)
+        if self._element_wise and held + store.arena.nbytes + whole <= store.ram.promised:
+            self._is_cut = False  # pieces would be cut elsewhere between threads, at which some kernels round otherwise
+            return
         needed = max((self._temporary_nbytes(job) for job in self._jobs if self._kernels[job] is None), default=0)
         if needed > 0 and held + store.arena.nbytes + needed > store.ram.promised:
             if store.arena.taken_nbytes == 0:
@@ -245,11 +250,12 @@ class StreamedStep:
             )
 
     def _check_temporaries(self, job: Job) -> None:
-        held, needed = self._held_nbytes, self._temporary_nbytes(job)
-        budget = self._store.ram.budget
-        homes = self._store.placements.values()
-        everything = sum(placement.nbytes_on(tier) for placement in homes for tier in Tier)
-        if not self._element_wise and held + needed > budget:
+        if self._element_wise:
+            return
+        held, needed, budget = self._held_nbytes, self._temporary_nbytes(job), self._store.ram.budget
+        if held + needed > budget:
+            homes = self._store.placements.values()
+            everything = sum(placement.nbytes_on(tier) for placement in homes for tier in Tier)
             raise CapacityError(
                 f"{type(job.optimizer).__name__} needs whole tensors, and {format_bytes(needed)} to update "
                 f"'{job.record.name}', beside {format_bytes(held)} that are on device; device_memory leaves "
@@ -329,7 +335,7 @@ class StreamedStep:
             kernel.update(job.group, state, part.master, part.gradient, part.compute, num_threads=self._num_threads)
         elif self._element_wise:
             num_elements = chunk.stop - chunk.start
-            piece = piece_elements(_PIECE_NBYTES, job.temporary_nbytes) or num_elements
+            piece = (self._is_cut and piece_elements(_PIECE_NBYTES, job.temporary_nbytes)) or num_elements
             for start in range(0, num_elements, piece):
                 _update_part(job, part.cut(start, min(start + piece, num_elements)), shape=None)
         else:
@@ -387,7 +393,7 @@ def _update_part(job: Job, part: _Part, *, shape: torch.Size | None) -> dict[str
 
 
 def _copied(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+    return {key: copy_value(value) for key, value in scalars.items()}
 
 
 def _shaped(tensor: Tensor, shape: torch.Size | None) -> Tensor:

@@ -10,7 +10,6 @@ import itertools
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +79,7 @@ class Job:
         if self.next_state:
             state = self.optimizer.state[record.parameter]
             for key, value in self.next_state.items():
-                state[key] = HomeTensor.show(record.states[key], record) if key in record.states else _copy(value)
+                state[key] = HomeTensor.show(record.states[key], record) if key in record.states else copy_value(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +124,7 @@ class JobCollector:
     def options_of(self, group: Group) -> Mapping[str, Any]:
         """Return the options of a group as they were when they were first asked for."""
         if id(group) not in self._options:
-            self._options[id(group)] = {key: _copy(value) for key, value in group.items() if key != "params"}
+            self._options[id(group)] = {key: copy_value(value) for key, value in group.items() if key != "params"}
         return self._options[id(group)]
 
     def collect_one(self, record: StoredParameter, grad: Tensor, group: Group) -> Job:
@@ -154,7 +153,7 @@ class JobCollector:
             job.next_state = prediction.state
             job.temporary_nbytes = prediction.temporary_nbytes + (0 if grad.dtype == dtype else dtype.itemsize)
         else:
-            job.temporary_nbytes = self._count_temporaries(record.master.tensor, grad.dtype, options)
+            job.temporary_nbytes = self._count_temporaries(job)
         return job
 
     def _make_state_slots(self, record: StoredParameter, options: Mapping[str, Any]) -> None:
@@ -172,7 +171,7 @@ class JobCollector:
         per_element = {key: job.record.states[key].tensor.dtype for key in sorted(job.kept_states)}
         key = (id(job.group), dtype, tuple(per_element.items()), _scalar_key(job.scalars))
         if key not in self._predicted:
-            state = {name: _copy(value) for name, value in job.scalars.items()}
+            state = {name: copy_value(value) for name, value in job.scalars.items()}
             state |= {name: torch.zeros(_PROBE_SHAPE, dtype=each) for name, each in per_element.items()}
             zeros = torch.zeros(_PROBE_SHAPE, dtype=dtype)
             gradient = torch.zeros_like(zeros)
@@ -182,16 +181,26 @@ class JobCollector:
             self._predicted[key] = _Prediction(state=new_state, temporary_nbytes=nbytes)
         return self._predicted[key]
 
-    def _count_temporaries(self, master: Tensor, gradient_dtype: torch.dtype, group: Mapping[str, Any]) -> int:
-        """Return the bytes per element of what a first update of a whole tensor makes, by a small one."""
+    def _count_temporaries(self, job: Job) -> int:
+        """Return the bytes per element of what updating a whole tensor makes, by a small one of the same proportions."""
+        record, group = job.record, job.group
+        master = record.master.tensor
         shape = small_shape(master.shape)
-        key = (id(group), master.dtype, gradient_dtype, shape)
+        states = {key: record.states[key].tensor.dtype for key in sorted(job.kept_states)}
+        key = (id(group), master.dtype, job.grad.dtype, shape, tuple(states))
         if key not in self._counted:
             with torch.random.fork_rng(devices=()):
                 small, gradient = torch.rand(shape).to(master.dtype), torch.rand(shape).to(master.dtype)
-                with TemporaryCount() as count, suppress(*SURPRISES):  # what it raises, it raises again in earnest
-                    shadow_step(self._frozen_optimizer, group, small, gradient, {})
-            widened = 0 if gradient_dtype == master.dtype else master.dtype.itemsize
+                state = {name: copy_value(value) for name, value in job.scalars.items()}
+                state |= {name: torch.rand(shape).to(dtype) for name, dtype in states.items()}
+                if any(isinstance(value, Tensor) and value.numel() > 1 for value in job.scalars.values()):
+                    state = {}  # of other shapes, which go with the large one
+                with TemporaryCount() as count:
+                    try:
+                        shadow_step(self._frozen_optimizer, group, small, gradient, state)
+                    except SURPRISES:  # a small tensor or a state as at first is not what it expects
+                        count.most_nbytes = max(count.most_nbytes, _UNKNOWN * small.nbytes)
+            widened = 0 if job.grad.dtype == master.dtype else master.dtype.itemsize
             self._counted[key] = -(-count.most_nbytes // max(1, shape.numel())) + widened
         return self._counted[key]
 
@@ -223,6 +232,7 @@ class JobCollector:
 
 
 _PROBE_SHAPE = torch.Size([3])
+_UNKNOWN = 8  # tensors that an update is taken to make whose number cannot be found
 
 
 def _as_plain_unless_own(record: StoredParameter, grad: Tensor) -> Tensor:
@@ -269,7 +279,8 @@ def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype) -> Sl
     return record.store.new_slot(f"{record.name} ({key})", record.master.tensor.shape, dtype, tier)
 
 
-def _copy(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
+    """Return a copy of an entry of an optimizer's state or options that shares nothing with it."""
     return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

@@ -10,11 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _SMALL = 4096  # elements: what is made of one in a thousand rows or columns is then little beside the rest
-_ALIGN = 512  # elements, so that vectorised kernels see the same alignment in every piece
+_KEPT = 16  # dimensions up to so many are those of a convolution's kernel, and the like
+_ALIGN = 512  # elements: on one thread, pieces begin where vectorised kernels see the same alignment
+_COPIES = frozenset({torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default})  # which convert as they go
 
 
 class TemporaryCount(TorchDispatchMode):
-    """Counts the bytes of what ops make while it is on: the most that was alive at once. Scalars do not count."""
+    """Counts the bytes of what ops make while it is on: the most that was alive at once. Scalars do not count.
+
+    Operands of different dtypes are converted inside of an op, where no mode sees it; these copies are counted too.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # TorchDispatchMode has no annotations
@@ -24,20 +29,23 @@ class TemporaryCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and count its results that share no memory with what it was given."""
         result = func(*args, **(kwargs or {}))
-        given = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        given = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
+        for tensor in outputs:
             storage = tensor.untyped_storage()
             if tensor.numel() > 1 and StorageWeakRef(storage) not in given:
                 self._alive[StorageWeakRef(storage)] = storage.nbytes()
         self._alive = {reference: nbytes for reference, nbytes in self._alive.items() if not reference.expired()}
-        self.most_nbytes = max(self.most_nbytes, sum(self._alive.values()))
+        converted = 0 if func in _COPIES else _converted_nbytes([*inputs, *outputs])
+        self.most_nbytes = max(self.most_nbytes, sum(self._alive.values()) + converted)
         return result
 
 
 def small_shape(shape: torch.Size) -> torch.Size:
-    """Return a shape of the same proportions with some thousand elements at the most, as far as whole numbers allow."""
-    factor = max(1.0, shape.numel() / _SMALL) ** (1 / max(1, len(shape)))
-    return torch.Size(math.ceil(size / factor) for size in shape)
+    """Return a shape of the same proportions with about as many elements as show them; dimensions that are small stay."""
+    num_large = sum(size > _KEPT for size in shape)
+    factor = max(1.0, shape.numel() / _SMALL) ** (1 / max(1, num_large))
+    return torch.Size(math.ceil(size / factor) if size > _KEPT else size for size in shape)
 
 
 def piece_elements(nbytes: int, temporary_nbytes: int) -> int | None:
@@ -49,6 +57,13 @@ def piece_elements(nbytes: int, temporary_nbytes: int) -> int | None:
         return None
     wanted = nbytes // temporary_nbytes
     return max(_ALIGN, wanted - wanted % _ALIGN)
+
+
+def _converted_nbytes(operands: list[Tensor]) -> int:
+    """Return what operands take in the widest dtype of all, if it is not their own. Masks and indices stay as they are."""
+    numbers = [tensor for tensor in operands if tensor.numel() > 1 and tensor.is_floating_point()]
+    widest = max((tensor.dtype.itemsize for tensor in numbers), default=0)
+    return sum(tensor.numel() * widest for tensor in numbers if tensor.dtype.itemsize < widest)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

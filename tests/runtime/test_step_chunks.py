@@ -106,5 +106,9 @@ def test_what_allocates_is_updated_in_pieces(
     store_of(model).chunk_elements = WIDTH**2
     updates["shadow"].clear()
     optimizer.step()
+    assert updates["shadow"] == [WIDTH**2] * 3, "there is room"
+    updates["shadow"].clear()
+    store_of(model).ram.promise(0)
+    optimizer.step()
     piece = 2**18 // 12 // 512 * 512  # two temporaries and the widened gradient, in 256 KiB
     assert updates["shadow"] == [piece, piece, piece, WIDTH**2 - 3 * piece] * 3

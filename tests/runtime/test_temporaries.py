@@ -10,7 +10,10 @@ from torch import nn
 import zinf_compile
 from zinf_compile.plans import UPDATE_NBYTES
 from zinf_compile.runtime.optimizer import StreamedStep
-from zinf_compile.runtime.temporaries import TemporaryCount, piece_elements
+from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.temporaries import TemporaryCount, piece_elements, small_shape
+
+Tight = Callable[[nn.Module], nn.Module]
 
 WIDTH = 512  # a weight in float64 is 2 MiB
 
@@ -26,6 +29,32 @@ def test_what_is_alive_at_once_is_counted() -> None:
         third = second.sqrt()
         torch.zeros(())  # a scalar
     assert count.most_nbytes == second.nbytes + third.nbytes
+
+
+def test_what_ops_convert_inside_is_counted() -> None:
+    narrow, wide = torch.zeros(100, dtype=torch.bfloat16), torch.zeros(100)
+    with TemporaryCount() as count:
+        narrow.copy_(wide)
+        narrow.add_(wide * 2 > 1, alpha=0)  # a mask is no number
+    assert count.most_nbytes == wide.nbytes + 100  # of the mask
+    with TemporaryCount() as count:
+        narrow.add_(wide)
+    assert count.most_nbytes == 2 * wide.nbytes, "as input, and as output"
+
+
+@pytest.mark.parametrize(
+    ("shape", "small"),
+    [
+        ((3, 5), (3, 5)),
+        ((1024, 4096), (32, 128)),
+        ((512, 512, 3, 3), (22, 22, 3, 3)),
+        ((1, 10**7), (1, 4096)),
+        ((), ()),
+        ((0, 9000), (0, 9000)),
+    ],
+)
+def test_small_shapes_have_the_same_proportions(shape: tuple[int, ...], small: tuple[int, ...]) -> None:
+    assert small_shape(torch.Size(shape)) == small
 
 
 @pytest.mark.parametrize(
@@ -68,6 +97,17 @@ OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (
 
 
 @pytest.fixture
+def tight(store_of: Callable[[nn.Module], Store]) -> Tight:
+    """Return what makes a model promise nothing of the device, so that there is no room for what updates make."""
+
+    def promise_nothing(model: nn.Module) -> nn.Module:
+        store_of(model).ram.promise(0)
+        return model
+
+    return promise_nothing
+
+
+@pytest.fixture
 def most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the bytes that each streamed step from now on takes at most."""
     counts: list[int] = []
@@ -85,11 +125,11 @@ def most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(("make", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("tiny", [False, True], ids=["memory", "nvme"])
 def test_an_update_takes_no_more_than_plans_count_for_it(
-    make: Any, options: dict[str, Any], tiny: bool, optimize: Callable[..., nn.Module], most: list[int]
+    make: Any, options: dict[str, Any], tiny: bool, optimize: Callable[..., nn.Module], tight: Tight, most: list[int]
 ) -> None:
     models = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    plain, model = models[0], optimize(models[1], tiny=tiny, host_memory="8MiB" if tiny else "64MiB")
+    plain, model = models[0], tight(optimize(models[1], tiny=tiny, host_memory="8MiB" if tiny else "64MiB"))
     optimizers = [make(each.parameters(), **options) for each in models]
     for _ in range(3):
         for each, optimizer in zip((plain, model), optimizers, strict=True):
@@ -103,12 +143,42 @@ def test_an_update_takes_no_more_than_plans_count_for_it(
         assert torch.equal(one, other)
 
 
+class _Listing(torch.optim.Optimizer):
+    """An element-wise optimizer whose state has a list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                seen = self.state[parameter].setdefault("seen", [])
+                seen.append(len(seen))
+                parameter.sub_(parameter.grad * 2, alpha=group["lr"] / len(seen))
+
+
+@pytest.mark.parametrize("tiny", [False, True], ids=["memory", "nvme"])
+def test_every_piece_starts_from_the_same_state(tiny: bool, optimize: Callable[..., nn.Module], tight: Tight) -> None:
+    models = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, model = models[0], tight(optimize(models[1], tiny=tiny, host_memory="8MiB" if tiny else "64MiB"))
+    for each in (plain, model):
+        optimizer = _Listing(each.parameters())
+        for _ in range(3):
+            each(torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(*(next(each.parameters()).detach().clone() for each in (plain, model)))
+
+
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 def test_what_widening_gradients_takes_is_counted_too(
-    compute_dtype: torch.dtype | None, optimize: Callable[..., nn.Module], most: list[int]
+    compute_dtype: torch.dtype | None, optimize: Callable[..., nn.Module], tight: Tight, most: list[int]
 ) -> None:
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
-    model = optimize(layer, tiny=True, host_memory="8MiB", compute_dtype=compute_dtype)
+    model = tight(optimize(layer, tiny=True, host_memory="8MiB", compute_dtype=compute_dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     model(torch.ones(2, WIDTH, dtype=compute_dtype)).float().sum().backward()
     optimizer.step()
