@@ -27,7 +27,7 @@ from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.temporaries import piece_elements
 from zinf_compile.terms import Phase, Tier, format_bytes
 
-_ROUNDED = 8  # one part in so many
+_ROUNDED = 8  # one part in so many of a whole tensor's temporaries is lost to rounding up
 _PIECE_NBYTES = UPDATE_NBYTES // 2  # of what is allocated at once: the system's allocator comes to hold more
 _READ_AHEAD = 3  # chunks in or on their way: an update that has to share its cores must not let the disk run dry
 

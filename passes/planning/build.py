@@ -41,7 +41,7 @@ from zinf_compile.sizes import Size
 from zinf_compile.terms import StepTiming, Tier
 from zinf_compile.world import World, shard_parameter
 
-_TEMPORARIES = 4  # tensors
+_TEMPORARIES = 4  # that an update of a small parameter makes, of its size; of larger ones, pieces are made to fit
 _LEAST_ROOM = 62 * BACKGROUND_NBYTES  # from so much on, residents leave room for updates in the background
 
 
