@@ -81,6 +81,14 @@ def install_accessors(model: Module, forward: Forward) -> None:
             module.__class__ = _specialise(type(module), path, records, forward)
 
 
+def move_buffers(model: Module, device: torch.device) -> None:
+    """Move a model's buffers to the device that computes. Parameters stay where they are."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
 def is_optimized(module: Module) -> bool:
     """Return whether accessors were installed on a module."""
     return hasattr(type(module), "_zinf_optimized")
@@ -158,7 +166,7 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
 
 
 def _accessor(name: str, record: StoredParameter, forward: Forward) -> Callable[[Module], Tensor]:
-    param, shape, device = record.param, tuple(record.compute.tensor.shape), record.compute.tensor.device
+    param, shape, device = record.param, tuple(record.compute.tensor.shape), record.store.memory.torch_device
     dtype = record.dtype
     seat, alive, of_record = record.seat, weakref.ref(forward), weakref.ref(record)
 

@@ -12,18 +12,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zinf_compile.errors import CapacityError, UnsupportedError
 from zinf_compile.runtime.arena import Arena
-from zinf_compile.runtime.futures import return_when_done
+from zinf_compile.runtime.device import Event
+from zinf_compile.runtime.futures import return_when_done, then_start
+from zinf_compile.runtime.host_memory import Allocate, map_memory
+from zinf_compile.runtime.in_flight import InFlight
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import Engine, whole_sectors
 from zinf_compile.runtime.nvme.layout import Extent, FileLayout
 from zinf_compile.runtime.staging import StagingBuffer, StagingPool
-from zinf_compile.runtime.transfers import InFlight, Transfers
+from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.terms import Tier, format_bytes
 
 
@@ -42,6 +46,13 @@ class SwappedValue:
     extent: Extent | None = None  # where it rests in the file
     leaving: list[Future[None]] = field(default_factory=list)  # until they are done, it has not all arrived there
     returning: list[InFlight] = field(default_factory=list)  # ways back that may not be over yet
+    on_device: Tensor | None = None  # itself, while compute has not been told to wait for its copies over the link
+    left: Event | None = None  # where the last of these ends
+
+    @property
+    def device_bytes(self) -> None:
+        """Return that it is at home in host memory or on disk."""
+        return None
 
     @property
     def is_at_rest(self) -> bool:
@@ -61,6 +72,7 @@ class Activations:
         layout: FileLayout,
         engine: Engine | None,
         room: Callable[[Tier], int | None],
+        allocate: Allocate = map_memory,
     ) -> None:
         """``room`` returns the bytes of a tier that may hold activations now, None where only the disk is the limit."""
         self._transfers = transfers
@@ -69,7 +81,7 @@ class Activations:
         self._layout = layout
         self._engine = engine
         self._room = room
-        self._memory = StagingPool(room(Tier.HOST) or 0)
+        self._memory = StagingPool(room(Tier.HOST) or 0, allocate)
         self._numbers = itertools.count(1)
         self._swapped: dict[int, SwappedValue] = {}
         # Numbers of tokens that are gone. They come from finalizers, which run anywhere, even inside of a pool's own code.
@@ -114,7 +126,12 @@ class Activations:
     def wait_out(self, token: Tensor) -> None:
         """Block until the device bytes of a value are free: host memory has it, or the writes from staging do."""
         swapped = self._find(token)
-        if swapped.buffer is not None and not swapped.is_at_rest:
+        if (link := self._transfers.link) is not None:
+            assert swapped.left is not None
+            # Hazard: its memory goes to the next op of compute, which would write over it while it is being copied.
+            link.join(swapped.left)
+            swapped.on_device = None
+        elif swapped.buffer is not None and not swapped.is_at_rest:
             with self._meter.stall(f"{swapped.name} on its way out"):
                 swapped.leaving[0].exception()  # waits; the way back raises
 
@@ -122,14 +139,13 @@ class Activations:
         """Start moving a value back to arena bytes, once all of it is out; return the ticket to wait with."""
         swapped = self._find(token)
 
-        def start(futures: list[Future[None]]) -> None:
-            if swapped.extent is not None:
-                buffer = self._arena.buffer(offset, swapped.extent.reserved_nbytes)
-                futures += self._transfers.read(swapped, swapped.extent.offset, buffer, Tier.DEVICE)
+        def start(moving: InFlight) -> None:
+            filler = self._transfers.filler
+            if (extent := swapped.extent) is not None:
+                filler.fill_from_file(moving, swapped, extent.offset, offset, extent.reserved_nbytes)
             elif swapped.buffer is not None:
                 source = torch.frombuffer(swapped.buffer.view, dtype=torch.uint8, count=swapped.nbytes)
-                destination = self._arena.view(offset, source.shape, torch.uint8)
-                futures.append(self._transfers.copy([source], destination, Tier.HOST, Tier.DEVICE, swapped.name))
+                filler.fill_from_memory(moving, source, offset, Tier.HOST, swapped)
 
         ticket = self._transfers.issue(
             swapped.name, offset, whole_sectors(swapped.nbytes), after=swapped.leaving, start=start
@@ -184,6 +200,13 @@ class Activations:
             self._memory.drop_idle()
         swapped.buffer = self._memory.lease(swapped.nbytes, timeout_seconds=0)
         home = torch.frombuffer(swapped.buffer.view, dtype=value.dtype, count=value.numel())
+        if (link := self._transfers.link) is not None:
+            self._meter.add_moved(Tier.DEVICE, Tier.HOST, swapped.nbytes)
+            flat = swapped.on_device = _flat_in(value, stride)
+            departure = link.take(flat.view(torch.uint8), home.view(torch.uint8))
+            swapped.left = departure.event
+            swapped.leaving.append(departure.left)
+            return
         leaving = home.as_strided(value.shape, tuple(stride))
         swapped.leaving.append(self._transfers.copy([value], leaving, Tier.DEVICE, Tier.HOST, swapped.name))
 
@@ -193,17 +216,25 @@ class Activations:
         swapped.extent = extent = self._layout.allocate(swapped.nbytes)
         self._engine.reserve(self._layout.end)
         self.peak_file_nbytes = max(self.peak_file_nbytes, self._layout.taken_nbytes)
-        if value.stride() != tuple(stride):  # a kernel that lays its result out otherwise than it was traced
-            value = torch.empty_strided(value.shape, tuple(stride), dtype=value.dtype).copy_(value)
-        flat = value.as_strided((value.numel(),), (1,))
+        flat = _flat_in(value, stride)
+        link = self._transfers.link
+        swapped.on_device = None if link is None else flat
         step = self._transfers.piece_elements(value.dtype)
         for start in range(0, flat.numel(), step):
             piece = flat[start : start + step]
             nbytes = whole_sectors(piece.numel() * piece.dtype.itemsize)
             lease = self._transfers.lease(nbytes, f"room for {swapped.name}")
-            torch.frombuffer(lease.view, dtype=piece.dtype, count=piece.numel()).copy_(piece)
-            offset = extent.offset + start * piece.dtype.itemsize
-            writes = self._transfers.write(swapped, offset, lease.view, Tier.DEVICE)
+            staged = torch.frombuffer(lease.view, dtype=piece.dtype, count=piece.numel())
+            write = partial(
+                self._transfers.write, swapped, extent.offset + start * piece.dtype.itemsize, lease.view, Tier.DEVICE
+            )
+            if link is None:
+                staged.copy_(piece)
+                writes = write()
+            else:
+                departure = link.take(piece.view(torch.uint8), staged.view(torch.uint8))
+                swapped.left = departure.event
+                writes = [then_start(departure.left, write)]
             return_when_done(self._transfers.staging, lease, writes)
             swapped.leaving += writes
 
@@ -220,3 +251,10 @@ class Activations:
                 self._memory.return_(swapped.buffer)
             if swapped.extent is not None:
                 self._layout.free(swapped.extent)
+
+
+def _flat_in(value: Tensor, stride: Sequence[int]) -> Tensor:
+    """Return a value as flat elements, in the order in memory that ``stride`` says."""
+    if value.stride() != tuple(stride):  # a kernel that lays its result out otherwise than it was traced
+        value = torch.empty_strided(value.shape, tuple(stride), dtype=value.dtype, device=value.device).copy_(value)
+    return value.as_strided((value.numel(),), (1,))

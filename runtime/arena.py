@@ -8,19 +8,22 @@ import torch
 from torch import Tensor
 
 from zinf_compile.errors import VerifyError
+from zinf_compile.runtime.device import StreamDevice
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; the mmap module does not name it
 
 
 class Arena:
-    """One page-aligned allocation on the compute device, grown between calls, and dropped where its memory is wanted.
+    """One allocation on the device, page-aligned on a CPU; grown between calls, and dropped where its memory is wanted.
 
     It knows which ranges are taken, and refuses to hand out a byte twice: a plan that lies is an error, not silent
     corruption.
     """
 
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
+    def __init__(self, device: StreamDevice | None = None) -> None:
+        """``device`` is one with memory of its own; None for the CPU."""
+        self._device = device
+        self._memory: mmap.mmap | None = None  # of a CPU
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self._taken: dict[int, int] = {}  # offset -> end
 
@@ -40,6 +43,10 @@ class Arena:
             return
         if self._taken:
             raise VerifyError(f"the arena cannot grow to {nbytes} bytes while {self.taken_nbytes} are taken")
+        if self._device is not None:
+            self._tensor = torch.empty(0, dtype=torch.uint8)  # else both would be there at once
+            self._tensor = self._device.allocate([nbytes], torch.uint8)
+            return
         # An anonymous mapping is page-aligned, as O_DIRECT wants.
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -97,12 +104,22 @@ class Arena:
         In a view of the whole arena, an ``as_strided`` that states its storage offset would find other bytes.
         """
         if num_elements == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device=self._tensor.device)
+        if self._device is not None:
+            return self._device.alias(self._tensor, offset, num_elements, dtype)
         assert self._memory is not None
         return torch.frombuffer(self._memory, dtype=dtype, count=num_elements, offset=offset)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies here, so that its bytes are written again when compute has done with it."""
+        return 0 <= tensor.data_ptr() - self._tensor.data_ptr() < self.nbytes
+
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+        """Return arena bytes, flat, to be copied to or from."""
+        return self._tensor[offset : offset + nbytes]
+
     def buffer(self, offset: int, nbytes: int) -> memoryview:
-        """Return arena bytes for I/O."""
+        """Return arena bytes for I/O, on a CPU."""
         assert self._memory is not None
         return memoryview(self._memory)[offset : offset + nbytes]
 

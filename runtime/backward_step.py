@@ -112,7 +112,9 @@ class BackwardStep:
             in_chunks = step.largest_lease_nbytes
             record.is_updated_early = True
             step.begin()
-            if in_chunks == 0 or not step.fits_beside_compute or nbytes + in_chunks > store.staging.capacity:
+            has_room = step.fits_beside_compute and nbytes + in_chunks <= store.staging.capacity
+            if not has_room or (in_chunks == 0 and store.device is None):
+                job.grad = job.grad.cpu()
                 step.run()  # nothing to wait for, or no room for a copy or for what it allocates
             else:
                 self._hand_over(store, job, nbytes, in_chunks)
@@ -133,7 +135,7 @@ class BackwardStep:
             self._queued_nbytes += nbytes
         lease = store.transfers.lease(nbytes, f"room for the gradient of {job.record.name}")
         copy = torch.frombuffer(lease.view, dtype=job.grad.dtype, count=job.num_elements)
-        copy.copy_(job.grad.detach().reshape(-1))
+        store.transfers.copy_out(job.grad.detach().reshape(-1), copy, job.record.name)
         job.grad = copy
         job.update.add_done_callback(partial(self._give_back, store, job, lease))
         if not self._feed.put(job):

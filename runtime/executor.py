@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from zinf_compile.errors import StoreError
+import torch
+
+from zinf_compile.errors import CapacityError, StoreError
 from zinf_compile.runtime.slots import StoredParameter
 from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Phase
@@ -38,6 +40,7 @@ class Executor:
     def _call(self, inputs: list[Any]) -> Sequence[Any]:
         store = self._store
         store.check_usable()
+        store.follow_compute()
         if self._phase is Phase.FORWARD:
             store.refresh_stale()
         else:
@@ -55,13 +58,24 @@ class Executor:
                 store.transfers.abandon_gathers()
                 store.fail(error)
                 raise
+            except torch.OutOfMemoryError as error:
+                self._abandon()
+                raise CapacityError(
+                    f"an op of the {self._phase} needs more of the device than the plan counts for it, or others have taken "
+                    f"of it: {str(error).splitlines()[0]}; lower device_memory, so that the plan leaves more of it free, or "
+                    f"raise reserve_memory"
+                ) from error
             except BaseException:
-                store.transfers.abandon_gathers()
-                with suppress(StoreError), store.failing_on_error():
-                    store.transfers.wait_writes()
+                self._abandon()
                 raise
             finally:
                 store.ram.end()
+
+    def _abandon(self) -> None:
+        """Leave nothing in flight."""
+        self._store.transfers.abandon_gathers()
+        with suppress(StoreError), self._store.failing_on_error():
+            self._store.transfers.wait_writes()
 
     def _check_not_updated(self) -> None:
         for record in self._records():

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from zinf_compile.errors import ZinfError
 from zinf_compile.runtime.staging import StagingBuffer, StagingPool
 
 
@@ -31,6 +32,34 @@ def call_when_done(futures: Sequence[Future[None]], call: Callable[[BaseExceptio
 
     for future in futures:
         future.add_done_callback(count_down)
+
+
+def then_start(after: Future[None], start: Callable[[], Sequence[Future[None]]]) -> Future[None]:
+    """Call ``start`` when ``after`` is done; return a future that is done when all that it began is.
+
+    It has the first error, of ``after``, of ``start`` or of what that began.
+    """
+    ended: Future[None] = Future()
+
+    def end(error: BaseException | None) -> None:
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    def go(error: BaseException | None) -> None:
+        if error is not None:
+            ended.set_exception(error)
+            return
+        try:
+            begun = start()
+        except (ZinfError, RuntimeError) as refused:  # a pool that was shut down, say: who waits must hear of it
+            ended.set_exception(refused)
+        else:
+            call_when_done(begun, end)
+
+    call_when_done([after], go)
+    return ended
 
 
 def return_when_done(staging: StagingPool, lease: StagingBuffer, futures: Sequence[Future[None]]) -> None:

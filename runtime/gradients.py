@@ -21,6 +21,7 @@ def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
     record = stored.whole
     store, slot, parameter = record.store, record.gradient, record.parameter
     store.check_usable(record)  # once its update is done
+    store.follow_compute()
     if slot is None:
         raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
     _refuse_sparse(record, grad)
@@ -34,13 +35,13 @@ def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
             _store_tile(stored, slot, grad)
         elif parameter.grad is None:
             if store.early_step is None or not store.early_step.take(record, grad):
-                _put_gradient(record, grad)
+                _put_gradient(record, grad, Tier.DEVICE)
         elif slot.is_home_of(parameter.grad):
             store.await_gradient(record)
             on_sum = partial(note_norms, record) if store.wanted_norms else None
             store.transfers.add_value(slot, grad, Tier.DEVICE, on_sum=on_sum)
         else:  # the user put a gradient there: it is theirs, and accumulates in place as in PyTorch
-            parameter.grad.add_(grad.to(parameter.grad.dtype))
+            parameter.grad.add_(grad.to(parameter.grad.device, parameter.grad.dtype))
 
 
 def _hand_over(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
@@ -49,8 +50,9 @@ def _hand_over(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
     if isinstance(stored, StoredTile):
         if record.handed is None:
             record.handed = torch.zeros(record.parameter.shape, dtype=grad.dtype)
-        record.handed.narrow(0, stored.first_row, stored.num_rows).add_(grad)
+        record.handed.narrow(0, stored.first_row, stored.num_rows).add_(grad.to(record.handed.device))
     else:
+        grad = grad.to(record.parameter.device)  # where autograd takes it to be
         record.handed = grad.clone() if record.handed is None else record.handed + grad
 
 
@@ -62,7 +64,8 @@ def _store_tile(tile: StoredTile, slot: Slot, grad: Tensor) -> None:
         record.tiles_home = {}
         parameter.grad = show_gradient(record)
     elif not slot.is_home_of(parameter.grad):  # the user put a gradient there: it is theirs
-        parameter.grad.narrow(0, tile.first_row, tile.num_rows).add_(grad.to(parameter.grad.dtype))
+        theirs = parameter.grad.narrow(0, tile.first_row, tile.num_rows)
+        theirs.add_(grad.to(theirs.device, theirs.dtype))
         return
     if record.tiles_home is None or tile.first_row in record.tiles_home:
         record.store.finish(record)  # with step_in_backward too: the parameter is not updated before ``step()``
@@ -94,7 +97,8 @@ def take_gradient_home(parameter: Tensor) -> None:
             parameter.grad = None
             return
         with store.failing_on_error():
-            _put_gradient(record, grad)
+            # Autograd's gradient is where the parameter is that people see.
+            _put_gradient(record, grad, Tier.DEVICE if store.device is None else Tier.HOST)
             store.transfers.wait_writes()
 
 
@@ -106,10 +110,10 @@ def _refuse_sparse(record: StoredParameter, grad: Tensor) -> None:
         )
 
 
-def _put_gradient(record: StoredParameter, grad: Tensor) -> None:
+def _put_gradient(record: StoredParameter, grad: Tensor, source: Tier) -> None:
     """Start writing a new gradient home, and show it."""
     slot = begin_gradient(record)
     if not slot.in_memory and grad.is_contiguous() and grad.dtype == slot.tensor.dtype:
         note_norms(record, grad)
-    record.store.transfers.write_value(slot, grad, Tier.DEVICE)
+    record.store.transfers.write_value(slot, grad, source)
     record.parameter.grad = show_gradient(record)

@@ -248,7 +248,7 @@ class EagerGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient unchanged, once nothing is in flight for the one it may be added to."""
+        """Return the gradient where its parameter is, once nothing is in flight for the one it may be added to."""
         if (record := record_of(ctx.parameter)) is not None:
             record.store.await_gradient(record)
-        return grad, None
+        return grad.to(ctx.parameter.device), None

@@ -125,7 +125,7 @@ def _find_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | Non
     order = float(order)
     record.store.wanted_norms.add(order)
     if order not in record.norms:
-        value = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
+        value = record.store.memory.new_value(slot.tensor.shape, slot.tensor.dtype)
         record.store.check_usable(record)
         with record.store.failing_on_error():
             record.store.transfers.read_value(slot, value)

@@ -92,11 +92,11 @@ def _return_gradient(record: StoredParameter, grad: Tensor | None) -> None:
 
 
 def _full_value(record: StoredParameter, dtype: torch.dtype, *, read: bool) -> Tensor:
-    """Return the whole value in memory: the home tensor itself where that is in RAM."""
+    """Return the whole value where the model computes: the home tensor itself where that is in RAM, on a CPU."""
     slot = record.master
-    if slot.in_memory and slot.tensor.dtype == dtype:
+    if record.store.device is None and slot.in_memory and slot.tensor.dtype == dtype:
         return slot.tensor
-    value = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
+    value = record.store.memory.new_value(slot.tensor.shape, slot.tensor.dtype)
     if read:
         with record.store.failing_on_error():
             record.store.transfers.read_value(slot, value)
@@ -106,9 +106,10 @@ def _full_value(record: StoredParameter, dtype: torch.dtype, *, read: bool) -> T
 def check_room(store: Store, records: Sequence[StoredParameter], what: str) -> None:
     """Raise CapacityError unless full values fit in the device budget beside what is resident; drops the arena for them.
 
-    What is at home in RAM takes no room: it is lent as it is.
+    What is at home in RAM takes no room, on a CPU: it is lent as it is.
     """
-    nbytes = sum(record.master.nbytes for record in records if not record.master.in_memory)
+    is_apart = store.device is not None
+    nbytes = sum(record.master.nbytes for record in records if is_apart or not record.master.in_memory)
     resident, budget = store.nbytes_on(Tier.DEVICE), store.config.device_memory
     if resident + nbytes > budget:
         raise CapacityError(

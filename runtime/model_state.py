@@ -143,8 +143,8 @@ def add_state(
 
 
 def _plain(name: str, tensor: Tensor) -> HomedTensor:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if tensor.is_meta or tensor.layout is not torch.strided:
         raise UnsupportedError(
-            f"{name} is a {tensor.layout} tensor on {tensor.device}; this version saves and loads dense tensors on the CPU"
+            f"{name} is a {tensor.layout} tensor on {tensor.device}; this version saves and loads dense ones with values"
         )
     return HomedTensor(slot=Slot(name=name, tier=Tier.HOST, tensor=tensor.detach()))

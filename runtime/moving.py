@@ -28,9 +28,10 @@ class _Move:
     @property
     def nbytes_in(self) -> int:
         """Return the bytes of memory that it takes; negative, that it gives back; 0 from one tier in memory to another."""
-        if self.slot.in_memory == (self.tier is not Tier.NVME):
+        is_in_memory = self.slot.tier is not Tier.NVME
+        if is_in_memory == (self.tier is not Tier.NVME):
             return 0
-        return -self.slot.nbytes if self.slot.in_memory else self.slot.nbytes
+        return -self.slot.nbytes if is_in_memory else self.slot.nbytes
 
 
 def move_homes(store: Store, placements: Iterable[Placement]) -> None:
@@ -50,7 +51,8 @@ def move_homes(store: Store, placements: Iterable[Placement]) -> None:
         moves += (move for move in _moves_of(record, placement) if move.slot.tier is not move.tier)
     if moves:
         store.arena.drop()
-    for move in _within_budgets(store, moves):
+    ordered = _within_budgets(store, moves) if store.device is None else _within_tiers(store, moves)
+    for move in ordered:
         move.run()
     store.placements.update({placement.parameter: placement for placement in placements})
     with store.failing_on_error():
@@ -90,6 +92,23 @@ def _within_budgets(store: Store, moves: Iterable[_Move]) -> Iterator[_Move]:
         room = budget - store.nbytes_on(Tier.DEVICE) - store.nbytes_on(Tier.HOST)
         fits = inwards and inwards[0].nbytes_in <= room
         yield inwards.popleft() if fits or not outwards else outwards.popleft()
+
+
+def _within_tiers(store: Store, moves: Iterable[_Move]) -> Iterator[_Move]:
+    """Yield the moves in an order in which device and host hold them, each by itself."""
+    config = store.config
+    budgets = {
+        Tier.DEVICE: config.device_memory - config.reserve_memory,
+        Tier.HOST: config.host_memory - config.staging_memory - store.activations.host_nbytes,
+    }
+
+    def fits(move: _Move) -> bool:
+        return move.tier is Tier.NVME or store.nbytes_on(move.tier) + move.slot.nbytes <= budgets[move.tier]
+
+    waiting = list(moves)
+    while waiting:
+        first = next((index for index, move in enumerate(waiting) if fits(move)), 0)
+        yield waiting.pop(first)
 
 
 def _move(record: StoredParameter, role: str, tier: Tier) -> None:
@@ -135,7 +154,9 @@ def _moved_slot(store: Store, slot: Slot, tier: Tier) -> Slot:
     """Return a slot on ``tier`` with the value: the same one where nothing has to move."""
     if slot.tier is tier:
         return slot
-    if slot.in_memory and tier is not Tier.NVME:  # on a CPU both tiers are RAM: nothing moves but the accounting
+    if (
+        store.device is None and slot.in_memory and tier is not Tier.NVME
+    ):  # all is RAM: nothing moves but the accounting
         store.count_home(slot.tier, -slot.nbytes)
         store.count_home(tier, slot.nbytes)
         slot.tier = tier
@@ -146,6 +167,12 @@ def _moved_slot(store: Store, slot: Slot, tier: Tier) -> Slot:
         if slot.in_memory:
             store.transfers.write_value(moved, slot.tensor)
             store.transfers.wait_writes()
-        else:
+        elif moved.in_memory:
             store.transfers.read_value(slot, moved.tensor)
+        else:
+            start = 0
+            for piece in store.transfers.read_pieces(slot):
+                store.transfers.write_value(moved, piece, first=start)
+                start += piece.numel()
+            store.transfers.wait_writes()
     return moved

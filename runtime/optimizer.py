@@ -141,6 +141,8 @@ class StreamedStep:
         Plans do not know the optimizer: if that is not enough, more is promised from now on.
         """
         store, held = self._store, self._held_nbytes
+        if store.device is not None:  # updates run in host memory
+            return
         whole = 2 * max((job.temporary_nbytes * self._chunk_elements(job) for job in self._jobs), default=0)
         if self._element_wise and held + store.arena.nbytes + whole <= store.ram.promised:
             self._is_cut = False  # pieces would be cut elsewhere between threads, at which some kernels round otherwise
@@ -250,7 +252,7 @@ class StreamedStep:
             )
 
     def _check_temporaries(self, job: Job) -> None:
-        if self._element_wise:
+        if self._element_wise or self._store.device is not None:
             return
         held, needed, budget = self._held_nbytes, self._temporary_nbytes(job), self._store.ram.budget
         if held + needed > budget:

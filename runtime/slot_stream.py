@@ -43,7 +43,9 @@ def read_slot(reader: FileReader, slot: Slot, transfers: Transfers | None, *, co
     What goes to nvme is on its way when this returns; ``transfers.wait_writes`` makes it home.
     """
     checksum = 0
-    flat = slot.tensor.reshape(-1) if slot.in_memory else None  # a copy where it is not contiguous
+    flat = (
+        slot.tensor.reshape(-1).cpu() if slot.in_memory else None
+    )  # a copy where it is not contiguous: a user's buffer
     for start, stop in _ranges(slot, transfers):
         lease = _lease(transfers, slot, start, stop) if flat is None else None
         try:
@@ -85,7 +87,7 @@ def _convert(piece: Tensor, compute: Slot, start: int, transfers: Transfers | No
 def _pieces(slot: Slot, transfers: Transfers | None) -> Iterator[memoryview]:
     """Yield a slot's bytes in order; each piece is valid until the next is asked for."""
     if slot.in_memory:
-        flat = slot.tensor.reshape(-1)
+        flat = slot.tensor.reshape(-1).cpu()  # a user's buffer may be on the device
         for start, stop in _ranges(slot, transfers):
             yield tensor_bytes(flat[start:stop])
         return

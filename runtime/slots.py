@@ -26,6 +26,7 @@ class Slot:
     tier: Tier
     tensor: Tensor  # the home tensor, for us: whoever uses it knows that nothing of it is in flight
     extent: Extent | None = None
+    on_device: bool = False  # in memory that only the device's streams reach; that of a CPU is host memory
     shown: Tensor | None = None  # the home tensor for people, of a gradient or optimizer state: using it waits
     num_own_references: int = field(init=False)  # to its bytes, by our tensors; any more are aliases that others hold
 
@@ -44,8 +45,13 @@ class Slot:
 
     @property
     def in_memory(self) -> bool:
-        """Return whether the home is RAM, so that the home tensor may be computed on."""
-        return self.tier is not Tier.NVME
+        """Return whether the home is RAM, so that the home tensor may be computed on by the CPU."""
+        return self.tier is not Tier.NVME and not self.on_device
+
+    @property
+    def device_bytes(self) -> Tensor | None:
+        """Return the bytes of a home on the device, flat; None of any other."""
+        return self.tensor.detach().view(-1).view(torch.uint8) if self.on_device else None
 
     def is_home_of(self, tensor: Tensor) -> bool:
         """Return whether a tensor begins at this home's bytes."""
@@ -71,11 +77,14 @@ class Slot:
         return not is_shown_to_others and not self.is_aliased
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the file offset and the sector-rounded length of elements [start, stop); start must be aligned."""
-        assert self.extent is not None
+        """Return the offset in file or device memory and the sector-rounded length of elements [start, stop).
+
+        ``start`` must be aligned.
+        """
+        assert self.extent is not None or self.on_device
+        first = 0 if self.extent is None else self.extent.offset
         itemsize = self.tensor.dtype.itemsize
-        nbytes = (stop - start) * itemsize
-        return self.extent.offset + start * itemsize, whole_sectors(nbytes)
+        return first + start * itemsize, whole_sectors((stop - start) * itemsize)
 
 
 class Seat:

@@ -1,14 +1,14 @@
 """The staging pool: page-aligned host memory for transfers, leased and returned within a byte budget."""
 
-import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from zinf_compile.errors import CapacityError, StoreError, VerifyError
+from zinf_compile.runtime.host_memory import Allocate, Memory, map_memory
 from zinf_compile.runtime.nvme.engine import whole_sectors
 
 _MIB = 1 << 20
@@ -20,9 +20,9 @@ class StagingBuffer:
 
     __slots__ = ("_pool", "_view", "nbytes", "reserved_nbytes")
 
-    def __init__(self, pool: "StagingPool", memory: mmap.mmap, nbytes: int) -> None:
+    def __init__(self, pool: "StagingPool", memory: Memory, nbytes: int) -> None:
         self._pool = pool
-        self._view: memoryview | None = memoryview(memory)[:nbytes]
+        self._view: memoryview | None = memoryview(memory).cast("B")[:nbytes]
         self.nbytes = nbytes
         self.reserved_nbytes = len(memory)
 
@@ -54,11 +54,12 @@ class StagingPool:
     needed. Leases are served in the order they were asked for, so a big one is not starved by small ones.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, allocate: Allocate = map_memory) -> None:
         self.capacity = capacity
+        self._allocate = allocate
         self._condition = threading.Condition()  # guards everything below
-        self._leased: dict[StagingBuffer, mmap.mmap] = {}
-        self._idle: deque[mmap.mmap] = deque()  # the longest unused first
+        self._leased: dict[StagingBuffer, Memory] = {}
+        self._idle: deque[Memory] = deque()  # the longest unused first
         self._waiting: deque[object] = deque()
         self._leased_nbytes = 0
         self._idle_nbytes = 0
@@ -215,7 +216,7 @@ class StagingPool:
     def _may_lease(self, ticket: object, reserved: int) -> bool:
         return self._waiting[0] is ticket and self._leased_nbytes + reserved <= self.capacity
 
-    def _take_memory(self, reserved: int) -> mmap.mmap:
+    def _take_memory(self, reserved: int) -> Memory:
         """Idle memory of exactly this size, the last used first, else new, after dropping idle memory for room."""
         for index in range(len(self._idle) - 1, -1, -1):
             memory = self._idle[index]
@@ -226,13 +227,4 @@ class StagingPool:
         while self._leased_nbytes + self._idle_nbytes + reserved > self.capacity:
             # Not mmap.close(): it raises BufferError as long as someone kept a view.
             self._idle_nbytes -= len(self._idle.popleft())
-        # Populated at once, so that what the pool counts is what the system counts.
-        memory = mmap.mmap(-1, reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
-        # A fork (a data loader's worker) would make these pages copy-on-write, and a transfer in flight could then
-        # land in the copy that the child keeps.
-        memory.madvise(mmap.MADV_DONTFORK)
-        # One request to a drive takes a limited number of pieces that are contiguous in physical memory, so 2 MiB pages
-        # make bigger requests: 16 MiB blocks moved 2.4 times as fast as with 4 KiB pages on a virtio disk (254 pieces).
-        with suppress(OSError):  # EINVAL: a kernel without transparent huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
+        return self._allocate(reserved)

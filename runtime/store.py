@@ -18,9 +18,12 @@ from zinf_compile.ops import make_anchor
 from zinf_compile.plans import Placement
 from zinf_compile.runtime.activations import Activations
 from zinf_compile.runtime.arena import Arena
+from zinf_compile.runtime.device import make_device
+from zinf_compile.runtime.device_allocations import DeviceAllocations
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.home import refuse_gradient, torn_error
 from zinf_compile.runtime.home_gradient import settle_gradient
+from zinf_compile.runtime.link import Link
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.numbers import new_id, register_store, register_stored
 from zinf_compile.runtime.nvme.engine import Engine
@@ -30,6 +33,7 @@ from zinf_compile.runtime.open_forwards import OpenForwards
 from zinf_compile.runtime.ram import DeviceRam
 from zinf_compile.runtime.slots import Owner, Slot, StoredParameter, map_tensor
 from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.runtime.tier_memory import TierMemory
 from zinf_compile.runtime.tiles import StoredTile
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.runtime.updates import UpdateQueue
@@ -63,19 +67,30 @@ class Store:
         self.placements: dict[str, Placement] = {}
         self._tiles: dict[tuple[int, int, TileRows], StoredTile] = {}  # by parameter, number and rows
         self.meter = Meter()
-        self.staging = StagingPool(max(config.staging_memory, 0))
-        self.arena = Arena()
+        self.device = make_device(config.device)
+        self.memory = TierMemory(self.device)
+        self.staging = StagingPool(max(config.staging_memory, 0), self.memory.allocate)
+        self.arena = Arena(self.device)
         self.engine = engine
         if engine is None and config.nvme is not None:
             self.engine = PosixEngine(config.nvme)
         self.layout = FileLayout()
-        self.transfers = Transfers(engine=self.engine, staging=self.staging, arena=self.arena, meter=self.meter)
+        self.transfers = Transfers(
+            engine=self.engine,
+            staging=self.staging,
+            arena=self.arena,
+            meter=self.meter,
+            link=None if self.device is None else Link(self.device),
+        )
         self.updates = UpdateQueue(begin_thread=self.meter.set_aside_this_thread)
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
         self.wanted_norms: set[float] = set()  # orders that somebody asked a gradient for, as clip_grad_norm_ does
         self.update_order: Mapping[str, int] = {}  # of parameters, the first that the next forward gathers first
         self.chunk_elements = 2**20  # of the streamed step; a plan sets it
-        self.ram = DeviceRam(budget=config.device_memory - config.reserve_memory)
+        budget = config.device_memory - config.reserve_memory
+        self.ram: DeviceRam | DeviceAllocations = DeviceRam(budget=budget)
+        if self.device is not None:
+            self.ram = DeviceAllocations(self.device, budget=budget)
         self._host_peak_before = 0  # under plans that were followed earlier
         self._homes_nbytes = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.NVME: 0}
         self.activations = Activations(
@@ -85,6 +100,7 @@ class Store:
             layout=self.layout,
             engine=self.engine,
             room=partial(_room_for_activations, config, self._homes_nbytes),
+            allocate=self.memory.allocate,
         )
         self.open_forwards = OpenForwards()
         self.lock = threading.RLock()  # one captured graph runs at a time: they share the arena
@@ -93,7 +109,9 @@ class Store:
         self._unsure: set[str] = set()  # parameters that nobody has loaded since
         self._closed = False
         register_store(self)
-        self._finalizer = weakref.finalize(self, _close, self.updates, self.transfers, self.staging, self.engine)
+        self._finalizer = weakref.finalize(
+            self, _close, self.updates, self.transfers, self.staging, self.memory, self.engine
+        )
 
     # Homes
 
@@ -147,8 +165,8 @@ class Store:
         nbytes = shape.numel() * dtype.itemsize
         self.count_home(tier, nbytes)
         if tier is not Tier.NVME or nbytes == 0:
-            # Touched now, so that what a home costs is seen when it is made and not in the middle of a step.
-            return Slot(name=name, tier=tier, tensor=torch.empty(shape, dtype=dtype).zero_())
+            home = self.memory.new_home(shape, dtype, tier)
+            return Slot(name=name, tier=tier, tensor=home, on_device=self.memory.is_on_device(tier))
         assert self.engine is not None
         self.activations.give_back_dropped()  # what is gone may lie where this fits
         extent = self.layout.allocate(nbytes)
@@ -172,8 +190,9 @@ class Store:
         slot = record.copy_in(dtype)
         if slot.tier is Tier.DEVICE:
             return slot.tensor.detach()
+        self.follow_compute()
         self.begin_memory()
-        value = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
+        value = self.memory.new_value(slot.tensor.shape, slot.tensor.dtype)
         with self.failing_on_error():
             self.transfers.read_value(slot, value)
         self.sample_memory()
@@ -233,6 +252,11 @@ class Store:
             raise StoreError(self._failure)
 
     # Life
+
+    def follow_compute(self) -> None:
+        """Take the caller's stream for that of compute. Called where the model's own thread is about to run ops."""
+        if self.device is not None:
+            self.device.follow()
 
     @property
     def is_open(self) -> bool:
@@ -382,6 +406,8 @@ class Store:
             self.ram.settle(on_device + self._host_nbytes(), again=again)
 
     def _host_nbytes(self) -> int:
+        if self.device is not None:  # whose allocator counts none of that
+            return 0
         return self.nbytes_on(Tier.HOST) + self.staging.held_nbytes + self.activations.host_nbytes
 
 
@@ -392,9 +418,12 @@ def _room_for_activations(config: Config, homes_nbytes: Mapping[Tier, int], tier
     return None if config.nvme_memory is None else config.nvme_memory - homes_nbytes[tier]
 
 
-def _close(updates: UpdateQueue, transfers: Transfers, staging: StagingPool, engine: Engine | None) -> None:
+def _close(
+    updates: UpdateQueue, transfers: Transfers, staging: StagingPool, memory: TierMemory, engine: Engine | None
+) -> None:
     updates.close(wait=False)  # the last to hold a store may be its own step in the background
     transfers.close()
     staging.close()
+    memory.close()
     if engine is not None:
         engine.close()

@@ -41,6 +41,11 @@ class SlotRows:
         return self.whole.in_memory
 
     @property
+    def device_bytes(self) -> Tensor | None:
+        """Return the bytes of the whole home, if that is on the device."""
+        return self.whole.device_bytes
+
+    @property
     def tensor(self) -> Tensor:
         """Return the rows of the home tensor. Made anew each time: kept, it would count as an alias that others hold."""
         return self.whole.tensor.narrow(0, self.first_row, self.num_rows)

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zinf_compile.runtime import futures, optimizer, transfers
+from zinf_compile.runtime import futures, in_flight, optimizer, transfers
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.backward_step import JobFeed
 from zinf_compile.runtime.optimizer import _Chunk
@@ -234,7 +234,7 @@ def _watch_order(races: Races, replace: Replace) -> None:
     for name in ("result", "exception", "done"):
         replace(Future, name, observing)
     replace(Future, "add_done_callback", add_done_callback)
-    for module in (futures, optimizer, transfers):
+    for module in (futures, optimizer, transfers, in_flight):
         replace(module, "call_when_done", call_when_done)
     replace(JobFeed, "put", put)
     replace(JobFeed, "__iter__", take)

@@ -1,20 +1,21 @@
 """What users call: ``optimize`` a model, ask for its ``report``, ``close`` it."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from zinf_compile.config import make_config
 from zinf_compile.errors import ConfigError
 from zinf_compile.recordings import Recording
 from zinf_compile.reports import PhaseReport, Report, RouteReport, StallReport, StepReport, TierReport, sum_runs
-from zinf_compile.runtime.accessors import Forward, install_accessors, refuse_optimized
+from zinf_compile.runtime.accessors import Forward, install_accessors, move_buffers, refuse_optimized
+from zinf_compile.runtime.device import free_device_memory
 from zinf_compile.runtime.lending import Site, check_room, lend_values
 from zinf_compile.runtime.recorder import Recorder
 from zinf_compile.runtime.slots import owner_of, record_of
@@ -38,6 +39,8 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
     budgets. Its names get its class in front, reports are about both, and closing one closes both.
 
     Options, all with defaults:
+        device: what computes: "cpu", "cuda" or "cuda:1"; by default the GPU that the model is on, else the CPU. Inputs have
+            to be there; parameters that people see, gradients and optimizer state are in host memory or on disk.
         device_memory, host_memory: budgets in bytes or as "8GiB"; by default they share the memory that is free.
         nvme: folder on a local disk for what fits neither; by default there is no nvme tier.
         nvme_memory: budget on that disk; by default what is free.
@@ -73,12 +76,14 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         given = ", ".join([*options, *(["init"] if init is not None else [])])
         raise ConfigError(f"a model that shares the budgets of another has its options; leave out share, or {given}")
     shared = None if share is None else _session_of(share)
-    config = make_config(options) if shared is None else shared.config
     parameters = dict(model.named_parameters())
+    if options.get("device") is None and (found := _own_device(parameters)) is not None:
+        options["device"] = found
+    config = make_config(options, free_device_memory=free_device_memory) if shared is None else shared.config
     for name, parameter in parameters.items():
         if (record := record_of(parameter)) is not None:
             raise ConfigError(f"parameter '{name}' is already in the store of another model, as '{record.name}'")
-    check_devices(parameters, may_be_meta=True)
+    check_devices(parameters, config.device, may_be_meta=True)
     values = choose_values(model, init)
     on_meta = [parameter for parameter in parameters.values() if parameter.is_meta]
     session = Session(config, type(model).__name__) if shared is None else shared
@@ -98,12 +103,19 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
     forward = Forward()
     session.forwards.append(forward)
     install_accessors(model, forward)
+    if config.is_apart:
+        move_buffers(model, session.store.memory.torch_device)
     if config.capture:
         call: Callable[..., Any] = model._call_impl
         if trace_rules.check(model.forward):  # torch.nn's own, Sequential say: Dynamo would pass over its frames
             call = wrap_inline(call)
         model._compiled_call_impl = torch.compile(call, backend=session.compile, dynamic=False)
     return model
+
+
+def _own_device(parameters: Mapping[str, Parameter]) -> str | None:
+    """Return the GPU that a model is on already; None for any other place."""
+    return next((str(parameter.device) for parameter in parameters.values() if parameter.is_cuda), None)
 
 
 def report(model: Module) -> Report:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.nn import Parameter
 
 from zinf_compile.config import make_config
+from zinf_compile.errors import UnsupportedError
 from zinf_compile.passes.capture import parameter_placeholders
 from zinf_compile.passes.contract import ParameterHandle, PrepareInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
@@ -36,7 +37,7 @@ def zinf(
     parameters = parameter_placeholders(graph_module, inputs)
     session = _find_session(parameters, options)
     fresh = {name: parameter for name, parameter in parameters.items() if record_of(parameter) is None}
-    check_devices(fresh)
+    check_devices(fresh, session.config.device)
     if fresh:
         names = _readable_names(fresh, session.store.records)
         session.adopt({names[name]: parameter for name, parameter in fresh.items()}, as_home=False)
@@ -64,7 +65,13 @@ def _find_session(parameters: Mapping[str, Parameter], options: Mapping[str, obj
     store = known() if known is not None and options is not None else None
     if store is not None:
         return session_of_store(store)
-    session = Session(make_config(options or {}), "model")
+    config = make_config(options or {})
+    if config.is_apart:
+        raise UnsupportedError(
+            f"device={config.device!r}: parameters would leave the device that torch.compile has seen them on; say "
+            "zinf_compile.optimize(model, ...), which a call captures afterwards"
+        )
+    session = Session(config, "model")
     if options is not None:
         _sessions_by_options[id(options)] = (options, weakref.ref(session.store))
     return session
@@ -79,7 +86,7 @@ def _handle(parameter: Parameter) -> ParameterHandle:
         param=record.param,
         shape=tuple(tensor.shape),
         dtype=record.dtype,
-        device=tensor.device,
+        device=record.store.memory.torch_device,
         trainable=record.gradient is not None,
     )
 

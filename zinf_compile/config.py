@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,6 +18,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 LEAST_TILE = 64 * 2**10  # bytes of a parameter: what is smaller is gathered whole
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -65,6 +66,7 @@ class Config:
     host_memory: int
     nvme: str | None  # folder of the store file; None: there is no nvme tier
     nvme_memory: int | None  # None: what the disk has free
+    device: str = "cpu"  # that computes, as torch writes it
     compute_dtype: str | None = None  # None: compute in each parameter's own dtype
     compute: str = "aten"
     reserve_memory: int = 0  # share of device_memory left to Python, compiled graphs and the system's allocator
@@ -76,6 +78,11 @@ class Config:
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
     capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
+
+    @property
+    def is_apart(self) -> bool:
+        """Return whether the device has memory of its own, which neither CPU nor disk reaches but by copies."""
+        return self.device != "cpu"
 
     @property
     def staging_memory(self) -> int:
@@ -93,8 +100,11 @@ class Config:
 _MAX_STAGING = 192 * 2**20  # bandwidth times latency of a fast disk is far below; more only delays write-back
 
 
-def make_config(options: Mapping[str, object]) -> Config:
-    """Return a Config from the keyword options of ``optimize``; ConfigError names what is wrong and the nearest name."""
+def make_config(options: Mapping[str, object], *, free_device_memory: Callable[[str], int] | None = None) -> Config:
+    """Return a Config from the keyword options of ``optimize``; ConfigError names what is wrong and the nearest name.
+
+    ``free_device_memory`` is asked what a device has free whose memory is its own, if no budget is stated.
+    """
     known = {field.name for field in fields(Config)}
     for name in options:
         if name not in known:
@@ -107,18 +117,26 @@ def make_config(options: Mapping[str, object]) -> Config:
         for name in ("device_memory", "host_memory", "nvme_memory", "prefetch_memory", "reserve_memory", "tile_memory")
         if name in given
     }
+    device = _check_device(given.get("device", "cpu"))
+    if device != "cpu" and "device_memory" not in sizes:
+        if free_device_memory is None:
+            raise ConfigError(f"device={device!r} needs a budget here; give device_memory, such as '8GiB'")
+        sizes["device_memory"] = free_device_memory(device) * 9 // 10
+    is_device_stated = "device_memory" in given or device != "cpu"
     # Without a stated budget the two RAM tiers share what is free, leaving a fifth for Python, torch and the page cache.
     free = free_memory() * 4 // 5 if "device_memory" not in sizes or "host_memory" not in sizes else 0
-    left = max(0, free - sizes.get("device_memory", 0) - sizes.get("host_memory", 0))
+    on_device = sizes.get("device_memory", 0) if device == "cpu" else 0
+    left = max(0, free - on_device - sizes.get("host_memory", 0))
     if "device_memory" not in sizes:
         sizes["device_memory"] = left if "host_memory" in sizes else left // 2
     if "host_memory" not in sizes:
-        sizes["host_memory"] = left - (left // 2 if "device_memory" not in given else 0)
+        sizes["host_memory"] = left - (0 if is_device_stated else left // 2)
     return Config(
         device_memory=sizes["device_memory"],
         host_memory=sizes["host_memory"],
         nvme=_check_folder(given.get("nvme")),
         nvme_memory=sizes.get("nvme_memory"),
+        device=device,
         compute_dtype=_check_dtype(given.get("compute_dtype")),
         compute=_check_compute(given.get("compute", "aten")),
         reserve_memory=sizes.get("reserve_memory", 0),
@@ -131,6 +149,13 @@ def make_config(options: Mapping[str, object]) -> Config:
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         capture=_check_bool(given.get("capture"), option="capture") is not False,
     )
+
+
+def _check_device(device: object) -> str:
+    name = str(device)
+    if _DEVICE.fullmatch(name) is None:
+        raise ConfigError(f"device={name!r} is neither the CPU nor an NVIDIA GPU; say 'cpu', 'cuda' or 'cuda:1'")
+    return name
 
 
 def _check_folder(folder: object) -> str | None:

@@ -26,11 +26,14 @@ class ParameterFact:
         False  # its compute copy is there for graphs that cast it: the model itself computes with ``dtype``
     )
     tile_of: str | None = None  # the parameter of which these are some rows, which have no homes of their own
+    is_apart: bool = (
+        False  # compute and master are two copies whatever their dtypes: no CPU op reaches the device's memory
+    )
 
     @property
     def has_compute_copy(self) -> bool:
-        """Return whether the compute copy has another dtype than the master copy."""
-        return self.compute_dtype != self.dtype
+        """Return whether the compute copy, once it is trained, is another than the master copy."""
+        return self.is_apart or self.compute_dtype != self.dtype
 
     @property
     def has_two_copies(self) -> bool:

@@ -19,6 +19,9 @@ UPDATES_PART = "updates"  # the part of the device that an optimizer takes besid
 UPDATE_NBYTES = 2**19  # of it: what one takes that allocates, a piece at a time; half is what is freed and not reused
 BACKGROUND_NBYTES = 2**22  # and what a thread of its own comes to hold for that, of which the C library returns little
 OUTSIDE_PART = "loss outside"  # the part of the device that a loss outside of the graph takes beyond all other parts
+LEAVING_PART = (
+    "leaving"  # the part of a device with streams that gradients hold until they have been copied to the host
+)
 OPEN_PART = "open forwards"  # the part of the device that forwards of other calls hold, whose backward has not run
 KERNELS_PART = "kept kernels"  # the part of the device that libraries keep kernels in, one for each shape they have met
 SWAPPED_PART = "swapped activations"  # the part of host and of nvme that activations rest in
@@ -240,6 +243,11 @@ class Plan:
     def has_room_for_updates(self) -> bool:
         """Return whether what updates in the background hold is counted, if their optimizer allocates."""
         return dict(self.tier(Tier.DEVICE).parts).get(UPDATES_PART, 0) >= BACKGROUND_NBYTES
+
+    @property
+    def leaving_nbytes(self) -> int:
+        """Return what gradients may hold of the device that are being copied to the host; 0 on a CPU."""
+        return dict(self.tier(Tier.DEVICE).parts).get(LEAVING_PART, 0)
 
     def tier(self, tier: Tier) -> TierPlan:
         """Return the plan of one tier."""

@@ -86,7 +86,10 @@ class Session:
         self.settle()
         named = [
             NamedParameter(
-                parameter=parameter, fact=analyze_parameter(name, parameter, compute_dtype=self.config.compute_dtype)
+                parameter=parameter,
+                fact=analyze_parameter(
+                    name, parameter, compute_dtype=self.config.compute_dtype, is_apart=self.config.is_apart
+                ),
             )
             for name, parameter in parameters.items()
         ]
@@ -216,7 +219,9 @@ class Session:
         reserve = self.config.reserve_memory  # a part of the peak that is not the tier's own
         largest = max((each.tier(Tier.DEVICE) for each in plans), key=lambda tier: tier.predicted_peak)
         self.store.ram.promise(largest.predicted_peak - reserve, dict(largest.parts)[WORKSPACE_PART])
-        self.store.updates.may_allocate = all(each.has_room_for_updates for each in plans)
+        self.store.updates.may_allocate = self.config.is_apart or all(each.has_room_for_updates for each in plans)
+        if (link := self.store.transfers.link) is not None:
+            link.leaving_limit = min(each.leaving_nbytes for each in plans)
         for tier in plan.tiers:
             self.promised[tier.tier] = max(self.promised.get(tier.tier, 0), tier.predicted_peak)
 
@@ -242,8 +247,8 @@ def session_of_store(store: Store) -> Session:
     return store.session
 
 
-def check_devices(parameters: Mapping[str, Parameter], *, may_be_meta: bool = False) -> None:
-    """Raise unless all parameters are on the CPU, where this version computes, or all on meta if they may be."""
+def check_devices(parameters: Mapping[str, Parameter], device: str, *, may_be_meta: bool = False) -> None:
+    """Raise unless all parameters are on the CPU, on the device that computes, or all on meta if they may be."""
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         examples = ", ".join(
@@ -251,12 +256,14 @@ def check_devices(parameters: Mapping[str, Parameter], *, may_be_meta: bool = Fa
             for device in sorted(devices, key=str)
         )
         raise ConfigError(f"parameters are on {len(devices)} devices ({examples}); move the model to one device first")
-    device = next(iter(devices), torch.device("cpu"))
-    if device.type == "meta" and may_be_meta:
+    found = next(iter(devices), torch.device("cpu"))
+    if found.type == "meta" and may_be_meta:
         return
-    if device.type == "meta":
+    if found.type == "meta":
         raise UnsupportedError(
             "the model is on the meta device, so it has no values; give it some with zinf_compile.optimize(model, init=...)"
         )
-    if device.type != "cpu":
-        raise UnsupportedError(f"the model is on {device}; this version computes on the CPU: call model.cpu() first")
+    if found.type not in ("cpu", torch.device(device).type):
+        raise ConfigError(
+            f"the model is on {found} and device={device!r} is to compute; say device='{found}', or call model.cpu() first"
+        )

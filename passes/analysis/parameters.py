@@ -10,12 +10,17 @@ _ADAM_MOMENTS = 2  # of the master's dtype: what is assumed until the optimizer 
 
 
 def analyze_parameter(
-    name: str, parameter: Parameter, *, compute_dtype: str | None, state_nbytes: int | None = None
+    name: str,
+    parameter: Parameter,
+    *,
+    compute_dtype: str | None,
+    state_nbytes: int | None = None,
+    is_apart: bool = False,
 ) -> ParameterFact:
     """Return the fact of one parameter, which is not looked at beyond its shape, dtype and ``requires_grad``.
 
     ``compute_dtype`` is that of floating-point compute copies, None the parameter's own. ``state_nbytes`` is what the
-    optimizer keeps of it, None what Adam would.
+    optimizer keeps of it, None what Adam would. ``is_apart`` is for a device with memory of its own.
     """
     dtype = str(parameter.dtype).removeprefix("torch.")
     gathered = compute_dtype if compute_dtype and parameter.is_floating_point() else dtype
@@ -30,4 +35,5 @@ def analyze_parameter(
         compute_nbytes=parameter.numel() * getattr(torch, gathered).itemsize,
         state_nbytes=_ADAM_MOMENTS * master_nbytes if state_nbytes is None else state_nbytes,
         trainable=parameter.requires_grad,
+        is_apart=is_apart,
     )

@@ -24,6 +24,7 @@ from zinf_compile.passes.planning.transfers import Manner, TransferPlanner, sink
 from zinf_compile.plans import (
     BACKGROUND_NBYTES,
     KERNELS_PART,
+    LEAVING_PART,
     OPEN_PART,
     OUTSIDE_PART,
     PLAN_VERSION,
@@ -135,6 +136,7 @@ class PlanBuilder:
         )
         self._outside = count_outside(staying, self._activations.peak_nbytes + self._workspace)
         self._updates = _count_updates(request)
+        self._leaving = _count_leaving(request, graph)
         self._kernels = request.kernel_cache_nbytes if any(map(keeps_kernels, graph.ops)) else 0
         self._read_nbytes = sum(
             item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
@@ -151,6 +153,7 @@ class PlanBuilder:
             + self._workspace
             + self._outside
             + self._updates
+            + self._leaving
             + self._kernels
             + request.open_nbytes
             + request.config.reserve_memory
@@ -212,6 +215,8 @@ class PlanBuilder:
             return None
         config = self._config(choice, device_memory)
         kept = min(BACKGROUND_NBYTES, max(0, room - _LEAST_ROOM) // 2)  # more memory leaves residents more at any size
+        if config.is_apart:  # where updates run in host memory
+            kept = 0
         if device_memory >= self.all_resident_nbytes:
             spare = max(0, device_memory - self.all_resident_nbytes - kept)
             everything = self._place(choice, config, resident_nbytes=room, spare_nbytes=spare)
@@ -270,7 +275,9 @@ class PlanBuilder:
         staging = config.staging_memory
         on_nvme = _nbytes_on(placements, Tier.NVME)
         # What is in memory is updated in place; inside backward, from a copy of its gradient.
-        uses_staging = on_nvme + self._resting.nvme > 0 or config.step_timing is StepTiming.IN_BACKWARD
+        uses_staging = (
+            on_nvme + self._resting.nvme > 0 or config.step_timing is StepTiming.IN_BACKWARD or config.is_apart
+        )
         parts = {
             Tier.DEVICE: (
                 ("residents", homes.placed.device_nbytes),
@@ -279,6 +286,7 @@ class PlanBuilder:
                 (WORKSPACE_PART, self._workspace),
                 *_part_if_any(OUTSIDE_PART, self._outside),
                 *_part_if_any(UPDATES_PART, self._updates),
+                *_part_if_any(LEAVING_PART, self._leaving),
                 *_part_if_any(KERNELS_PART, self._kernels),
                 ("reserve", config.reserve_memory),
                 *_part_if_any(OPEN_PART, request.open_nbytes),
@@ -345,10 +353,17 @@ def _nbytes_on(placements: Sequence[Placement], tier: Tier) -> int:
 
 def _count_updates(request: Request) -> int:
     """Return what an update inside of backward takes beside it: some temporary tensors of one, or of a piece of one."""
-    if request.config.step_timing is not StepTiming.IN_BACKWARD:
+    if request.config.step_timing is not StepTiming.IN_BACKWARD or request.config.is_apart:
         return 0
     sizes = (parameter.master_nbytes for parameter in request.parameters if parameter.trainable)
     return min(UPDATE_NBYTES, _TEMPORARIES * max(sizes, default=0))
+
+
+def _count_leaving(request: Request, graph: GraphFacts) -> int:
+    """Return what gradients may hold of a device with streams until they have been copied: the largest, and one more."""
+    if not request.config.is_apart:
+        return 0
+    return 2 * max((gradient.nbytes for gradient in graph.gradients), default=0)
 
 
 def _part_if_any(part: str, nbytes: int) -> tuple[tuple[str, int], ...]:

@@ -122,7 +122,7 @@ class Placer:
         host_left = config.host_memory - config.staging_memory
         homes = bytearray([_NVME]) * (len(ROLES) * len(self._parameters))
         for index in self._small if resident_nbytes is None else self._smallest_first:
-            if self._full_nbytes[index] <= device_left:
+            if self._full_nbytes[index] <= device_left and self._may_reside(index, self._read[index], config):
                 device_left -= self._full_nbytes[index]
                 homes[len(ROLES) * index + self._read[index]] = _DEVICE
         # Small parameters keep all they have in memory: chunks of a few bytes are what a disk is worst at.
@@ -140,12 +140,17 @@ class Placer:
                 homes[copy.slot] = _HOST
         if spare_nbytes > 0:
             for copy in self._by_price(prices):
-                if copy.device_nbytes <= spare_nbytes and homes[copy.slot] == _NVME:
+                is_free = homes[copy.slot] == _NVME and self._may_reside(*divmod(copy.slot, len(ROLES)), config)
+                if copy.device_nbytes <= spare_nbytes and is_free:
                     spare_nbytes -= copy.device_nbytes
                     homes[copy.slot] = _DEVICE
         placed = self._placed_at(bytes(homes))
         _check_nvme(placed.placements, config, placed.file_nbytes)
         return placed
+
+    def _may_reside(self, index: int, role: int, config: Config) -> bool:
+        """Return whether a copy may live on the device. Where no CPU op reaches that, what people see lives elsewhere."""
+        return not config.is_apart or (role == COMPUTE and self._read[index] == COMPUTE)
 
     def _placed_at(self, homes: bytes) -> Placed:
         if homes not in self._placed:

@@ -12,7 +12,7 @@ from torch import nn
 
 import zinf_compile
 from tests.races import Races, watching_races
-from zinf_compile.runtime import optimizer, transfers
+from zinf_compile.runtime import in_flight, optimizer, values
 from zinf_compile.runtime.staging import StagingBuffer, StagingPool
 from zinf_compile.runtime.transfers import Transfers
 
@@ -124,20 +124,20 @@ def test_staging_that_is_returned_too_early_is_found(tmp_path: Path) -> None:
 
     with (
         mock.patch.object(optimizer, "return_when_done", at_once),
-        mock.patch.object(transfers, "return_when_done", at_once),
+        mock.patch.object(values, "return_when_done", at_once),
     ):
         found = races_with(tmp_path).found
     assert any("memory bytes" in race and "the write of" in race for race in found)
 
 
 def test_compute_that_does_not_wait_for_a_transfer_is_found(tmp_path: Path) -> None:
-    def wait(self: transfers.InFlight) -> None:
+    def wait(self: in_flight.InFlight) -> None:
         while not all(future._state == "FINISHED" for future in (self.started, *self.futures)):
             pass
 
     with (
-        mock.patch.object(transfers.InFlight, "wait", wait),
-        mock.patch.object(transfers.InFlight, "is_done", property(lambda _: False)),
+        mock.patch.object(in_flight.InFlight, "wait", wait),
+        mock.patch.object(in_flight.InFlight, "is_ready", property(lambda _: False)),
     ):
         found = races_with(tmp_path).found
     assert any(race.startswith("compute and the read of") for race in found)

@@ -1,0 +1,175 @@
+"""An NVIDIA GPU as the device that computes: three streams, events between them, and memory from torch's allocator.
+
+What hangs on the order of streams and events is in ``link.py``, which tests run on a device of their own: most machines have
+no GPU.
+"""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from zinf_compile.errors import CapacityError, ConfigError
+from zinf_compile.runtime.device import Event, Stream
+from zinf_compile.terms import format_bytes
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
+
+
+class CudaEvent:
+    """A point in the order of a CUDA stream."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        """Block the calling thread, and no other, until the stream has got there."""
+        self.event.synchronize()
+
+
+class CudaStream:
+    """A CUDA stream of torch's."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def wait(self, event: Event) -> None:
+        """Do what is told from now on only behind an event. Returns at once."""
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+    def record(self) -> CudaEvent:
+        """Return an event behind all that was told so far."""
+        # Blocking: a thread that waits for it sleeps, and leaves its core to those that launch ops and update.
+        return CudaEvent(self.stream.record_event(torch.cuda.Event(blocking=True)))
+
+    def copy(self, source: Tensor, destination: Tensor) -> None:
+        """Copy flat bytes. Returns at once where the host memory is pinned; else CUDA copies by way of its own first."""
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            destination.copy_(source, non_blocking=True)
+
+
+class CudaDevice:
+    """One GPU. ConfigError where torch finds none of that number."""
+
+    def __init__(self, name: str) -> None:
+        if not torch.cuda.is_available():
+            why = "torch here is built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
+            raise ConfigError(
+                f"device={name!r} asks for an NVIDIA GPU, and {why}; say device='cpu', or install torch for CUDA and check "
+                "that `nvidia-smi` lists the GPU"
+            )
+        asked = torch.device(name)
+        index = torch.cuda.current_device() if asked.index is None else asked.index
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device={name!r} is not there: torch finds {torch.cuda.device_count()} GPUs, the last is "
+                f"'cuda:{torch.cuda.device_count() - 1}'"
+            )
+        self.torch_device = torch.device("cuda", index)
+        # Hazard: none by themselves. Copies of each direction have a stream, so that both go on at once beside compute.
+        self._to_device = CudaStream(torch.cuda.Stream(self.torch_device))
+        self._to_host = CudaStream(torch.cuda.Stream(self.torch_device))
+        self._compute: CudaStream | None = None
+
+    @property
+    def compute(self) -> CudaStream:
+        """The stream that the model's ops go to: the one that was current when ``follow`` was last called."""
+        if self._compute is None:
+            self.follow()
+        assert self._compute is not None
+        return self._compute
+
+    def follow(self) -> None:
+        """Take the caller's current stream for that of compute. Called where the model's own thread is about to run ops."""
+        current = torch.cuda.current_stream(self.torch_device)
+        if self._compute is not None and self._compute.stream != current:
+            # Hazard: what was told to the stream before may still write what is read on this one, residents for example.
+            current.wait_stream(self._compute.stream)
+        if self._compute is None or self._compute.stream != current:
+            self._compute = CudaStream(current)
+
+    @property
+    def to_device(self) -> Stream:
+        """The stream of copies from host memory."""
+        return self._to_device
+
+    @property
+    def to_host(self) -> Stream:
+        """The stream of copies to host memory."""
+        return self._to_host
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory of the device, counted by torch's allocator. CapacityError, with what is free, without room."""
+        try:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+        except torch.cuda.OutOfMemoryError as error:
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            ours = torch.cuda.memory_reserved(self.torch_device)
+            raise CapacityError(
+                f"{self.torch_device} has no {format_bytes(nbytes)} left: {format_bytes(free)} of {format_bytes(total)} are "
+                f"free, this process holds {format_bytes(ours)} and others {format_bytes(total - free - ours)}; end these, "
+                f"or lower device_memory by what they took since it was chosen"
+            ) from error
+
+    def alias(self, memory: Tensor, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return flat elements over bytes of ``memory``, as a tensor with a storage of its own."""
+        return alias_bytes(memory, offset, num_elements, dtype)
+
+    def selected(self) -> AbstractContextManager[object]:
+        """Let the calling thread tell ops to the compute stream inside, whatever thread the model runs on."""
+        return torch.cuda.stream(self.compute.stream)
+
+    def pin(self, address: int, nbytes: int) -> str | None:
+        """Pin whole pages of host memory; return why not, in words, if that was refused."""
+        runtime = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        return None if int(code) == 0 else str(runtime.cudaGetErrorString(code))
+
+    def unpin(self, address: int) -> None:
+        """Undo ``pin``."""
+        torch.cuda.synchronize(self.torch_device)  # a copy in flight would go on with pages that may move
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Return the bytes of all tensors of this process on the device."""
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    @property
+    def peak_allocated_nbytes(self) -> int:
+        """Return the most that these were since the peak was forgotten."""
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    @property
+    def free_nbytes(self) -> int:
+        """Return the bytes that this process may still allocate."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free + torch.cuda.memory_reserved(self.torch_device) - self.allocated_nbytes
+
+    def forget_peak(self) -> None:
+        """Let the peak be what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def limit(self, nbytes: int) -> None:
+        """Let torch refuse, from now on, to hold more than so many bytes for this process."""
+        _, total = torch.cuda.mem_get_info(self.torch_device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
+
+
+def alias_bytes(memory: Tensor, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+    """Return flat elements over bytes of ``memory``, as a tensor whose storage begins there.
+
+    The storage keeps ``memory`` alive by a finalizer, as long as a tensor over it is.
+    """
+    nbytes = num_elements * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + offset, memory.device, nbytes)
+    weakref.finalize(storage, _drop, memory).atexit = False
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, (num_elements,), (1,))
+
+
+def _drop(memory: Tensor) -> None:
+    """Forget memory that a finalizer has kept until now."""
