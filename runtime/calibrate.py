@@ -6,68 +6,115 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from zinf_compile import ops
 from zinf_compile.hardware import Hardware, OpKind, OpRate, Rate, Route, make_route
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.fused_adamw import find_kernel
 from zinf_compile.runtime.futures import wait_all
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.op_rates import (
+    CPU_SIZES,
+    GPU_SIZES,
+    OpRates,
+    measure_attention,
+    measure_memory,
+    measure_op,
+    measure_overhead,
+    measure_products,
+)
 from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.terms import Tier
 
-_TOKENS, _HIDDEN, _INNER = 512, 512, 1024  # of a linear layer: 0.5 GFLOP a product, enough to be threaded
-_HEADS, _HEAD_WIDTH, _CONTEXT = 8, 64, 256
-_COPY_ELEMENTS = 16 * 2**20  # 64 MiB of fp32: beyond most caches, even of servers
-_OP_SHAPE = (512, 2048)  # what a block of that width has between two products
 _OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all: a model's do not stay in the cache either
 _DISK_NBYTES = 32 * 2**20
+_LINK_NBYTES = 64 * 2**20  # more than a millisecond on the fastest
 _DUPLEX_SHARE = 0.75  # of both rates together, from which on reads and writes count as not in each other's way
-_NUM_CALLS = 100
 _SMALL_OPS = 10  # a block has about as many for each product
 _MOST_TAKEN = 0.9  # beyond that something else was in the way
 _ROUND_SECONDS = 0.03  # of compute alone
 _MOVES = 2  # one after another, in a round of compute beside
 _REPEATS = 3  # the median of these, behind one that nobody counts
-_NUM_COLD = 8  # tensors to take turns with, so that none is in the cache when its turn comes: as in a model
 _UNUSABLE = torch.float16  # on a CPU a product takes a thousand times as long as in float32
 
 
 def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: int = _REPEATS) -> Hardware:
-    """Return the rates of this machine: ops in ``dtypes``, memory, disk (by writing and reading the store).
+    """Return the rates of this machine: ops in ``dtypes``, memory, disk (by writing and reading the store), copies to a GPU.
 
-    float16 is left out, as long as there is another: it takes minutes on a CPU, and nobody computes in it there.
+    float16 is left out on a CPU, as long as there is another: it takes minutes there, and nobody computes in it.
     """
-    chosen = sorted(set(dtypes) - {_UNUSABLE}, key=str) or [torch.float32]
-    memory = _measure_copy(repeats)
+    device = store.device
+    bench = OpRates(device, CPU_SIZES if device is None else GPU_SIZES, repeats)
+    unusable = {_UNUSABLE} if device is None else set()
+    chosen = sorted(set(dtypes) - unusable, key=str) or [torch.float32]
+    memory = measure_memory(bench)
     pairs = ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
-    # What moves is read and written, by the processors that compute.
-    routes = [make_route(*pair, memory / 2, takes_of_compute=1.0) for pair in pairs]
+    if device is None:
+        # What moves is read and written, by the processors that compute.
+        routes = [make_route(*pair, memory / 2, takes_of_compute=1.0) for pair in pairs]
+    else:
+        routes = [make_route(*pair, _measure_link(bench, store, pair[0])) for pair in pairs]
     if store.engine is not None:
-        routes += _measure_disk(store, repeats)
+        disk = _measure_disk(store, repeats)
+        routes += disk if device is None else _by_way_of_host(disk, routes)
     return Hardware(
         name=os.uname().nodename,
-        flops=tuple(Rate(name=_name(dtype), per_second=_measure_products(dtype, repeats)) for dtype in chosen),
-        attention_flops=tuple(
-            Rate(name=_name(dtype), per_second=_measure_attention(dtype, repeats)) for dtype in chosen
-        ),
+        flops=tuple(Rate(name=_name(dtype), per_second=measure_products(bench, dtype)) for dtype in chosen),
+        attention_flops=tuple(Rate(name=_name(dtype), per_second=measure_attention(bench, dtype)) for dtype in chosen),
         op_rates=tuple(
-            OpRate(kind=kind, dtype=_name(dtype), bytes_per_second=_measure_op(kind, dtype, repeats))
+            OpRate(kind=kind, dtype=_name(dtype), bytes_per_second=measure_op(bench, kind, dtype))
             for kind in OpKind
             for dtype in chosen
         ),
-        op_overhead_seconds=_measure_overhead(store),
+        op_overhead_seconds=measure_overhead(bench, store),
         memory_bytes_per_second=memory,
         routes=tuple(sorted(routes, key=lambda route: route.name)),
         optimizer_elements_per_second=_measure_optimizer(repeats),
+        updates_take_of_compute=1.0 if device is None else 0.0,  # on other processors
         sources=("measured on this machine",),
     )
+
+
+def _measure_link(bench: OpRates, store: Store, source: Tier) -> float:
+    """Return the bytes per second of copies between pinned staging and the device, over the link as transfers use it."""
+    link, device = store.transfers.link, store.device
+    assert link is not None
+    assert device is not None
+    nbytes = max(1, min(_LINK_NBYTES, store.staging.capacity))
+    with store.staging.lease(nbytes) as lease:
+        here = torch.frombuffer(lease.view, dtype=torch.uint8)
+        there = device.allocate([nbytes], torch.uint8)
+
+        def move() -> None:
+            if source is Tier.HOST:
+                link.bring(here, there, behind=link.mark()).landed.result()
+            else:
+                link.take(there, here).left.result()
+
+        return nbytes / bench.usual_seconds(move)
+
+
+def _by_way_of_host(disk: Iterable[Route], routes: Iterable[Route]) -> list[Route]:
+    """Return the routes of a disk from where the device is reached by way of host memory: both ways are taken at once."""
+    by_name = {route.name: route for route in routes}
+    joined = []
+    for route in disk:
+        source, destination = route.name.split(" -> ")
+        if Tier.DEVICE in (source, destination):
+            link = by_name[route.name.replace(Tier.NVME, Tier.HOST)]
+            speed = min(route.bytes_per_second, link.bytes_per_second)
+            joined.append(
+                replace(route, bytes_per_second=speed, lanes=(*route.lanes, *link.lanes), takes_of_compute=0.0)
+            )
+        else:
+            joined.append(replace(route, takes_of_compute=0.0))
+    return joined
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -75,93 +122,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _usual_seconds(call: Callable[[], object], repeats: int) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return max(statistics.median(times), 1e-9)
-
-
-@functools.cache
-def _measure_products(dtype: torch.dtype, repeats: int) -> float:
-    """Return the FLOP/s of a linear layer's three products: result, gradient of its input, gradient of its weight."""
-    tokens = torch.ones(_TOKENS, _HIDDEN, dtype=dtype)
-    weights = [torch.ones(_INNER, _HIDDEN, dtype=dtype) for _ in range(_NUM_COLD)]
-    gradient = torch.ones(_TOKENS, _INNER, dtype=dtype)
-
-    def products() -> None:
-        for weight in weights:
-            torch.mm(tokens, weight.t())
-            torch.mm(gradient, weight)
-            torch.mm(gradient.t(), tokens)
-
-    return _NUM_COLD * 3 * 2 * _TOKENS * _HIDDEN * _INNER / _usual_seconds(products, repeats)
-
-
-@functools.cache
-def _measure_attention(dtype: torch.dtype, repeats: int) -> float:
-    """Return the FLOP/s of causal attention, forward and backward, counting what is not masked."""
-    shape = (1, _HEADS, _CONTEXT, _HEAD_WIDTH)
-    query, key, value = (torch.ones(shape, dtype=dtype, requires_grad=True) for _ in range(3))
-    gradient = torch.ones(shape, dtype=dtype)
-
-    def attend() -> None:
-        result = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(result, (query, key, value), gradient)
-
-    num_products = 2 + 5  # forward, backward
-    return num_products * _HEADS * _CONTEXT**2 * _HEAD_WIDTH / _usual_seconds(attend, repeats)
-
-
-@functools.cache
-def _measure_op(kind: OpKind, dtype: torch.dtype, repeats: int) -> float:
-    """Return the bytes per second that a typical op of a kind reads and writes, into memory that is there already."""
-    x = torch.ones(_OP_SHAPE, dtype=dtype)
-    if kind is OpKind.RANDOM:  # bounded by drawing, so that caches do not matter
-        with torch.random.fork_rng(devices=()):  # the model's own numbers stay as they would be
-            return (2 * x.nbytes + x.numel()) / _usual_seconds(lambda: torch.native_dropout(x, 0.1, True), repeats)
-    xs = [torch.ones_like(x) for _ in range(_NUM_COLD)]
-    outs = [torch.ones_like(x) for _ in range(_NUM_COLD)]
-
-    def run() -> None:
-        for x, out in zip(xs, outs, strict=True):
-            if kind is OpKind.ELEMENTWISE:
-                torch.neg(x, out=out)
-            elif kind is OpKind.TRANSCENDENTAL:
-                torch.ops.aten.gelu.out(x, out=out)
-            else:
-                x.mean(-1)
-
-    num_tensors = 1 if kind is OpKind.REDUCTION else 2
-    return _NUM_COLD * num_tensors * x.nbytes / _usual_seconds(run, repeats)
-
-
-def _measure_overhead(store: Store) -> float:
-    """Return the seconds of calling an op on tensors so small that nothing else counts, in the median.
-
-    Half of the ops of a model are views, the others mostly write to arena memory. In between the caches are filled with
-    other things, as large tensors do in a model: calls then take two to three times as long.
-    """
-    store.arena.reserve(ALIGN)
-    small, large = torch.ones(8, 8), torch.ones(_OP_SHAPE)
-    place = (store.store_id, 0, (8, 8), (8, 1), small.dtype, small.device)
-    mul, transpose, others = torch.ops.aten.mul.out, torch.ops.aten.t.default, torch.empty_like(large)
-    times = []
-    for _ in range(_NUM_CALLS):
-        others.copy_(large)
-        start = time.perf_counter()
-        mul(transpose(small), small, out=ops.ARENA_VIEW(*place))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) / 2
-
-
-@functools.cache
-def _measure_copy(repeats: int) -> float:
-    source, destination = torch.ones(_COPY_ELEMENTS), torch.ones(_COPY_ELEMENTS)
-    # A copy reads and writes: twice the bytes of the tensor.
-    return 2 * source.nbytes / _usual_seconds(lambda: destination.copy_(source), repeats)
+    return OpRates(None, CPU_SIZES, repeats).usual_seconds(call)
 
 
 @functools.cache
@@ -188,8 +149,8 @@ def _measure_taken(move: Callable[[], object], repeats: int) -> float:
     It does what a block does: products, and small ops between them, whose threads wait for each other. Rounds alone and
     beside take turns, since what else the machine does changes meanwhile.
     """
-    tokens, weight = torch.ones(_TOKENS, _HIDDEN), torch.ones(_INNER, _HIDDEN)
-    small = torch.ones(_TOKENS, _HIDDEN // 8)
+    tokens, weight = torch.ones(CPU_SIZES.tokens, CPU_SIZES.hidden), torch.ones(CPU_SIZES.inner, CPU_SIZES.hidden)
+    small = torch.ones(CPU_SIZES.tokens, CPU_SIZES.hidden // 8)
 
     def rounds_per_second(goes_on: Callable[[float], bool]) -> float:
         count, start = 0, time.perf_counter()

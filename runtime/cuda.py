@@ -123,6 +123,10 @@ class CudaDevice:
         """Let the calling thread tell ops to the compute stream inside, whatever thread the model runs on."""
         return torch.cuda.stream(self.compute.stream)
 
+    def synchronize(self) -> None:
+        """Block until all streams have done what they were told."""
+        torch.cuda.synchronize(self.torch_device)
+
     def pin(self, address: int, nbytes: int) -> str | None:
         """Pin whole pages of host memory; return why not, in words, if that was refused."""
         runtime = torch.cuda.cudart()
@@ -131,7 +135,7 @@ class CudaDevice:
 
     def unpin(self, address: int) -> None:
         """Undo ``pin``."""
-        torch.cuda.synchronize(self.torch_device)  # a copy in flight would go on with pages that may move
+        self.synchronize()  # a copy in flight would go on with pages that may move
         torch.cuda.cudart().cudaHostUnregister(address)
 
     @property

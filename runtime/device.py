@@ -59,6 +59,9 @@ class StreamDevice(Protocol):
     def follow(self) -> None:
         """Take the caller's current stream for that of compute. Called where the model's own thread is about to run ops."""
 
+    def synchronize(self) -> None:
+        """Block until all streams have done what they were told."""
+
     def pin(self, address: int, nbytes: int) -> str | None:
         """Pin whole pages of host memory; return why not, in words, if that was refused."""
 

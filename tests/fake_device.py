@@ -1,7 +1,7 @@
 """A device with memory and streams of its own, on a CPU: what runs on it is bit for bit what a GPU would be told.
 
 Ops of compute run when they are told. Copies run on a thread for each stream, later, by as long as a seeded generator says.
-What ``link.py`` does not order comes out wrong, or is found by ``tests/races.py``, which follows streams as actors of their own.
+What ``link.py`` does not order comes out wrong, or is found by ``tests/races.py``, to which streams are actors of their own.
 """
 
 import random
@@ -159,6 +159,11 @@ class FakeDevice:
     def limit(self, nbytes: int) -> None:
         """Note the limit."""
         self.limits.append(nbytes)
+
+    def synchronize(self) -> None:
+        """Block until the streams have done what they were told."""
+        for stream in (self.to_device, self.to_host):
+            stream.record().wait()
 
     def close(self) -> None:
         """End the streams."""

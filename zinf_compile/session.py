@@ -181,7 +181,8 @@ class Session:
             floating = frozenset(dtype for dtype in found if dtype.is_floating_point)
             dtypes = floating or frozenset({torch.float32})
             with self.store.staging.uncounted():
-                self.hardware = find_measured(self.config.nvme, dtypes) or measure_hardware(self.store, dtypes)
+                kept = None if self.config.is_apart else find_measured(self.config.nvme, dtypes)  # of the CPU
+                self.hardware = kept or measure_hardware(self.store, dtypes)
         program, compiled = fit_by_tiles(
             graph_module,
             StoreCatalog(self.store),
