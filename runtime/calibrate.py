@@ -50,7 +50,8 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
     float16 is left out on a CPU, as long as there is another: it takes minutes there, and nobody computes in it.
     """
     device = store.device
-    bench = OpRates(device, CPU_SIZES if device is None else GPU_SIZES, repeats)
+    sizes = CPU_SIZES if store.memory.torch_device.type == "cpu" else GPU_SIZES
+    bench = OpRates(device, sizes, repeats)
     unusable = {_UNUSABLE} if device is None else set()
     chosen = sorted(set(dtypes) - unusable, key=str) or [torch.float32]
     memory = measure_memory(bench)

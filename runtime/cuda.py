@@ -69,9 +69,10 @@ class CudaDevice:
                 f"'cuda:{torch.cuda.device_count() - 1}'"
             )
         self.torch_device = torch.device("cuda", index)
-        # Hazard: none by themselves. Copies of each direction have a stream, so that both go on at once beside compute.
+        # Copies of each direction have a stream, and updates: all go on at once. Hazards are between them, and in link.py.
         self._to_device = CudaStream(torch.cuda.Stream(self.torch_device))
         self._to_host = CudaStream(torch.cuda.Stream(self.torch_device))
+        self._update = CudaStream(torch.cuda.Stream(self.torch_device))
         self._compute: CudaStream | None = None
 
     @property
@@ -100,6 +101,15 @@ class CudaDevice:
     def to_host(self) -> Stream:
         """The stream of copies to host memory."""
         return self._to_host
+
+    @property
+    def update(self) -> Stream:
+        """The stream of optimizer updates, beside the model's ops."""
+        return self._update
+
+    def updating(self) -> AbstractContextManager[object]:
+        """Let the calling thread tell ops to the update stream inside."""
+        return torch.cuda.stream(self._update.stream)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory of the device, counted by torch's allocator. CapacityError, with what is free, without room."""

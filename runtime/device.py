@@ -47,6 +47,13 @@ class StreamDevice(Protocol):
     def to_host(self) -> Stream:
         """The stream of copies to host memory."""
 
+    @property
+    def update(self) -> Stream:
+        """The stream of optimizer updates, beside the model's ops."""
+
+    def updating(self) -> AbstractContextManager[object]:
+        """Let the calling thread tell ops to the update stream inside."""
+
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory of the device, counted by torch's allocator. CapacityError, with what is free, without room."""
 

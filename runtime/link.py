@@ -113,7 +113,7 @@ class Link:
         return self._device.compute.record()
 
     def bring(self, source: Tensor, destination: Tensor, *, behind: Event) -> Arrival:
-        """Start copying flat host bytes to flat bytes of the device, behind a mark of compute."""
+        """Start copying flat host bytes to flat bytes of the device, behind whoever read or wrote these."""
         stream = self._device.to_device
         with self._in_lock:  # no other thread's copy may come between a copy and its event
             stream.wait(behind)
@@ -126,14 +126,14 @@ class Link:
         # Hazard: ops told from now on read what is copied; they must not begin before it is there.
         self._device.compute.wait(event)
 
-    def take(self, source: Tensor, destination: Tensor) -> Departure:
-        """Start copying flat bytes of the device, as compute leaves them now, to flat host bytes.
+    def take(self, source: Tensor, destination: Tensor, *, behind: Event | None = None) -> Departure:
+        """Start copying flat bytes of the device, as compute leaves them now, or behind an event, to flat host bytes.
 
         Nobody may free the source before compute has been told to wait for that: ``let_go`` sees to it, or ``join``.
         """
         stream = self._device.to_host
         # Hazard: ops that make the source have been told and may not be done.
-        ready = self._device.compute.record()
+        ready = behind or self._device.compute.record()
         with self._out_lock:
             stream.wait(ready)
             stream.copy(source, destination)

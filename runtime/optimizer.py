@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from zinf_compile.errors import CapacityError, StoreError
 from zinf_compile.plans import UPDATE_NBYTES
 from zinf_compile.runtime.fused_adamw import Kernel, find_kernel
-from zinf_compile.runtime.futures import call_when_done, return_when_done
+from zinf_compile.runtime.futures import call_when_done, return_when_done, then_start
 from zinf_compile.runtime.home import HomeTensor
 from zinf_compile.runtime.nvme.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.shadow import shadow_step
@@ -91,14 +92,27 @@ class StreamedStep:
         self._is_cut = True  # into pieces, where it allocates
         self._jobs: list[Job] = []
         self._kernels: dict[Job, Kernel | None] = {}
+        self._device_jobs: set[Job] = set()  # those updated on the device
+        self._num_elements = self._num_on_device = 0
         if isinstance(jobs, Sequence):
             for job in jobs:
                 self._admit(job)
 
     def _admit(self, job: Job) -> None:
-        self._kernels[job] = _find_kernel(job)
+        if self._goes_to_device(job):
+            self._device_jobs.add(job)
+        self._kernels[job] = None if job in self._device_jobs else _find_kernel(job)
         self._check_fits(job)
         self._jobs.append(job)
+
+    def _goes_to_device(self, job: Job) -> bool:
+        """Return whether a job is updated on the device, by the share of all elements that are."""
+        if self._store.device_updates is None or not self._element_wise:
+            return False
+        self._num_elements += job.num_elements
+        wanted = self._num_on_device + job.num_elements <= self._store.device_share * self._num_elements
+        self._num_on_device += job.num_elements if wanted else 0
+        return wanted
 
     @property
     def largest_lease_nbytes(self) -> int:
@@ -236,7 +250,7 @@ class StreamedStep:
         wanted = self._store.chunk_elements
         slots = job.staged_slots
         if not slots:  # a kernel allocates nothing per element, and shares what it gets among its threads
-            return wanted if self._kernels[job] is None else max(1, job.num_elements)
+            return wanted if self._kernels.get(job) is None else max(1, job.num_elements)
         per_element = sum(slot.tensor.dtype.itemsize for slot in slots.values())
         fitting = self._store.staging.capacity // per_element
         return min(wanted, max(ALIGN, fitting - fitting % ALIGN))
@@ -305,7 +319,7 @@ class StreamedStep:
             transfers.wait(chunk.reads, "optimizer state on its way in")
             job.is_begun = record.torn = True
             with self._store.meter.updating(record.name):
-                self._compute(chunk)
+                back = self._update_on_device(chunk) if job in self._device_jobs else self._compute(chunk)
             if self._kernels[job] is None:  # which would have allocated nothing
                 self._store.sample_memory()
         except BaseException:
@@ -315,15 +329,36 @@ class StreamedStep:
         for role, slot in job.staged_slots.items():
             if role != GRADIENT:
                 offset, _ = slot.byte_range(chunk.start, chunk.stop)
-                writes += transfers.write(slot, offset, chunk.views[role])
+                write = partial(transfers.write, slot, offset, chunk.views[role])
+                writes += [then_start(back[role], write)] if role in back else write()
+        writes += (done for role, done in back.items() if role not in job.staged_slots)
         job.writes += writes
         if chunk.lease is not None:
             return_when_done(self._store.staging, chunk.lease, writes)
         if chunk.stop == job.num_elements:
             self._complete_when_home(job)
 
-    def _compute(self, chunk: _Chunk) -> None:
-        """Run the user's optimizer on a chunk whose reads are done."""
+    def _update_on_device(self, chunk: _Chunk) -> Mapping[str, Future[None]]:
+        """Tell the device to update a chunk whose reads are done; return what is done when each role has come back."""
+        job, record = chunk.job, chunk.job.record
+        host = {role: chunk.tensor(role, slot) for role, slot in {MASTER: record.master, **record.states}.items()}
+        if record.has_compute_copy:
+            host[COMPUTE] = chunk.tensor(COMPUTE, record.compute)
+        written = tuple(host)
+        host[GRADIENT] = self._raw_gradient(chunk)
+
+        def update(there: Mapping[str, Tensor]) -> None:
+            for operation in job.deferred:
+                operation(there[GRADIENT])
+            states = {key: there[key] for key in record.states}
+            part = _Part(master=there[MASTER], gradient=there[GRADIENT], states=states, compute=there.get(COMPUTE))
+            _update_part(job, part, shape=None)
+
+        assert self._store.device_updates is not None
+        return self._store.device_updates.run(host, {MASTER, GRADIENT, *job.kept_states}, written, update)
+
+    def _compute(self, chunk: _Chunk) -> Mapping[str, Future[None]]:
+        """Run the user's optimizer on a chunk whose reads are done. Nothing has to come back."""
         job, record = chunk.job, chunk.job.record
         part = _Part(
             master=chunk.tensor(MASTER, record.master),
@@ -342,13 +377,18 @@ class StreamedStep:
                 _update_part(job, part.cut(start, min(start + piece, num_elements)), shape=None)
         else:
             self._show_state(job, _update_part(job, part, shape=record.master.tensor.shape))
+        return {}
 
     def _gradient(self, chunk: _Chunk) -> Tensor:
+        gradient = self._raw_gradient(chunk)
+        for operation in chunk.job.deferred:  # on the staged copy; the one at home keeps it put off
+            operation(gradient)
+        return gradient
+
+    def _raw_gradient(self, chunk: _Chunk) -> Tensor:
+        """Return a chunk's gradient without what was put off."""
         if chunk.job.home_gradient is not None:
-            gradient = chunk.tensor(GRADIENT, chunk.job.home_gradient)
-            for operation in chunk.job.deferred:  # on the staged copy; the one at home keeps it put off
-                operation(gradient)
-            return gradient
+            return chunk.tensor(GRADIENT, chunk.job.home_gradient)
         return chunk.job.grad.detach().reshape(-1)[chunk.start : chunk.stop]
 
     def _show_state(self, job: Job, new_state: dict[str, Any]) -> None:
@@ -383,7 +423,12 @@ def _find_kernel(job: Job) -> Kernel | None:
 
 def _update_part(job: Job, part: _Part, *, shape: torch.Size | None) -> dict[str, Any]:
     """Update some elements in place as the user's optimizer does, which sees tensors of ``shape``; return their state."""
-    state = _copied(job.scalars) | {key: _shaped(part.states[key], shape) for key in job.kept_states}
+    scalars = _copied(job.scalars)
+    if job.group.get("fused") or job.group.get("capturable"):  # kernels that read them where they compute
+        scalars = {
+            key: value.to(part.master.device) if isinstance(value, Tensor) else value for key, value in scalars.items()
+        }
+    state = scalars | {key: _shaped(part.states[key], shape) for key in job.kept_states}
     gradient = _shaped(part.gradient.to(part.master.dtype), shape)
     new_state = shadow_step(job.optimizer, job.group, _shaped(part.master, shape).detach(), gradient, state)
     for key, tensor in part.states.items():

@@ -20,6 +20,7 @@ from zinf_compile.runtime.activations import Activations
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.device import make_device
 from zinf_compile.runtime.device_allocations import DeviceAllocations
+from zinf_compile.runtime.device_updates import DeviceUpdates
 from zinf_compile.runtime.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.home import refuse_gradient, torn_error
 from zinf_compile.runtime.home_gradient import settle_gradient
@@ -86,7 +87,11 @@ class Store:
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
         self.wanted_norms: set[float] = set()  # orders that somebody asked a gradient for, as clip_grad_norm_ does
         self.update_order: Mapping[str, int] = {}  # of parameters, the first that the next forward gathers first
-        self.chunk_elements = 2**20  # of the streamed step; a plan sets it
+        self.chunk_elements = 2**20  # of the streamed step; a plan sets it, and
+        self.device_share = 0.0  # of its elements, updated on the device
+        self.device_updates: DeviceUpdates | None = None
+        if self.device is not None and self.transfers.link is not None:
+            self.device_updates = DeviceUpdates(self.device, self.transfers.link)
         budget = config.device_memory - config.reserve_memory
         self.ram: DeviceRam | DeviceAllocations = DeviceRam(budget=budget)
         if self.device is not None:

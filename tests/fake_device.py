@@ -104,6 +104,7 @@ class FakeDevice:
         """It has so many bytes; ``pinning`` is why it refuses to pin host memory."""
         self.torch_device = torch.device("cpu")
         self.compute = FakeStream("compute", seed=seed, is_compute=True)
+        self.update = FakeStream("update", seed=seed, is_compute=True)
         self.to_device = FakeStream("to-device", seed=seed + 1, is_compute=False)
         self.to_host = FakeStream("to-host", seed=seed + 2, is_compute=False)
         self.nbytes = nbytes
@@ -121,6 +122,10 @@ class FakeDevice:
 
     def selected(self) -> AbstractContextManager[object]:
         """Change nothing: all threads tell ops to the same stream."""
+        return nullcontext()
+
+    def updating(self) -> AbstractContextManager[object]:
+        """Change nothing: the one thread that updates tells ops to its stream."""
         return nullcontext()
 
     def follow(self) -> None:

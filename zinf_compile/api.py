@@ -61,6 +61,9 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         step_in_backward: True to update a parameter as soon as its gradient is complete. The gradient never rests, and
             ``optimizer.step()`` only closes the step. What needs gradients, such as clipping by a norm, GradScaler and
             accumulation, is refused. The first step is an ordinary one, by which the optimizer becomes known.
+        update_on: "device" to let a GPU update what is at home elsewhere, which goes there and comes back in chunks; "host"
+            to let processors do it. By default the GPU, whose bits are those of PyTorch there; with compute="inductor" both,
+            each as much as ends at the same time.
         remake_plan: False to keep plans as they were made before the first step. By default what the first steps measure
             replaces estimates, and a plan that is faster by that is adopted between steps, once for each captured graph.
         capture: False to run the model's own forward eagerly, gathering parameters as it goes.

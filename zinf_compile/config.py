@@ -76,6 +76,9 @@ class Config:
     recompute: bool | None = None  # None: none, single values or blocks, as is fastest; True: blocks; False: never
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
+    update_on: str | None = (
+        None  # "host" or "device", which has memory of its own; None: what keeps bits, or is fastest
+    )
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
     capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
 
@@ -146,6 +149,7 @@ def make_config(options: Mapping[str, object], *, free_device_memory: Callable[[
         recompute=_check_bool(given.get("recompute"), option="recompute"),
         overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
+        update_on=_check_update_on(given.get("update_on"), device),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         capture=_check_bool(given.get("capture"), option="capture") is not False,
     )
@@ -217,6 +221,16 @@ def _check_compute(compute: object) -> str:
     if compute not in ("aten", "inductor"):
         raise ConfigError(f"compute={compute!r} is neither 'aten', op by op, nor 'inductor', compiled by blocks")
     return str(compute)
+
+
+def _check_update_on(where: object, device: str) -> str | None:
+    if where not in (None, "host", "device"):
+        raise ConfigError(f"update_on={where!r} is neither 'host', its processors, nor 'device', what computes")
+    if where == "device" and device == "cpu":
+        raise ConfigError(
+            "update_on='device' needs a device with memory of its own; say device='cuda', or leave it out"
+        )
+    return None if where is None else str(where)
 
 
 def _check_bool(flag: object, *, option: str) -> bool | None:

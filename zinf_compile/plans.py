@@ -18,6 +18,7 @@ WORKSPACE_PART = "workspace"  # the part of the device that kernels take beside 
 UPDATES_PART = "updates"  # the part of the device that an optimizer takes beside what is counted of it, and of compute
 UPDATE_NBYTES = 2**19  # of it: what one takes that allocates, a piece at a time; half is what is freed and not reused
 BACKGROUND_NBYTES = 2**22  # and what a thread of its own comes to hold for that, of which the C library returns little
+UPDATE_SETS = 3  # of buffers that chunks take turns with which are updated on the device: arriving, updated, leaving
 OUTSIDE_PART = "loss outside"  # the part of the device that a loss outside of the graph takes beyond all other parts
 LEAVING_PART = (
     "leaving"  # the part of a device with streams that gradients hold until they have been copied to the host
@@ -200,6 +201,7 @@ class StepPlan:
     nbytes_read: int  # from nvme
     nbytes_written: int  # to nvme
     num_elements: int
+    device_share: float = 0.0  # of the elements, whose updates run on the device; the others' on processors of the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

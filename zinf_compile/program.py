@@ -368,6 +368,7 @@ class Program:
         """Make a plan this program's, and its placements the session's; parameters move before the next run."""
         self._session.placements = join_placements(plan.placements)
         self._session.store.chunk_elements = plan.step.chunk_elements
+        self._session.store.device_share = plan.step.device_share
         self._session.store.activations.reserve(plan.swapped_nbytes(Tier.NVME))
         by_first_use = sorted(plan.uses, key=lambda use: use.ticks[0])
         names = dict.fromkeys(self._tiled.whole_name(use.parameter) for use in by_first_use)

@@ -14,7 +14,12 @@ from zinf_compile.passes.planning.arena import ARENA_ALIGN
 from zinf_compile.passes.planning.costs import ops_seconds, plan_spans
 from zinf_compile.passes.planning.leaving import count_resting
 from zinf_compile.passes.planning.op_kinds import keeps_kernels
-from zinf_compile.passes.planning.optimizer_step import plan_step
+from zinf_compile.passes.planning.optimizer_step import (
+    device_chunk_elements,
+    device_updates_nbytes,
+    plan_device_share,
+    plan_step,
+)
 from zinf_compile.passes.planning.placement import Placed, Placer, count_placed
 from zinf_compile.passes.planning.prefetch import TransferPlan
 from zinf_compile.passes.planning.prices import USUAL_PRICES, price_homes
@@ -135,7 +140,8 @@ class PlanBuilder:
             (item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0
         )
         self._outside = count_outside(staying, self._activations.peak_nbytes + self._workspace)
-        self._updates = _count_updates(request)
+        self._device_share = plan_device_share(request.config, request.hardware, request.parameters)
+        self._updates = _count_updates(request, self._device_share)
         self._leaving = _count_leaving(request, graph)
         self._kernels = request.kernel_cache_nbytes if any(map(keeps_kernels, graph.ops)) else 0
         self._read_nbytes = sum(
@@ -303,7 +309,8 @@ class PlanBuilder:
             ),
         }
         spare = config.device_memory - sum(nbytes for _, nbytes in parts[Tier.DEVICE])
-        if self._may_update_in_background(on_nvme) and spare >= BACKGROUND_NBYTES:
+        is_held_here = not config.is_apart and self._may_update_in_background(on_nvme)
+        if is_held_here and spare >= BACKGROUND_NBYTES:
             updates = (UPDATES_PART, self._updates + BACKGROUND_NBYTES)
             parts[Tier.DEVICE] = (*(part for part in parts[Tier.DEVICE] if part[0] != UPDATES_PART), updates)
         whole = self._resting.returned_to(config)
@@ -333,7 +340,14 @@ class PlanBuilder:
             activations=self._activations,
             arena_nbytes=arena_nbytes,
             prefetch_nbytes=choice.look_ahead.prefetch_nbytes,
-            step=plan_step(self._shards, placements, staging_nbytes=staging, timing=config.step_timing),
+            step=plan_step(
+                self._shards,
+                placements,
+                staging_nbytes=staging,
+                timing=config.step_timing,
+                device_share=self._device_share,
+                device_chunk=device_chunk_elements(config, self._shards),
+            ),
             tiers=tuple(
                 TierPlan(
                     tier=tier,
@@ -351,8 +365,13 @@ def _nbytes_on(placements: Sequence[Placement], tier: Tier) -> int:
     return sum(placement.nbytes_on(tier) for placement in placements)
 
 
-def _count_updates(request: Request) -> int:
-    """Return what an update inside of backward takes beside it: some temporary tensors of one, or of a piece of one."""
+def _count_updates(request: Request, device_share: float) -> int:
+    """Return what updates take on the device: inside of backward some temporary tensors of one, or of a piece of one.
+
+    Where they run on a device with memory of its own, buffers for chunks as well.
+    """
+    if device_share:
+        return device_updates_nbytes(request.config, request.parameters)
     if request.config.step_timing is not StepTiming.IN_BACKWARD or request.config.is_apart:
         return 0
     sizes = (parameter.master_nbytes for parameter in request.parameters if parameter.trainable)

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
 from zinf_compile.facts import ParameterFact
-from zinf_compile.plans import Placement, StepPlan
+from zinf_compile.hardware import Hardware
+from zinf_compile.plans import UPDATE_SETS, Placement, StepPlan
 from zinf_compile.terms import StepTiming, Tier, format_bytes
 
 # 1 Mi elements are 4 MiB of fp32: large enough for full disk speed, small enough that moments stay in the cache.
@@ -12,6 +14,10 @@ _MAX_CHUNK_ELEMENTS = 2**20
 # Chunk limits are multiples of this many elements, so that vectorised kernels see the same alignment as on the whole
 # tensor and every slice of every dtype starts on a 4 KiB sector.
 CHUNK_ALIGN_ELEMENTS = 4096
+_TEMPORARIES = (
+    6  # tensors like the master copy that an update of a chunk on the device makes: AdamW's default makes three
+)
+_DEVICE_SHARE = 32  # a chunk on the device takes one part in so many of it, with all its buffers
 _CHUNKS_IN_FLIGHT = 4  # one being read, one updated, two being written
 
 
@@ -24,16 +30,56 @@ def chunk_nbytes_per_element(parameter: ParameterFact) -> int:
     return gradient + master + state + (compute if parameter.has_compute_copy else 0)
 
 
+def plan_device_share(config: Config, hardware: Hardware, parameters: Sequence[ParameterFact]) -> float:
+    """Return the share of elements whose updates run on the device, so that these and the host's end at the same time.
+
+    All or nothing where that is asked for, and all where every bit is to be that of PyTorch on the device.
+    """
+    trained = [parameter for parameter in parameters if parameter.trainable]
+    if not config.is_apart or not trained or config.update_on == "host":
+        return 0.0
+    if config.update_on == "device" or config.compute == "aten":
+        return 1.0
+    num_elements = sum(parameter.num_elements for parameter in trained)
+    moved = sum(chunk_nbytes_per_element(parameter) * parameter.num_elements for parameter in trained) / num_elements
+    speeds = (hardware.bytes_per_second(*pair) for pair in ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST)))
+    on_device = min(speeds) / moved
+    return on_device / (on_device + hardware.optimizer_elements_per_second)
+
+
+def device_chunk_elements(config: Config, parameters: Sequence[ParameterFact]) -> int:
+    """Return how many elements one chunk has on the device: a whole one, or what a small device has room for."""
+    per_element = _device_nbytes_per_element(parameters)
+    fitting = config.device_memory // _DEVICE_SHARE // per_element
+    return max(CHUNK_ALIGN_ELEMENTS, min(_MAX_CHUNK_ELEMENTS, fitting - fitting % CHUNK_ALIGN_ELEMENTS))
+
+
+def device_updates_nbytes(config: Config, parameters: Sequence[ParameterFact]) -> int:
+    """Return what updates on the device take of it: buffers of the chunks under way, and temporaries of one."""
+    largest = max((parameter.num_elements for parameter in parameters if parameter.trainable), default=0)
+    return min(device_chunk_elements(config, parameters), largest) * _device_nbytes_per_element(parameters)
+
+
+def _device_nbytes_per_element(parameters: Sequence[ParameterFact]) -> int:
+    trained = [parameter for parameter in parameters if parameter.trainable and parameter.num_elements]
+    sizes = (chunk_nbytes_per_element(item) * UPDATE_SETS for item in trained)
+    masters = (-(-item.master_nbytes // item.num_elements) for item in trained)
+    return max(1, max(sizes, default=0) + _TEMPORARIES * max(masters, default=0))
+
+
 def plan_step(
     parameters: Sequence[ParameterFact],
     placements: Sequence[Placement],
     *,
     staging_nbytes: int,
     timing: StepTiming = StepTiming.SYNCHRONOUS,
+    device_share: float = 0.0,
+    device_chunk: int = _MAX_CHUNK_ELEMENTS,
 ) -> StepPlan:
     """Return the streamed step over trainable parameters with something on nvme.
 
-    Raises CapacityError when even the smallest chunk does not fit the staging budget.
+    Of those updated on the device a chunk has at most ``device_chunk`` elements. Raises CapacityError when even the smallest
+    chunk does not fit the staging budget.
     """
     homes = {placement.parameter: placement for placement in placements}
     trainable = [parameter for parameter in parameters if parameter.trainable]
@@ -51,12 +97,14 @@ def plan_step(
     read = sum(placement.update_nbytes_read for placement in moved)
     if timing is StepTiming.IN_BACKWARD:  # gradients do not come from disk
         read -= sum(placement.gradient_nbytes for placement in moved if placement.gradient is Tier.NVME)
+    limit = device_chunk if device_share else _MAX_CHUNK_ELEMENTS
     return StepPlan(
         timing=timing,
-        chunk_elements=chunk if streamed else _MAX_CHUNK_ELEMENTS,
+        chunk_elements=min(limit, chunk) if streamed else limit,
         num_chunks=sum(-(-parameter.num_elements // max(1, chunk)) for parameter in streamed),
         staging_nbytes=staging_nbytes,
         nbytes_read=read,
         nbytes_written=sum(placement.update_nbytes_written for placement in moved),
         num_elements=sum(parameter.num_elements for parameter in trainable),
+        device_share=device_share,
     )

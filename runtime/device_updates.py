@@ -1,0 +1,101 @@
+"""Updates on the device that computes: chunks of what an update reads go there over the link, and what it writes comes back.
+
+    to_device   free -> gradient, master copy, moments of chunk 1 | of chunk 2 | ...
+    update              arrived -> the user's optimizer on chunk 1 | ...
+    to_host                        done -> master copy, moments, compute copy of chunk 1 | ...
+
+A few sets of buffers take turns, so that the next chunk arrives while one is updated and the one before leaves.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zinf_compile.plans import UPDATE_SETS
+from zinf_compile.runtime.device import Event, StreamDevice
+from zinf_compile.runtime.link import Link
+from zinf_compile.runtime.nvme.engine import whole_sectors
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Buffers:
+    """Device memory of one chunk, and the event behind which it may be written again."""
+
+    memory: Tensor
+    free: Event
+
+
+class DeviceUpdates:
+    """Runs updates of one store on its device. Called on one thread at a time."""
+
+    def __init__(self, device: StreamDevice, link: Link) -> None:
+        self._device, self._link = device, link
+        self._sets: deque[_Buffers] = deque()
+
+    def run(
+        self,
+        host: Mapping[str, Tensor],
+        read: Collection[str],
+        written: Collection[str],
+        update: Callable[[Mapping[str, Tensor]], object],
+    ) -> dict[str, Future[None]]:
+        """Start updating flat tensors in host memory, of which some are read and some written.
+
+        ``update`` gets their copies on the device, and tells ops that change them in place. Returns what is done when each
+        that is written has come back; until then nobody may look at them, or change those that are read.
+        """
+        buffers = self._next_buffers(sum(_room(tensor) for tensor in host.values()))
+        there: dict[str, Tensor] = {}
+        cursor = 0
+        for role, tensor in host.items():
+            there[role] = self._device.alias(buffers.memory, cursor, tensor.numel(), tensor.dtype)
+            cursor += _room(tensor)
+            if role in read:
+                # Hazard: the chunk before in these buffers may still be leaving; its last copy ends at ``free``.
+                arrival = self._link.bring(_as_bytes(tensor), _as_bytes(there[role]), behind=buffers.free)
+                # Hazard: the update reads what arrives.
+                self._device.update.wait(arrival.event)
+        # Hazard: what is written and not read has no arrival to wait for.
+        self._device.update.wait(buffers.free)
+        try:
+            with self._device.updating():
+                update(there)
+        except BaseException:
+            self._device.synchronize()  # whoever gives up the host's tensors must not do so under a copy
+            raise
+        # Hazard: copies back read what the update writes.
+        done = self._device.update.record()
+        back = {role: self._link.take(_as_bytes(there[role]), _as_bytes(host[role]), behind=done) for role in written}
+        for departure in back.values():
+            buffers.free = departure.event  # of one stream: the last is behind all others
+        self._sets.append(buffers)
+        return {role: departure.left for role, departure in back.items()}
+
+    def _next_buffers(self, nbytes: int) -> _Buffers:
+        """Return the buffers whose chunk began to leave first; larger ones, if a chunk needs more."""
+        if len(self._sets) >= UPDATE_SETS:
+            buffers = self._sets.popleft()
+            if buffers.memory.numel() >= nbytes:
+                return buffers
+            buffers.free.wait()  # their memory goes back to the allocator, which knows nothing of copies
+            del buffers
+        with self._device.updating():  # of whose stream the allocator then takes it to be
+            memory = self._device.allocate([nbytes], torch.uint8)
+            return _Buffers(memory=memory, free=self._device.update.record())
+
+    def drop(self) -> None:
+        """Give the buffers back, once nothing uses them."""
+        while self._sets:
+            self._sets.popleft().free.wait()
+
+
+def _room(tensor: Tensor) -> int:
+    return whole_sectors(tensor.numel() * tensor.dtype.itemsize)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
