@@ -87,7 +87,7 @@ def _measure_link(bench: OpRates, store: Store, source: Tier) -> float:
     link, device = store.transfers.link, store.device
     assert link is not None
     assert device is not None
-    nbytes = max(1, min(_LINK_NBYTES, store.staging.capacity))
+    nbytes = min(_LINK_NBYTES, store.staging.capacity) // ALIGN * ALIGN
     with store.staging.lease(nbytes) as lease:
         here = torch.frombuffer(lease.view, dtype=torch.uint8)
         there = device.allocate([nbytes], torch.uint8)

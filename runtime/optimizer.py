@@ -145,8 +145,8 @@ class StreamedStep:
             self._store.settle_memory()
 
     def _may_overlap(self) -> bool:
-        """Return whether it may go on while compute does, and has bytes to move meanwhile."""
-        moves_bytes = any(job.staged_slots for job in self._jobs)
+        """Return whether it may go on while compute does, and has bytes to move meanwhile, or other processors to run on."""
+        moves_bytes = self._store.device is not None or any(job.staged_slots for job in self._jobs)
         return self._store.config.overlap_step and self._element_wise and moves_bytes and self.fits_beside_compute
 
     def _make_room(self) -> None:

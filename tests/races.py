@@ -13,19 +13,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 from zinf_compile.runtime import futures, in_flight, optimizer, transfers
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.backward_step import JobFeed
+from zinf_compile.runtime.calls import Calls
+from zinf_compile.runtime.device_updates import DeviceUpdates
+from zinf_compile.runtime.executor import Executor
 from zinf_compile.runtime.optimizer import _Chunk
 from zinf_compile.runtime.staging import StagingPool
 from zinf_compile.runtime.step_jobs import GRADIENT
 from zinf_compile.runtime.transfers import Transfers
+from zinf_compile.runtime.values import Values
 
 _PAGE = 4096
 Clock = dict[int, int]  # how far along each actor is known to be
@@ -53,15 +60,32 @@ class Races:
         self._actor = threading.local()
         self._num_actors = 0
         self._clocks: dict[int, Clock] = {}
+        self._streams: dict[FakeStream, int] = {}
         self._carried: dict[int, tuple[object, Clock]] = {}  # by the id of what carries it, which is kept alive
         self._accesses: dict[tuple[str, int], list[Access]] = defaultdict(list)  # by space and page
 
     def begin(self, clock: Clock) -> None:
         """Make the calling thread a new actor, behind all that ``clock`` knows of."""
+        self._actor.number = self._new_actor(clock)
+
+    def _new_actor(self, clock: Clock) -> int:
         with self._lock:
             self._num_actors += 1
-            self._actor.number = self._num_actors
             self._clocks[self._num_actors] = {**clock, self._num_actors: 1}
+            return self._num_actors
+
+    @contextmanager
+    def acting(self, stream: FakeStream) -> Iterator[None]:
+        """Let the caller be a stream inside, which does what it is told behind all that the teller has seen."""
+        clock = self.fork()
+        me = self._actor.number
+        with self._lock:
+            if stream not in self._streams:
+                self._streams[stream] = self._new_actor({})
+            self._actor.number = self._streams[stream]
+            self.join(clock)
+        yield
+        self._actor.number = me
 
     def _me(self) -> int:
         if not hasattr(self._actor, "number"):
@@ -145,6 +169,7 @@ def watching_races() -> Iterator[Races]:
         _watch_order(races, replace)
         _watch_memory(races, replace)
         _watch_bytes(races, replace)
+        _watch_streams(races, replace)
         yield races
 
 
@@ -280,9 +305,7 @@ def _watch_memory(races: Races, replace: Replace) -> None:
 def _watch_bytes(races: Races, replace: Replace) -> None:
     """Note who reads and writes the file, staging, the arena, and homes in memory."""
 
-    def touch_tensor(tensor: Tensor, what: str, *, write: bool) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            races.touch("memory", tensor.data_ptr(), tensor.numel() * tensor.itemsize, what, write=write)
+    touch_tensor = partial(_touch_tensor, races)
 
     def disk_call(original: Any) -> Any:
         def call(owner: Transfers, method: Any, name: str, offset: int, buffer: memoryview, way: Any) -> None:
@@ -303,9 +326,10 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
         return call
 
     def send_home(original: Any) -> Any:
-        def call(owner: Transfers, slot: Any, start: int, stop: int, lease: Any, *rest: Any) -> None:
-            races.touch("memory", _address(lease.view), lease.nbytes, "what fills staging", write=True)
-            original(owner, slot, start, stop, lease, *rest)
+        def call(owner: Transfers, slot: Any, start: int, stop: int, lease: Any, *rest: Any, after: Any = None) -> None:
+            if after is None:
+                races.touch("memory", _address(lease.view), lease.nbytes, "what fills staging", write=True)
+            original(owner, slot, start, stop, lease, *rest, after=after)
 
         return call
 
@@ -320,7 +344,8 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
     def held_by(owner: Transfers, ticket: int) -> None:
         offset = owner._in_flight[ticket].offset
         nbytes = owner._arena._taken[offset] - offset
-        races.touch("memory", owner._arena._tensor.data_ptr() + offset, nbytes, "compute", write=False)
+        with _computing(races, owner._arena._device):
+            races.touch("memory", owner._arena._tensor.data_ptr() + offset, nbytes, "compute", write=False)
 
     def wait_gather(original: Any) -> Any:
         def call(owner: Transfers, ticket: int) -> bool:
@@ -340,15 +365,129 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
     def strided_view(original: Any) -> Any:
         def call(arena: Arena, offset: int, *args: Any, **kwargs: Any) -> Tensor:
             view: Tensor = original(arena, offset, *args, **kwargs)
-            touch_tensor(view, "compute, at a bound value", write=True)
+            with _computing(races, arena._device):
+                touch_tensor(view, "compute, at a bound value", write=True)
             return view
 
         return call
 
-    replace(Transfers, "_call", disk_call)
-    replace(Transfers, "_copy", copy)
-    replace(Transfers, "send_home", send_home)
+    replace(Calls, "_call", disk_call)
+    replace(Calls, "_copy", copy)
+    replace(Values, "send_home", send_home)
     replace(_Chunk, "tensor", chunk_tensor)
     replace(Transfers, "wait_gather", wait_gather)
     replace(Transfers, "release", release)
     replace(Arena, "strided_view", strided_view)
+
+
+def _touch_tensor(races: Races, tensor: Tensor, what: str, *, write: bool) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        races.touch("memory", tensor.data_ptr(), tensor.numel() * tensor.itemsize, what, write=write)
+
+
+@contextmanager
+def _computing(races: Races, device: object) -> Iterator[None]:
+    """Let what is touched inside be touched by the compute stream of a device, if there is one."""
+    if not isinstance(device, FakeDevice):
+        yield
+        return
+    with races.acting(device.compute):
+        yield
+
+
+class _Outputs(TorchDispatchMode):
+    """Notes the memory that ops of compute make and write: it may have been something else's before."""
+
+    def __init__(self, races: Races, device: FakeDevice) -> None:
+        super().__init__()
+        self._races, self._device = races, device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "zinf":  # whose bodies ask autograd, as they do outside of a mode
+            with ExitStack() as stack:
+                for key in _AUTOGRAD:
+                    was = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+                    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+                    stack.callback(torch._C._dispatch_tls_set_dispatch_key_excluded, key, was)
+                return func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not any(result.alias_info for result in func._schema.returns):
+            with self._races.acting(self._device.compute):
+                for output in outputs if isinstance(outputs, tuple | list) else [outputs]:
+                    if isinstance(output, Tensor) and output.numel() > _SMALL:
+                        _touch_tensor(self._races, output, "compute, at a new value", write=True)
+        return outputs
+
+
+_AUTOGRAD = [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther]
+_SMALL = 16  # elements: tickets and the like are no device's
+
+
+def _watch_streams(races: Races, replace: Replace) -> None:
+    """Follow what streams are told, and what waits for their events."""
+
+    def copy(original: Any) -> Any:
+        def call(stream: FakeStream, source: Tensor, destination: Tensor) -> None:
+            with races.acting(stream):
+                _touch_tensor(races, source, f"the {stream.name} stream, reading", write=False)
+                _touch_tensor(races, destination, f"the {stream.name} stream, writing", write=True)
+            original(stream, source, destination)
+
+        return call
+
+    def record(original: Any) -> Any:
+        def call(stream: FakeStream) -> FakeEvent:
+            event: FakeEvent = original(stream)
+            with races.acting(stream):
+                races.publish(event)
+            return event
+
+        return call
+
+    def stream_wait(original: Any) -> Any:
+        def call(stream: FakeStream, event: FakeEvent) -> None:
+            with races.acting(stream):
+                races.observe(event)
+            original(stream, event)
+
+        return call
+
+    def event_wait(original: Any) -> Any:
+        def call(event: FakeEvent) -> None:
+            original(event)
+            if not threading.current_thread().name.startswith("fake-"):  # whose waits were told by somebody else
+                races.observe(event)
+
+        return call
+
+    def run(original: Any) -> Any:
+        def call(executor: Executor, inputs: Any) -> Any:
+            device = executor._store.device
+            if not isinstance(device, FakeDevice):
+                return original(executor, inputs)
+            with _Outputs(races, device):
+                return original(executor, inputs)
+
+        return call
+
+    def update(original: Any) -> Any:
+        def call(updates: DeviceUpdates, host: Any, read: Any, written: Any, change: Any) -> Any:
+            device = updates._device
+            assert isinstance(device, FakeDevice)
+
+            def touch_and_change(there: Any) -> Any:
+                with races.acting(device.update):
+                    for role, tensor in there.items():
+                        _touch_tensor(races, tensor, f"the update on the device, at its {role}", write=role in written)
+                return change(there)
+
+            return original(updates, host, read, written, touch_and_change)
+
+        return call
+
+    replace(FakeStream, "copy", copy)
+    replace(FakeStream, "record", record)
+    replace(FakeStream, "wait", stream_wait)
+    replace(FakeEvent, "wait", event_wait)
+    replace(Executor, "_call", run)
+    replace(DeviceUpdates, "run", update)

@@ -87,6 +87,16 @@ class Placement:
         """Return what an optimizer step writes of this parameter to nvme; 0 if it is frozen."""
         return self._nbytes_on_nvme(gradient=0, compute=1)
 
+    @property
+    def update_nbytes_to_device(self) -> int:
+        """Return what an update on the device takes there: gradient, master copy and optimizer state."""
+        return self.gradient_nbytes + (self.master_nbytes or self.compute_nbytes) + self.optimizer_state_nbytes
+
+    @property
+    def update_nbytes_to_host(self) -> int:
+        """Return what comes back from an update on the device: every copy, and optimizer state."""
+        return self.master_nbytes + self.compute_nbytes + self.optimizer_state_nbytes
+
     def _nbytes_on_nvme(self, *, gradient: int, compute: int) -> int:
         if self.gradient_nbytes == 0:
             return 0
@@ -245,6 +255,11 @@ class Plan:
     def has_room_for_updates(self) -> bool:
         """Return whether what updates in the background hold is counted, if their optimizer allocates."""
         return dict(self.tier(Tier.DEVICE).parts).get(UPDATES_PART, 0) >= BACKGROUND_NBYTES
+
+    @property
+    def may_update_beside_compute(self) -> bool:
+        """Return whether updates hide behind compute: where bytes move for them, or other processors do them."""
+        return self.step.num_chunks > 0 or self.hardware.updates_take_of_compute == 0
 
     @property
     def leaving_nbytes(self) -> int:

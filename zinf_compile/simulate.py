@@ -73,7 +73,7 @@ class _Walk:
         self._resident = {use.parameter for use in plan.uses} - moved
         self._read: dict[int, list[str]] = defaultdict(list)  # residents that are updated beside forward, by first use
         self._timing = plan.step.timing
-        if self._timing is StepTiming.OVERLAPPED and plan.step.num_chunks == 0:
+        if self._timing is StepTiming.OVERLAPPED and not plan.may_update_beside_compute:
             self._timing = StepTiming.SYNCHRONOUS  # with nothing to move, updates would hide behind nothing
         if self._timing is StepTiming.OVERLAPPED and plan.num_ticks > plan.num_forward_ticks:
             first_use = {use.parameter: use.ticks[0] for use in plan.uses}
@@ -225,7 +225,7 @@ class _Walk:
         the update waits for in all is drawn as one stall at the end.
         """
         step, start, after = self._plan.step, self.clock, self._after
-        update = step.num_elements / self._plan.hardware.optimizer_elements_per_second
+        update = step.num_elements * (1 - step.device_share) / self._plan.hardware.optimizer_elements_per_second
         self.lanes.compute("optimizer (step)", start, start + update, after)
         for source, destination, nbytes in (
             (Tier.NVME, Tier.HOST, step.nbytes_read),
@@ -233,6 +233,12 @@ class _Walk:
         ):
             if nbytes:
                 self.lanes.move(source, destination, "optimizer state", nbytes, after)
+        if step.device_share:
+            trained = [placement for placement in self._plan.placements if placement.gradient_nbytes]
+            there = sum(placement.update_nbytes_to_device for placement in trained) * step.device_share
+            back = sum(placement.update_nbytes_to_host for placement in trained) * step.device_share
+            self.lanes.move(Tier.HOST, Tier.DEVICE, "optimizer state", int(there), after)
+            self.lanes.move(Tier.DEVICE, Tier.HOST, "optimizer state", int(back), after)
         self.clock = self.lanes.end_of(range(len(self.lanes.nodes)))
         if self.clock > start + update:
             self._stall("optimizer state", start + update)

@@ -35,7 +35,7 @@ class _BusyLanes:
         self._plan = plan
         self._world = World(hardware=plan.hardware, num_ranks=plan.num_ranks)
         timing = plan.step.timing
-        if timing is StepTiming.OVERLAPPED and plan.step.num_chunks == 0:
+        if timing is StepTiming.OVERLAPPED and not plan.may_update_beside_compute:
             timing = StepTiming.SYNCHRONOUS  # as it is simulated
         for span in plan.spans:
             self.phases[span.phase][COMPUTE_LANE] += span.seconds
@@ -68,7 +68,8 @@ class _BusyLanes:
         plan = self._plan
         if timing is StepTiming.SYNCHRONOUS:
             step = self.phases[Phase.STEP]
-            step[UPDATE_LANE] = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
+            on_host = plan.step.num_elements * (1 - plan.step.device_share)
+            step[UPDATE_LANE] = on_host / plan.hardware.optimizer_elements_per_second
             self._add_update(step, plan.step.nbytes_read, plan.step.nbytes_written)
             return
         within, phase = {sink.parameter for sink in plan.sinks}, self.phases[Phase.BACKWARD]

@@ -22,6 +22,7 @@ class _Update(NamedTuple):
     placement: Placement
     after: tuple[int, ...]
     nbytes_read: int
+    on_device: bool  # where it computes in no time, beside the copies there and back
 
 
 class Updates:
@@ -34,6 +35,10 @@ class Updates:
         nbytes = sum(placement.gradient_nbytes for placement in plan.placements)
         seconds = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
         self._seconds_per_nbyte = seconds / nbytes if nbytes else 0.0
+        self._device_share = plan.step.device_share
+        self._nbytes = self._nbytes_on_device = (
+            0  # of gradients, of all updates queued so far and of those on the device
+        )
         self._queued: deque[_Update] = deque()
         self._unwritten: deque[_Update] = deque()
         self._unfinished: set[str] = set()
@@ -48,7 +53,10 @@ class Updates:
             read = placement.update_nbytes_read
             if not with_gradient and placement.gradient is Tier.NVME:
                 read -= placement.gradient_nbytes
-            self._queued.append(_Update(placement, after, read))
+            self._nbytes += placement.gradient_nbytes
+            on_device = self._nbytes_on_device + placement.gradient_nbytes <= self._device_share * self._nbytes
+            self._nbytes_on_device += placement.gradient_nbytes if on_device else 0
+            self._queued.append(_Update(placement, after, read, on_device))
             self._unfinished.add(placement.parameter)
             self._idle_until = 0.0
 
@@ -96,6 +104,9 @@ class Updates:
     def _begin(self, update: _Update, after: tuple[int, ...]) -> None:
         """Append what reads an update and, chunk by chunk beside it, what computes it."""
         placement = update.placement
+        if update.on_device:
+            self._begin_on_device(update, after)
+            return
         seconds = placement.gradient_nbytes * self._seconds_per_nbyte
         if update.nbytes_read:
             read = self._lanes.move(Tier.NVME, Tier.HOST, f"update of {placement.parameter}", update.nbytes_read, after)
@@ -104,10 +115,23 @@ class Updates:
         else:
             after = (self._lanes.update(f"optimizer ({placement.parameter})", seconds, after),)
         self._beside.append((self._lanes.nodes[after[-1]].start_seconds, seconds))
-        if placement.update_nbytes_written:
-            self._unwritten.append(_Update(placement, after, 0))
+        self._computed(update, after)
+
+    def _begin_on_device(self, update: _Update, after: tuple[int, ...]) -> None:
+        """Append what reads an update, takes it to the device and brings it back."""
+        placement, name = update.placement, f"update of {update.placement.parameter}"
+        if update.nbytes_read:
+            after = (self._lanes.move(Tier.NVME, Tier.HOST, name, update.nbytes_read, after),)
+        there = self._lanes.move(Tier.HOST, Tier.DEVICE, name, placement.update_nbytes_to_device, after)
+        back = self._lanes.move(Tier.DEVICE, Tier.HOST, name, placement.update_nbytes_to_host, (there,))
+        self._computed(update, (back,))
+
+    def _computed(self, update: _Update, after: tuple[int, ...]) -> None:
+        """Go on with an update that has computed."""
+        if update.placement.update_nbytes_written:
+            self._unwritten.append(update._replace(after=after, nbytes_read=0))
         else:
-            self._end(placement, after)
+            self._end(update.placement, after)
 
     def _write(self, update: _Update) -> None:
         """Append what writes an update that has computed."""
