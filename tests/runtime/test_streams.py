@@ -185,7 +185,7 @@ def test_staging_that_is_returned_before_it_has_left_is_found(tmp_path: Path) ->
         return call
 
     with patched(LinkFiller, "_send", send):
-        found = races_with(tmp_path, width=128, device_memory=1200 * KIB, host_memory=900 * KIB).found
+        found = races_with(tmp_path, width=128, device_memory=1100 * KIB, host_memory=700 * KIB).found
     assert any("the to-device stream, reading" in race for race in found)
 
 
