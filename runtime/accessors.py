@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import Module
+from torch.utils._pytree import tree_leaves
 
 from zinf_compile.errors import ConfigError, UnsupportedError, ZinfError
 from zinf_compile.runtime.home import EagerGather
@@ -28,8 +29,10 @@ from zinf_compile.runtime.slots import StoredParameter, record_of
 class Forward:
     """Whether an eager forward of the model is running, and where its parameters are."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """``device`` is where inputs have to be; None where nobody can tell, as all is one memory."""
         self.depth = 0
+        self._device = device
         self.sites: list[tuple[Module, str, StoredParameter]] = []  # where each stored parameter is registered
 
     @property
@@ -39,6 +42,18 @@ class Forward:
         Backward runs checkpoints again with gradients enabled, and hooks, which look at parameters, without.
         """
         return self.depth > 0 or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+
+    def check_inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ConfigError for a tensor that the model is called with which is on another device than computes."""
+        if self._device is None or self.depth > 0:
+            return
+        for where, value in (*((f"argument {number}", arg) for number, arg in enumerate(args)), *kwargs.items()):
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, Tensor) and tensor.device != self._device and tensor.dim() > 0:
+                    raise ConfigError(
+                        f"{where} of {name} is on {tensor.device}, and the model computes on {self._device}; move it there "
+                        f"with .to('{self._device}') before the call"
+                    )
 
     @property
     def is_swapped(self) -> bool:
@@ -104,6 +119,7 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
             return cls.__call__(self, *args, **kwargs)
         forward = alive()
         assert forward is not None
+        forward.check_inputs(cls.__name__, args, kwargs)
         with forward.computing():
             if self._compiled_call_impl is not None and forward.is_swapped:  # the captured graphs know only our own
                 return self._call_impl(*args, **kwargs)

@@ -203,7 +203,8 @@ class Activations:
         if (link := self._transfers.link) is not None:
             self._meter.add_moved(Tier.DEVICE, Tier.HOST, swapped.nbytes)
             flat = swapped.on_device = _flat_in(value, stride)
-            departure = link.take(flat.view(torch.uint8), home.view(torch.uint8))
+            timing = self._meter.copying(Tier.DEVICE, Tier.HOST, swapped.nbytes, swapped.name)
+            departure = link.take(flat.view(torch.uint8), home.view(torch.uint8), timing=timing)
             swapped.left = departure.event
             swapped.leaving.append(departure.left)
             return
@@ -232,7 +233,8 @@ class Activations:
                 staged.copy_(piece)
                 writes = write()
             else:
-                departure = link.take(piece.view(torch.uint8), staged.view(torch.uint8))
+                timing = self._meter.copying(Tier.DEVICE, Tier.HOST, nbytes, swapped.name)
+                departure = link.take(piece.view(torch.uint8), staged.view(torch.uint8), timing=timing)
                 swapped.left = departure.event
                 writes = [then_start(departure.left, write)]
             return_when_done(self._transfers.staging, lease, writes)

@@ -71,26 +71,28 @@ class Calls:
     def read(self, slot: Named, offset: int, buffer: memoryview, destination: Tier = Tier.HOST) -> list[Future[None]]:
         """Start reading bytes of a slot or an activation; the buffer is filled when every future is done."""
         if (home := slot.device_bytes) is not None:
-            return [self._across(home, offset, buffer, to_host=True)]
+            return [self._across(slot.name, home, offset, buffer, to_host=True)]
         self._meter.add_moved(Tier.NVME, destination, len(buffer))
         return self._submit(self._file().read, slot, offset, buffer, (Tier.NVME, destination))
 
     def write(self, slot: Named, offset: int, buffer: memoryview, source: Tier = Tier.HOST) -> list[Future[None]]:
         """Start writing bytes of a slot; the buffer is free when every future is done."""
         if (home := slot.device_bytes) is not None:
-            return [self._across(home, offset, buffer, to_host=False)]
+            return [self._across(slot.name, home, offset, buffer, to_host=False)]
         self._meter.add_moved(source, Tier.NVME, len(buffer))
         return self._submit(self._file().write, slot, offset, buffer, (source, Tier.NVME))
 
-    def _across(self, home: Tensor, offset: int, buffer: memoryview, *, to_host: bool) -> Future[None]:
+    def _across(self, name: str, home: Tensor, offset: int, buffer: memoryview, *, to_host: bool) -> Future[None]:
         """Start copying between a home on the device and a buffer of whole sectors, which may be longer than the rest."""
         assert self.link is not None
         nbytes = min(len(buffer), home.numel() - offset)
         there, here = home[offset : offset + nbytes], torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes)
-        self._meter.add_moved(*((Tier.DEVICE, Tier.HOST) if to_host else (Tier.HOST, Tier.DEVICE)), nbytes)
+        way = (Tier.DEVICE, Tier.HOST) if to_host else (Tier.HOST, Tier.DEVICE)
+        self._meter.add_moved(*way, nbytes)
+        timing = self._meter.copying(*way, nbytes, name)
         if to_host:
-            return self.link.take(there, here).left
-        return self.link.bring(here, there, behind=self.link.mark()).landed
+            return self.link.take(there, here, timing=timing).left
+        return self.link.bring(here, there, behind=self.link.mark(), timing=timing).landed
 
     def _submit(
         self,

@@ -28,6 +28,12 @@ class CudaEvent:
         """Block the calling thread, and no other, until the stream has got there."""
         self.event.synchronize()
 
+    def seconds_until(self, later: Event) -> float:
+        """Return the seconds between two timed events, both of which have been waited for."""
+        assert isinstance(later, CudaEvent)
+        milliseconds: float = self.event.elapsed_time(later.event)
+        return milliseconds / 1000
+
 
 class CudaStream:
     """A CUDA stream of torch's."""
@@ -40,10 +46,10 @@ class CudaStream:
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
-    def record(self) -> CudaEvent:
-        """Return an event behind all that was told so far."""
+    def record(self, *, timed: bool = False) -> CudaEvent:
+        """Return an event behind all that was told so far, which may tell the time."""
         # Blocking: a thread that waits for it sleeps, and leaves its core to those that launch ops and update.
-        return CudaEvent(self.stream.record_event(torch.cuda.Event(blocking=True)))
+        return CudaEvent(self.stream.record_event(torch.cuda.Event(enable_timing=timed, blocking=True)))
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
         """Copy flat bytes. Returns at once where the host memory is pinned; else CUDA copies by way of its own first."""
@@ -115,7 +121,7 @@ class CudaDevice:
         """Return memory of the device, counted by torch's allocator. CapacityError, with what is free, without room."""
         try:
             return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
-        except torch.cuda.OutOfMemoryError as error:
+        except torch.OutOfMemoryError as error:
             nbytes = torch.Size(shape).numel() * dtype.itemsize
             free, total = torch.cuda.mem_get_info(self.torch_device)
             ours = torch.cuda.memory_reserved(self.torch_device)

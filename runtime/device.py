@@ -1,6 +1,6 @@
 """What computes: the memory it has, and the streams it is told things through. A CPU has neither of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -16,6 +16,9 @@ class Event(Protocol):
     def wait(self) -> None:
         """Block the calling thread until the stream has got there."""
 
+    def seconds_until(self, later: "Event") -> float:
+        """Return the seconds between two timed events, both of which have been waited for."""
+
 
 class Stream(Protocol):
     """Does what it is told one after the other, beside what other streams do."""
@@ -23,8 +26,8 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None:
         """Do what is told from now on only behind an event of another stream. Returns at once."""
 
-    def record(self) -> Event:
-        """Return an event behind all that was told so far."""
+    def record(self, *, timed: bool = False) -> Event:
+        """Return an event behind all that was told so far, which may tell the time."""
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
         """Copy flat bytes, both of one length and alive until it is done. Returns at once."""
@@ -93,6 +96,8 @@ class StreamDevice(Protocol):
     def limit(self, nbytes: int) -> None:
         """Let torch refuse, from now on, to hold more than so many bytes for this process."""
 
+
+Timing = Callable[[Stream], AbstractContextManager[None]]  # inside of which a stream is told what is timed
 
 CPU = torch.device("cpu")
 

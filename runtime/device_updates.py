@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from zinf_compile.plans import UPDATE_SETS
-from zinf_compile.runtime.device import Event, StreamDevice
+from zinf_compile.runtime.device import Event, StreamDevice, Timing
 from zinf_compile.runtime.link import Link
+from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import whole_sectors
+from zinf_compile.terms import Tier
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,18 +34,19 @@ class _Buffers:
 class DeviceUpdates:
     """Runs updates of one store on its device. Called on one thread at a time."""
 
-    def __init__(self, device: StreamDevice, link: Link) -> None:
-        self._device, self._link = device, link
+    def __init__(self, device: StreamDevice, link: Link, meter: Meter) -> None:
+        self._device, self._link, self._meter = device, link, meter
         self._sets: deque[_Buffers] = deque()
 
     def run(
         self,
+        name: str,
         host: Mapping[str, Tensor],
         read: Collection[str],
         written: Collection[str],
         update: Callable[[Mapping[str, Tensor]], object],
     ) -> dict[str, Future[None]]:
-        """Start updating flat tensors in host memory, of which some are read and some written.
+        """Start updating flat tensors in host memory that belong to ``name``, of which some are read and some written.
 
         ``update`` gets their copies on the device, and tells ops that change them in place. Returns what is done when each
         that is written has come back; until then nobody may look at them, or change those that are read.
@@ -56,7 +59,10 @@ class DeviceUpdates:
             cursor += _room(tensor)
             if role in read:
                 # Hazard: the chunk before in these buffers may still be leaving; its last copy ends at ``free``.
-                arrival = self._link.bring(_as_bytes(tensor), _as_bytes(there[role]), behind=buffers.free)
+                timing = self._count(Tier.HOST, Tier.DEVICE, tensor, f"{name} ({role})")
+                arrival = self._link.bring(
+                    _as_bytes(tensor), _as_bytes(there[role]), behind=buffers.free, timing=timing
+                )
                 # Hazard: the update reads what arrives.
                 self._device.update.wait(arrival.event)
         # Hazard: what is written and not read has no arrival to wait for.
@@ -69,11 +75,19 @@ class DeviceUpdates:
             raise
         # Hazard: copies back read what the update writes.
         done = self._device.update.record()
-        back = {role: self._link.take(_as_bytes(there[role]), _as_bytes(host[role]), behind=done) for role in written}
-        for departure in back.values():
+        back: dict[str, Future[None]] = {}
+        for role in written:
+            timing = self._count(Tier.DEVICE, Tier.HOST, host[role], f"{name} ({role})")
+            departure = self._link.take(_as_bytes(there[role]), _as_bytes(host[role]), behind=done, timing=timing)
             buffers.free = departure.event  # of one stream: the last is behind all others
+            back[role] = departure.left
         self._sets.append(buffers)
-        return {role: departure.left for role, departure in back.items()}
+        return back
+
+    def _count(self, source: Tier, destination: Tier, tensor: Tensor, name: str) -> Timing | None:
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        self._meter.add_moved(source, destination, nbytes)
+        return self._meter.copying(source, destination, nbytes, name)
 
     def _next_buffers(self, nbytes: int) -> _Buffers:
         """Return the buffers whose chunk began to leave first; larger ones, if a chunk needs more."""

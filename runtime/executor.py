@@ -51,7 +51,8 @@ class Executor:
                 record.forward_update_count = record.update_count
         store.begin_memory()
         store.arena.reserve(arena_nbytes)
-        with store.meter.phase(self._phase):
+        stream = None if store.device is None else store.device.compute
+        with store.meter.phase(self._phase, stream):
             try:
                 return self._run(inputs)
             except StoreError as error:

@@ -21,6 +21,7 @@ from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.device import Event
 from zinf_compile.runtime.futures import call_when_done, wait_all
 from zinf_compile.runtime.link import Link
+from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import whole_sectors
 from zinf_compile.runtime.staging import StagingBuffer, StagingPool
 from zinf_compile.terms import Tier
@@ -130,12 +131,12 @@ class LinkFiller:
         read: Read,
         *,
         piece_nbytes: int,
-        count: Callable[[Tier, Tier, int], None],
+        meter: Meter,
     ) -> None:
-        """``piece_nbytes`` is what moves per staging buffer; ``count`` is told of bytes that move between tiers."""
+        """``piece_nbytes`` is what moves per staging buffer."""
         self._arena, self._link, self._staging, self._read = arena, link, staging, read
         self._piece_nbytes = piece_nbytes
-        self._count = count
+        self._meter = meter
         # A thread that waits for staging. Those that read must not: others wait for their calls to give staging back.
         self._feeder = ThreadPoolExecutor(1, thread_name_prefix="zinf-transfer-feed")
 
@@ -156,13 +157,14 @@ class LinkFiller:
     def fill_from_memory(self, moving: InFlight, source: Tensor, arena_offset: int, home: Tier, slot: Named) -> None:
         """Tell the stream to copy."""
         flat = source.detach().view(-1).view(torch.uint8)
-        self._count(home, Tier.DEVICE, flat.numel())
+        self._meter.add_moved(home, Tier.DEVICE, flat.numel())
         self._bring(moving, flat, arena_offset)
 
     def _bring(self, moving: InFlight, source: Tensor, arena_offset: int) -> Future[None]:
         assert moving.mark is not None
         destination = self._arena.bytes_at(arena_offset, source.numel())
-        arrival = self._link.bring(source, destination, behind=moving.mark)
+        timing = self._meter.copying(Tier.HOST, Tier.DEVICE, source.numel(), moving.name)
+        arrival = self._link.bring(source, destination, behind=moving.mark, timing=timing)
         moving.landings.append(arrival.landed)
         moving.arrivals.append(arrival.event)
         return arrival.landed

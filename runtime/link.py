@@ -14,6 +14,7 @@ told before.
 import threading
 from collections import deque
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zinf_compile.errors import StoreError
-from zinf_compile.runtime.device import Event, StreamDevice
+from zinf_compile.runtime.device import Event, Stream, StreamDevice, Timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,21 +113,29 @@ class Link:
         # A copy into them waits for this event, which is behind all of those.
         return self._device.compute.record()
 
-    def bring(self, source: Tensor, destination: Tensor, *, behind: Event) -> Arrival:
+    def bring(self, source: Tensor, destination: Tensor, *, behind: Event, timing: Timing | None = None) -> Arrival:
         """Start copying flat host bytes to flat bytes of the device, behind whoever read or wrote these."""
         stream = self._device.to_device
         with self._in_lock:  # no other thread's copy may come between a copy and its event
             stream.wait(behind)
-            stream.copy(source, destination)
+            with nullcontext() if timing is None else timing(stream):
+                stream.copy(source, destination)
             event = stream.record()
             return Arrival(event=event, landed=self._in_watcher.watch(event, source))
+
+    @property
+    def compute(self) -> Stream:
+        """The stream of the model's ops."""
+        return self._device.compute
 
     def join(self, event: Event) -> None:
         """Let compute go on behind a copy."""
         # Hazard: ops told from now on read what is copied; they must not begin before it is there.
         self._device.compute.wait(event)
 
-    def take(self, source: Tensor, destination: Tensor, *, behind: Event | None = None) -> Departure:
+    def take(
+        self, source: Tensor, destination: Tensor, *, behind: Event | None = None, timing: Timing | None = None
+    ) -> Departure:
         """Start copying flat bytes of the device, as compute leaves them now, or behind an event, to flat host bytes.
 
         Nobody may free the source before compute has been told to wait for that: ``let_go`` sees to it, or ``join``.
@@ -136,7 +145,8 @@ class Link:
         ready = behind or self._device.compute.record()
         with self._out_lock:
             stream.wait(ready)
-            stream.copy(source, destination)
+            with nullcontext() if timing is None else timing(stream):
+                stream.copy(source, destination)
             event = stream.record()
             return Departure(event=event, left=self._out_watcher.watch(event, destination))
 

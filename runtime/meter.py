@@ -3,15 +3,20 @@
 import itertools
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zinf_compile.hardware import route_name
+from zinf_compile.runtime.device import Event, Stream, Timing
 from zinf_compile.runtime.recorder import Recorder, profiled
 from zinf_compile.simulation.timeline import UPDATE_LANE
 from zinf_compile.terms import Phase, Tier
+
+_MOST_TIMED = 2**14  # waits and copies of some steps
+_LEAST_STALL_SECONDS = 1e-5  # what two events beside each other may be apart without anything between them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +28,19 @@ class Stall:
     count: int
 
 
+class _Timed(NamedTuple):
+    """What a stream was told between two timed events, and who wants to know how long that took."""
+
+    start: Event
+    end: Event
+    add: Callable[[float, float], None]  # is called with both times
+
+
 class Meter:
-    """Counters of one store, safe to add to from several threads."""
+    """Counters of one store, safe to add to from several threads.
+
+    What a device's streams do is timed by events, and known when somebody asks.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,6 +57,8 @@ class Meter:
         self._step_starts: list[float] = []
         self._num_steps = 0
         self.recorder: Recorder | None = None  # of what happens when, while somebody records it
+        self._timed: deque[_Timed] = deque()
+        self._origin: tuple[Event, float] | None = None  # of the streams' times, and when that was
 
     def add_moved(self, source: Tier, destination: Tier, nbytes: int) -> None:
         """Count bytes that moved between two tiers."""
@@ -57,16 +75,63 @@ class Meter:
         start = time.perf_counter()
         with profiled(f"wait for {name}"):
             yield
-        end = time.perf_counter()
-        if getattr(self._thread, "is_aside", False):
-            return
-        if (recorder := self.recorder) is not None:
+        if not getattr(self._thread, "is_aside", False):
+            self._add_stall(name, start, time.perf_counter(), self.recorder)
+
+    def _add_stall(self, name: str, start: float, end: float, recorder: Recorder | None) -> None:
+        if recorder is not None:
             recorder.add_stall(name, start, end)
         with self._lock:
             seconds, count = self._stalls.get(name, (0.0, 0))
             stalled = end - start
             self._stalls[name] = (seconds + stalled, count + 1)
             self._stalled_seconds += stalled
+
+    @contextmanager
+    def stall_on(self, stream: Stream, name: str) -> Iterator[None]:
+        """Count the time for which a stream does nothing but what it is told inside, to wait for ``name``."""
+        recorder = self.recorder
+
+        def add(start: float, end: float) -> None:
+            if end - start > _LEAST_STALL_SECONDS:
+                self._add_stall(name, start, end, recorder)
+            if recorder is not None:
+                recorder.arrive(name, end)
+
+        with self._timing(stream, add):
+            yield
+
+    def copying(self, source: Tier, destination: Tier, nbytes: int, name: str) -> Timing | None:
+        """Return what a stream's copy is to be told inside of, so that it is recorded; None while nobody records."""
+        if (recorder := self.recorder) is None:
+            return None
+        route = route_name(source, destination)
+        return lambda stream: self._timing(stream, lambda start, end: recorder.add(route, name, start, nbytes, end))
+
+    @contextmanager
+    def _timing(self, stream: Stream, add: Callable[[float, float], None]) -> Iterator[None]:
+        if self._origin is None:
+            origin = stream.record(timed=True)
+            origin.wait()  # once: only so a stream's times and the processor's can be compared
+            self._origin = origin, time.perf_counter()
+        start = stream.record(timed=True)
+        yield
+        self._timed.append(_Timed(start, stream.record(timed=True), add))
+        if len(self._timed) > _MOST_TIMED:  # nobody asks; the first was long ago
+            self._settle_first()
+
+    def settle(self) -> None:
+        """Wait for what streams were told inside of timed blocks, and take over how long it took."""
+        while self._timed:
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        timed = self._timed.popleft()
+        timed.start.wait()
+        timed.end.wait()
+        assert self._origin is not None
+        origin, seconds = self._origin
+        timed.add(seconds + origin.seconds_until(timed.start), seconds + origin.seconds_until(timed.end))
 
     @contextmanager
     def moving(self, source: Tier, destination: Tier, nbytes: int, name: str) -> Iterator[None]:
@@ -108,20 +173,29 @@ class Meter:
             self._moving[route] += change
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        """Record the time spent inside as one run of a phase."""
+    def phase(self, phase: Phase, stream: Stream | None = None) -> Iterator[None]:
+        """Record the time spent inside as one run of a phase, or the time for which a stream does what it is told inside."""
+        if stream is not None:
+            recorder = self.recorder
+            with self._timing(stream, lambda start, end: self._add_phase(phase, start, end, recorder)):
+                yield
+            return
         start = time.perf_counter()
         if phase is Phase.STEP:
             self._step_starts.append(start)
             self._num_steps += 1
         with profiled(str(phase)):
             yield
-        self._phase_seconds[phase].append(time.perf_counter() - start)
-        if (recorder := self.recorder) is not None:
-            recorder.add_phase(str(phase), start)
+        self._add_phase(phase, start, time.perf_counter(), self.recorder)
+
+    def _add_phase(self, phase: Phase, start: float, end: float, recorder: Recorder | None) -> None:
+        self._phase_seconds[phase].append(end - start)
+        if recorder is not None:
+            recorder.add_phase(str(phase), start, end)
 
     def forget_phases(self) -> None:
         """Forget the seconds of phases and steps, as those of a plan that is no longer followed."""
+        self.settle()
         self._phase_seconds.clear()
         self._step_starts.clear()
 
@@ -156,11 +230,13 @@ class Meter:
     @property
     def stalls(self) -> tuple[Stall, ...]:
         """Return all stalls, the longest first."""
+        self.settle()
         stalls = [Stall(name=name, seconds=seconds, count=count) for name, (seconds, count) in self._stalls.items()]
         return tuple(sorted(stalls, key=lambda stall: -stall.seconds))
 
     def phase_seconds(self, phase: Phase) -> tuple[float, ...]:
         """Return the seconds of each run of a phase, in order."""
+        self.settle()
         return tuple(self._phase_seconds[phase])
 
     @property

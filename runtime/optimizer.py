@@ -355,7 +355,7 @@ class StreamedStep:
             _update_part(job, part, shape=None)
 
         assert self._store.device_updates is not None
-        return self._store.device_updates.run(host, {MASTER, GRADIENT, *job.kept_states}, written, update)
+        return self._store.device_updates.run(record.name, host, {MASTER, GRADIENT, *job.kept_states}, written, update)
 
     def _compute(self, chunk: _Chunk) -> Mapping[str, Future[None]]:
         """Run the user's optimizer on a chunk whose reads are done. Nothing has to come back."""

@@ -34,25 +34,25 @@ class Recorder:
         self._phases: list[Event] = []
         self._arrivals: list[_Arrival] = []
 
-    def add(self, lane: str, name: str, start: float, nbytes: int = 0) -> None:
-        """Add what occupied a lane from ``start`` until now."""
+    def add(self, lane: str, name: str, start: float, nbytes: int = 0, end: float | None = None) -> None:
+        """Add what occupied a lane from ``start`` until ``end``, or now."""
         with self._lock:
-            self._others.append(Event(lane, name, start, time.perf_counter(), nbytes))
+            self._others.append(Event(lane, name, start, time.perf_counter() if end is None else end, nbytes))
 
     def add_stall(self, name: str, start: float, end: float) -> None:
         """Add that compute waited for ``name``."""
         with self._lock:
             self._stalls.append(Event(COMPUTE_LANE, name, start, end))
 
-    def add_phase(self, name: str, start: float) -> None:
-        """Add a phase that ran from ``start`` until now."""
+    def add_phase(self, name: str, start: float, end: float) -> None:
+        """Add a phase."""
         with self._lock:
-            self._phases.append(Event(COMPUTE_LANE, name, start, time.perf_counter()))
+            self._phases.append(Event(COMPUTE_LANE, name, start, end))
 
-    def arrive(self, name: str) -> None:
-        """Note that compute goes on with ``name`` from now on."""
+    def arrive(self, name: str, seconds: float | None = None) -> None:
+        """Note that compute goes on with ``name`` from a moment on, or from now."""
         with self._lock:
-            self._arrivals.append(_Arrival(time.perf_counter(), name))
+            self._arrivals.append(_Arrival(time.perf_counter() if seconds is None else seconds, name))
 
     def take(self) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
         """Return the events so far, compute among them, and the stalls, by when they began; 0 s is the first of all."""

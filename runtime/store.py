@@ -91,7 +91,7 @@ class Store:
         self.device_share = 0.0  # of its elements, updated on the device
         self.device_updates: DeviceUpdates | None = None
         if self.device is not None and self.transfers.link is not None:
-            self.device_updates = DeviceUpdates(self.device, self.transfers.link)
+            self.device_updates = DeviceUpdates(self.device, self.transfers.link, self.meter)
         budget = config.device_memory - config.reserve_memory
         self.ram: DeviceRam | DeviceAllocations = DeviceRam(budget=budget)
         if self.device is not None:

@@ -37,7 +37,7 @@ class Transfers(Values):
         self.filler: Filler = DirectFiller(arena, self.read, self.copy)
         if link is not None:
             piece_nbytes = self.piece_elements(torch.uint8)
-            self.filler = LinkFiller(arena, link, staging, self.read, piece_nbytes=piece_nbytes, count=meter.add_moved)
+            self.filler = LinkFiller(arena, link, staging, self.read, piece_nbytes=piece_nbytes, meter=meter)
 
     def issue_gather(
         self, records: Sequence[StoredParameter | StoredTile], dtypes: Sequence[torch.dtype], offsets: Sequence[int]
@@ -111,9 +111,12 @@ class Transfers(Values):
         else:
             with self._meter.stall(gather.name):
                 gather.wait()
-        self._join(gather)
+        if self.link is None:
+            self._meter.arrive(gather.name)
+        else:
+            with self._meter.stall_on(self.link.compute, gather.name):
+                self._join(gather)
         gather.is_awaited = True
-        self._meter.arrive(gather.name)
         return True
 
     def _join(self, gather: InFlight) -> None:

@@ -56,11 +56,13 @@ class Values(Calls):
         if slot.in_memory:
             home = slot.tensor.view(-1)[first : first + flat.numel()]
             self._meter.add_moved(Tier.DEVICE, slot.tier, home.numel() * home.dtype.itemsize)
-            self._writes.append((slot, link.take(_as_bytes(flat), _as_bytes(home)).left))
+            timing = self._meter.copying(Tier.DEVICE, slot.tier, slot.nbytes, slot.name)
+            self._writes.append((slot, link.take(_as_bytes(flat), _as_bytes(home), timing=timing).left))
         else:
             for start, stop, lease in self._leases(slot, flat.numel(), first):
                 here = torch.frombuffer(lease.view, dtype=flat.dtype, count=stop - start)
-                left = link.take(_as_bytes(flat[start:stop]), _as_bytes(here)).left
+                timing = self._meter.copying(Tier.DEVICE, Tier.HOST, lease.nbytes, slot.name)
+                left = link.take(_as_bytes(flat[start:stop]), _as_bytes(here), timing=timing).left
                 self.send_home(slot, first + start, first + stop, lease, Tier.DEVICE, after=left)
         link.let_go(flat)
 
@@ -112,7 +114,8 @@ class Values(Calls):
             piece = flat[start : start + step]
             with self.lease(piece.numel() * piece.dtype.itemsize, f"room for {slot.name}") as lease:
                 here = torch.frombuffer(lease.view, dtype=piece.dtype, count=piece.numel())
-                self.wait([link.take(_as_bytes(piece), _as_bytes(here)).left], slot.name)
+                timing = self._meter.copying(Tier.DEVICE, Tier.HOST, lease.nbytes, slot.name)
+                self.wait([link.take(_as_bytes(piece), _as_bytes(here), timing=timing).left], slot.name)
                 if slot.in_memory:
                     slot.tensor.view(-1)[start : start + step].add_(here)
                     self._meter.add_moved(Tier.DEVICE, slot.tier, lease.nbytes)

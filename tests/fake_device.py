@@ -28,6 +28,18 @@ class FakeEvent:
     def __init__(self, stream: "FakeStream") -> None:
         self.stream = stream
         self.done = threading.Event()
+        self.seconds = 0.0
+
+    def happen(self) -> None:
+        """Be done now."""
+        self.seconds = time.perf_counter()
+        self.done.set()
+
+    def seconds_until(self, later: "FakeEvent") -> float:
+        """Return the seconds between two events that are done."""
+        assert self.done.is_set()
+        assert later.done.is_set()
+        return later.seconds - self.seconds
 
     def wait(self) -> None:
         """Block until the stream has got there."""
@@ -38,26 +50,28 @@ class FakeEvent:
 class FakeStream:
     """Does what it is told on a thread of its own; or at once, if it is that of compute."""
 
-    def __init__(self, name: str, *, seed: int, is_compute: bool) -> None:
+    def __init__(self, name: str, *, seed: int, is_compute: bool, most_seconds: float = _MOST_SECONDS) -> None:
         self.name = name
         self._is_compute = is_compute
+        self._most_seconds = most_seconds
         self._random = random.Random(seed)
         self._told: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"fake-{name}", daemon=True)
-        self.num_copied = 0
+        self.num_copied = self.num_waits = 0
         if not is_compute:
             self._thread.start()
 
     def wait(self, event: Event) -> None:
         """Go on behind an event."""
+        self.num_waits += 1
         self._tell(event.wait)
 
-    def record(self) -> FakeEvent:
+    def record(self, *, timed: bool = False) -> FakeEvent:
         """Return an event behind all that was told so far."""
         event = FakeEvent(self)
-        self._tell(event.done.set)
+        self._tell(event.happen)
         return event
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
@@ -69,7 +83,7 @@ class FakeStream:
         self._tell(lambda: self._copy(source, destination))
 
     def _copy(self, source: Tensor, destination: Tensor) -> None:
-        time.sleep(self._random.random() * _MOST_SECONDS)
+        time.sleep(self._random.random() * self._most_seconds)
         destination.copy_(source)
 
     def _tell(self, act: Callable[[], None]) -> None:
@@ -100,13 +114,15 @@ class FakeStream:
 class FakeDevice:
     """A device of the interface of ``StreamDevice``."""
 
-    def __init__(self, *, seed: int = 0, nbytes: int = 2**40, pinning: str | None = None) -> None:
-        """It has so many bytes; ``pinning`` is why it refuses to pin host memory."""
+    def __init__(
+        self, *, seed: int = 0, nbytes: int = 2**40, pinning: str | None = None, most_seconds: float = _MOST_SECONDS
+    ) -> None:
+        """It has so many bytes; ``pinning`` is why it refuses to pin host memory; a copy takes up to so long."""
         self.torch_device = torch.device("cpu")
         self.compute = FakeStream("compute", seed=seed, is_compute=True)
         self.update = FakeStream("update", seed=seed, is_compute=True)
-        self.to_device = FakeStream("to-device", seed=seed + 1, is_compute=False)
-        self.to_host = FakeStream("to-host", seed=seed + 2, is_compute=False)
+        self.to_device = FakeStream("to-device", seed=seed + 1, is_compute=False, most_seconds=most_seconds)
+        self.to_host = FakeStream("to-host", seed=seed + 2, is_compute=False, most_seconds=most_seconds)
         self.nbytes = nbytes
         self.pinning = pinning
         self.pinned: dict[int, int] = {}

@@ -436,8 +436,8 @@ def _watch_streams(races: Races, replace: Replace) -> None:
         return call
 
     def record(original: Any) -> Any:
-        def call(stream: FakeStream) -> FakeEvent:
-            event: FakeEvent = original(stream)
+        def call(stream: FakeStream, *, timed: bool = False) -> FakeEvent:
+            event: FakeEvent = original(stream, timed=timed)
             with races.acting(stream):
                 races.publish(event)
             return event
@@ -471,7 +471,7 @@ def _watch_streams(races: Races, replace: Replace) -> None:
         return call
 
     def update(original: Any) -> Any:
-        def call(updates: DeviceUpdates, host: Any, read: Any, written: Any, change: Any) -> Any:
+        def call(updates: DeviceUpdates, name: str, host: Any, read: Any, written: Any, change: Any) -> Any:
             device = updates._device
             assert isinstance(device, FakeDevice)
 
@@ -481,7 +481,7 @@ def _watch_streams(races: Races, replace: Replace) -> None:
                         _touch_tensor(races, tensor, f"the update on the device, at its {role}", write=role in written)
                 return change(there)
 
-            return original(updates, host, read, written, touch_and_change)
+            return original(updates, name, host, read, written, touch_and_change)
 
         return call
 

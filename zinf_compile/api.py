@@ -103,7 +103,7 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         if values is not None:
             undo(values, on_meta)
         raise
-    forward = Forward()
+    forward = Forward(session.store.memory.torch_device if config.is_apart else None)
     session.forwards.append(forward)
     install_accessors(model, forward)
     if config.is_apart:
@@ -218,6 +218,7 @@ def record(model: Module) -> Iterator[Recording]:
         yield recording
         session.store.synchronize()
     finally:
+        meter.settle()
         meter.recorder = None
         recording.events, recording.stalls = recorder.take()
         recording.plans = tuple(program.plan for program in session.step_programs if program.plan is not None)

@@ -86,7 +86,8 @@ class Program:
         self.plan: Plan | None = None
         self.replanned: list[str] = []  # why it was planned again, in words
         self._watch = StepWatch(session.store.meter)
-        self._is_watched = session.config.remake_plan
+        # What a device with streams does is not seen from here: how long ops are told is not how long they take.
+        self._is_watched = session.config.remake_plan and not session.config.is_apart
         self._open_nbytes = open_nbytes  # what it is planned for
         self._most_open = open_nbytes  # that was found before any of its runs
         self.last_runs: dict[Phase, int] = {}  # how many steps had begun by then

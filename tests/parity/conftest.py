@@ -11,7 +11,7 @@ A workload is a function without arguments that returns a model and the batches 
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -190,6 +190,7 @@ class Parity:
         self._cache = cache
         self._models: list[nn.Module] = []
         self.has_streams = "ZINF_STREAMS" in os.environ
+        self._exits = ExitStack()
         # These models are tiny: without this all they have would be resident, and half of host memory a home.
         monkeypatch.setattr(placement_module, "RESIDENT_THRESHOLD", 0)
         monkeypatch.setattr(Config, "staging_memory", property(lambda config: min(config.host_memory, _STAGING)))
@@ -197,7 +198,7 @@ class Parity:
 
     def _measure_once(self, store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
         """Measure the machine for the first of all models alone: it takes as long as a small model's whole test."""
-        key = ("hardware", store.engine is not None, dtypes)
+        key = ("hardware", store.engine is not None, store.device is not None, dtypes)
         if key not in self._cache:
             self._cache[key] = measure_hardware(store, dtypes)
         return cast(Hardware, self._cache[key])
@@ -208,6 +209,11 @@ class Parity:
     assert_same = staticmethod(assert_same)
     assert_equal = staticmethod(assert_equal)
 
+    def on_streams(self) -> FakeDevice:
+        """Let what is optimized from now on compute on a device with streams; return it."""
+        self.has_streams = True
+        return self._exits.enter_context(on_streams())
+
     def close(self) -> None:
         """Check that nothing leaked, and give back files and threads."""
         for model in self._models:
@@ -215,6 +221,7 @@ class Parity:
             store.check_integrity()
             zinf_compile.close(model)
         self._models.clear()
+        self._exits.close()
 
     def reference(self, workload: Workload, *, captured: bool, loss: Loss = plain_loss) -> Trace:
         """Return the run in plain PyTorch: under torch's own ``aot_eager`` backend, or eager. Runs once a session."""
@@ -256,7 +263,7 @@ class Parity:
 
         It depends on the other ``tiers``, which are a host with plenty of room unless given: what is read ahead.
         """
-        key = ("device_memory", workload, tiers is None, captured, loss, *sorted(options.items()))
+        key = ("device_memory", workload, tiers is None, captured, loss, self.has_streams, *sorted(options.items()))
         if key not in self._cache:
             host = {**(tiers or {"host_memory": _STAGING + _PLENTY}), **_EVERY_BIT}
             model, batches = workload()

@@ -1,7 +1,7 @@
 """A device with streams: whatever plans say, no two streams touch the same bytes unordered; and what would is found."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +15,18 @@ from torch import Tensor, nn
 import zinf_compile
 from tests.fake_device import FakeDevice, FakeEvent, on_fake_device
 from tests.races import Races, watching_races
+from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.device_updates import DeviceUpdates
-from zinf_compile.runtime.in_flight import LinkFiller
+from zinf_compile.runtime.in_flight import InFlight, LinkFiller
 from zinf_compile.runtime.link import Link
+from zinf_compile.runtime.meter import Meter
+from zinf_compile.runtime.nvme.engine import ALIGN
+from zinf_compile.runtime.nvme.layout import FileLayout
+from zinf_compile.runtime.nvme.memory import MemoryEngine
+from zinf_compile.runtime.slots import Slot, map_tensor
+from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.runtime.transfers import Transfers
+from zinf_compile.terms import Tier
 
 STEPS = 3
 KIB, MIB = 2**10, 2**20
@@ -112,6 +121,31 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
         yield
 
 
+def test_what_streams_do_is_recorded_and_reported(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    with on_fake_device(FakeDevice(most_seconds=5e-3)):
+        model = zinf_compile.optimize(
+            Net(96, 2), tiles=False, nvme=tmp_path, device="cuda", device_memory=900 * KIB, host_memory=700 * KIB
+        )
+        sgd = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            with zinf_compile.record(model) as recording:
+                model(torch.randn(16, 96)).backward()
+                sgd.step()
+                sgd.zero_grad()
+        report = zinf_compile.report(model)
+        zinf_compile.close(model)
+    copies = [event for event in recording.events if event.lane == "host -> device"]
+    assert {"layers.0.0.weight"} <= {event.name for event in copies}
+    assert any(event.lane == "device -> host" and "gradient" in event.name for event in recording.events)
+    assert all(event.end_seconds > event.start_seconds for event in copies)
+    assert report.stalls, "copies take milliseconds, and compute nearly nothing"
+    stalled = sum(event.end_seconds - event.start_seconds for event in recording.stalls)
+    step = max(event.end_seconds for event in recording.events)
+    assert 0 < stalled < step
+    assert {str(phase.phase) for phase in report.phases} == {"forward", "backward", "step"}
+
+
 def test_the_small_model_has_no_race(tmp_path: Path) -> None:
     assert races_with(tmp_path).found == []
 
@@ -140,18 +174,45 @@ def test_compute_that_does_not_wait_for_a_copy_is_found(tmp_path: Path) -> None:
     assert any("compute" in race and "the to-device stream, writing" in race for race in found)
 
 
-def test_a_gradient_that_is_freed_too_early_is_found(tmp_path: Path) -> None:
-    def at_once(link: Link, value: Tensor) -> None:
-        """Hold nothing."""
+def _leave_and_reuse(device: FakeDevice, races: Races, let_go: Callable[[Link, Tensor], None]) -> None:
+    """Let a value leave, give it up, and let compute write to its memory, as the allocator would have it."""
+    link, value = Link(device), torch.arange(4096, dtype=torch.uint8)
+    home = torch.zeros_like(value)
+    departure = link.take(value, home)
+    let_go(link, value)
+    with races.acting(device.compute):
+        races.touch("memory", value.data_ptr(), value.numel(), "compute, at a new value", write=True)
+    departure.left.result()
+    assert torch.equal(home, value)
+    link.close()
 
-    with mock.patch.object(Link, "let_go", at_once):
-        found = [race for seed in range(3) for race in races_with(tmp_path, width=96 + 16 * seed, device_memory=2 * MIB).found]
-    assert any("the to-host stream, reading" in race and "compute, at a new value" in race for race in found)
+
+def test_a_value_that_is_freed_too_early_is_found() -> None:
+    with on_fake_device() as device, watching_races() as races:
+        races.begin({})
+        _leave_and_reuse(device, races, Link.let_go)
+        assert races.found == []
+        _leave_and_reuse(device, races, lambda link, value: None)
+    assert races.found
+    assert all("compute, at a new value and the to-host stream, reading" in race for race in races.found)
+
+
+def test_as_much_may_be_leaving_as_the_plan_counts() -> None:
+    with on_fake_device() as device:
+        link, values = Link(device, leaving_nbytes=8192), [torch.zeros(4096, dtype=torch.uint8) for _ in range(4)]
+        for number, value in enumerate(values):
+            link.take(value, torch.zeros_like(value))
+            before = device.compute.num_waits
+            link.let_go(value)
+            assert device.compute.num_waits - before == (number >= 2), "compute waits for the first, and no longer"
+        link.free_all()
+        assert device.compute.num_waits == 4
+        link.close()
 
 
 def test_a_gradient_that_leaves_before_it_is_computed_is_found(tmp_path: Path) -> None:
     def take(original: Any) -> Any:
-        def call(link: Link, source: Tensor, destination: Tensor, *, behind: Any = None) -> Any:
+        def call(link: Link, source: Tensor, destination: Tensor, *, behind: Any = None, timing: Any = None) -> Any:
             return original(link, source, destination, behind=behind or FakeDevice().compute.record())
 
         return call
@@ -168,33 +229,76 @@ def test_an_update_that_does_not_wait_for_its_chunk_is_found(tmp_path: Path) -> 
     assert any("the update on the device" in race and "the to-device stream, writing" in race for race in found)
 
 
-def test_staging_that_is_returned_before_it_has_left_is_found(tmp_path: Path) -> None:
-    def send(original: Any) -> Any:
-        def call(filler: LinkFiller, moving: Any, piece: Any, lease: Any, error: Any) -> None:
-            bring = filler._bring
+class Bench:
+    """A gather of one slot, which passes through staging for two of its sixteen pieces."""
 
-            def landed_at_once(*args: Any) -> Future[None]:
-                bring(*args)
-                done: Future[None] = Future()
-                done.set_result(None)
-                return done
+    def __init__(self, device: FakeDevice) -> None:
+        self.engine, self.layout = MemoryEngine(max_nbytes=2**20), FileLayout()
+        self.staging, self.arena = StagingPool(2 * ALIGN), Arena(device)
+        self.arena.reserve(16 * ALIGN)
+        self.transfers = Transfers(
+            engine=self.engine, staging=self.staging, arena=self.arena, meter=Meter(), link=Link(device)
+        )
+        size = torch.Size([16 * ALIGN // 4])
+        extent = self.layout.allocate(16 * ALIGN)
+        self.engine.reserve(self.layout.end)
+        home = map_tensor(self.engine.map(extent.offset, extent.reserved_nbytes), size, torch.float32)
+        self.slot = Slot(name="weight", tier=Tier.NVME, tensor=home, extent=extent)
 
-            with mock.patch.object(filler, "_bring", landed_at_once):
-                original(filler, moving, piece, lease, error)
+    def gather(self, value: Tensor) -> Tensor:
+        """Return what arrives of a value."""
+        self.slot.tensor.copy_(value)
+
+        def start(moving: InFlight) -> None:
+            self.transfers.filler.fill_from_file(moving, self.slot, self.slot.byte_range(0, 1)[0], 0, 16 * ALIGN)
+
+        ticket = self.transfers.issue("weight", 0, 16 * ALIGN, after=[], start=start)
+        self.transfers.wait_gather(ticket)
+        arrived = self.arena.view(0, value.shape, torch.float32).clone()
+        self.transfers.release(ticket)
+        return arrived
+
+    def close(self) -> None:
+        self.transfers.close()
+        self.staging.check_integrity(expect_idle=True)
+        self.arena.check_integrity(expect_idle=True)
+
+
+def test_a_gather_passes_through_staging_a_piece_at_a_time() -> None:
+    with on_fake_device() as device, watching_races() as races:
+        bench = Bench(device)
+        for step in range(3):
+            value = torch.arange(16 * ALIGN // 4, dtype=torch.float32) + step
+            assert torch.equal(bench.gather(value), value)
+        assert device.to_device.num_copied == 3 * 16
+        assert bench.staging.peak_nbytes == 2 * ALIGN
+        bench.close()
+    assert races.found == []
+
+
+def test_staging_that_is_returned_before_it_has_left_is_found() -> None:
+    def bring(original: Any) -> Any:
+        def call(filler: LinkFiller, *args: Any) -> Future[None]:
+            original(filler, *args)
+            landed: Future[None] = Future()
+            landed.set_result(None)
+            return landed
 
         return call
 
-    with patched(LinkFiller, "_send", send):
-        found = races_with(tmp_path, width=128, device_memory=1100 * KIB, host_memory=700 * KIB).found
-    assert any("the to-device stream, reading" in race for race in found)
+    with on_fake_device() as device, watching_races() as races, patched(LinkFiller, "_bring", bring):
+        bench = Bench(device)
+        bench.gather(torch.zeros(16 * ALIGN // 4))
+        bench.close()
+    assert any("the to-device stream, reading" in race and "the read of weight" in race for race in races.found)
 
 
 def test_buffers_of_updates_that_are_filled_before_they_are_free_are_found(tmp_path: Path) -> None:
     def run(original: Any) -> Any:
-        def call(updates: DeviceUpdates, host: Mapping[str, Tensor], *rest: Any) -> Any:
+        def call(updates: DeviceUpdates, *args: Any) -> Any:
             for buffers in updates._sets:
                 buffers.free = FakeDevice().compute.record()
-            return original(updates, host, *rest)
+            return original(updates, *args)
 
         return call
 
