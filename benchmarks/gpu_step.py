@@ -1,0 +1,312 @@
+"""What does training cost on a GPU with parameters and optimizer states on the host, over having the memory for all of them?
+
+    python -m benchmarks.gpu_step
+    python -m benchmarks.gpu_step --only 1.5B --tokens 16384 --json gpu.jsonl
+
+For each GPT, each in a process of its own and one after the other:
+
+    memory    all in device memory: torch.compile, bfloat16 autocast, fused AdamW, where it fits
+    zinf      parameters and optimizer states on the host, in a quarter of the device memory that ``memory`` took
+    fsdp2     FSDP2 on one rank with CPUOffloadPolicy, bfloat16 parameters in compute, fused AdamW
+
+JSON lines go to standard output, or to ``--json``: one for each run with the seconds of its steps and the device memory it
+took, and for each model the ratios, of which zinf over memory is wanted to be at most 1.10. First come the rates of the
+machine: copies through the link that training uses over plain pinned copies (at least 0.90 wanted), and our kernels' bytes
+per second over those of a copy on the device (at least 0.85). ``--device cpu`` runs all but the rates, as a rehearsal.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.json_lines import JsonLines
+
+_ROOT = Path(__file__).resolve().parents[1]
+_TIMEOUT_SECONDS = 900
+_WARM_UP_STEPS = 3
+_VOCABULARY = 32_000
+_CONTESTANTS = ("memory", "zinf", "fsdp2")
+_BYTES = 2**28  # of a copy whose rate is measured
+_ELEMENTS = 2**26  # of a chunk that a kernel is measured on
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a GPT."""
+
+    layers: int
+    hidden: int
+    sequence: int = 2048
+
+
+SHAPES = {
+    "tiny": Shape(layers=2, hidden=64, sequence=32),
+    "1.5B": Shape(layers=48, hidden=1600),
+    "7B": Shape(layers=32, hidden=4096),
+    "13B": Shape(layers=40, hidden=5120),
+}
+
+
+def _build(shape: Shape) -> Any:
+    import torch
+
+    sys.path.insert(0, str(_ROOT / "examples"))
+    from gpt import GPT, GPTConfig
+
+    config = GPTConfig(
+        vocab_size=_VOCABULARY,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=max(1, shape.hidden // 128),
+        seq=shape.sequence,
+    )
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def _fill(model: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
+
+
+def _train(
+    shape: Shape, tokens: int, device: str, rounds: int, loss_of: Callable[[Any], Any], optimizer: Any
+) -> list[float]:
+    """Return the seconds of some steps behind those that compile."""
+    import torch
+
+    batch = max(1, tokens // shape.sequence)
+    drawn = torch.randint(_VOCABULARY, (batch, shape.sequence + 1), device=device)
+    seconds = []
+    for _ in range(_WARM_UP_STEPS + rounds):
+        start = time.perf_counter()
+        loss = loss_of({"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()})
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # as a loop that prints it: the step before has ended on the device by then
+        seconds.append(time.perf_counter() - start)
+    return seconds[_WARM_UP_STEPS:]
+
+
+def _peak(device: str) -> int:
+    import torch
+
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def run_memory(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
+    """Train with all in device memory."""
+    import torch
+
+    model = _build(shape).to_empty(device=args.device)
+    _fill(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    compiled = torch.compile(model)
+
+    def loss_of(batch: Any) -> Any:
+        with torch.autocast(args.device, dtype=torch.bfloat16):
+            return compiled(**batch)
+
+    seconds = _train(shape, args.tokens, args.device, args.rounds, loss_of, optimizer)
+    return {"seconds": seconds, "device_nbytes": _peak(args.device)}
+
+
+def run_zinf(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
+    """Train with parameters and optimizer states on the host."""
+    import torch
+
+    import zinf_compile
+
+    model = _build(shape)
+    zinf_compile.optimize(
+        model,
+        init="reset",
+        device=args.device,
+        device_memory=args.device_memory,
+        host_memory=args.host_memory,
+        compute_dtype=torch.bfloat16,
+        compute=args.compute,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    seconds = _train(shape, args.tokens, args.device, args.rounds, lambda batch: model(**batch), optimizer)
+    report = zinf_compile.report(model)
+    return {
+        "seconds": seconds,
+        "device_nbytes": _peak(args.device),
+        "planned_device_nbytes": report.tiers[0].predicted_peak,
+        "predicted_seconds": report.step.predicted_seconds if report.step else None,
+        "stalls": [[stall.transfer, stall.seconds / max(1, stall.count)] for stall in report.stalls[:8]],
+        "moved": {route.route: route.nbytes for route in report.moved},
+    }
+
+
+def run_fsdp2(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
+    """Train by FSDP2 on one rank, offloading to the CPU."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=0, world_size=1)
+        model = _build(shape)
+        policy = {
+            "offload_policy": CPUOffloadPolicy(pin_memory=args.device == "cuda"),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        }
+        for block in model.blocks:
+            fully_shard(block, **policy)
+        fully_shard(model, **policy)
+        model.to_empty(device="cpu")
+        _fill(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        seconds = _train(shape, args.tokens, args.device, args.rounds, lambda batch: model(**batch), optimizer)
+        result = {"seconds": seconds, "device_nbytes": _peak(args.device)}
+        dist.destroy_process_group()
+        return result
+
+
+def measure_rates() -> list[dict[str, Any]]:
+    """Return how copies over the link and kernels compare with what the machine gives."""
+    import torch
+
+    from zinf_compile.runtime import kernels
+    from zinf_compile.runtime.cuda import CudaDevice
+    from zinf_compile.runtime.host_memory import PinnedMemory
+    from zinf_compile.runtime.link import Link
+
+    def usual(call: Callable[[], object]) -> float:
+        call()
+        times = []
+        for _ in range(9):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    device = CudaDevice("cuda")
+    link, memory = Link(device), PinnedMemory(device)
+    here = torch.frombuffer(memoryview(memory.take(_BYTES)).cast("B"), dtype=torch.uint8)
+    there, plain = (
+        torch.empty(_BYTES, dtype=torch.uint8, device="cuda"),
+        torch.empty(_BYTES, dtype=torch.uint8).pin_memory(),
+    )
+    ways = {
+        "host -> device": (
+            lambda: link.bring(here, there, behind=link.mark()).landed.result(),
+            lambda: there.copy_(plain, non_blocking=True),
+        ),
+        "device -> host": (
+            lambda: link.take(there, here).left.result(),
+            lambda: plain.copy_(there, non_blocking=True),
+        ),
+    }
+    lines: list[dict[str, Any]] = []
+    for name, (ours, theirs) in ways.items():
+        rates = {"ours": _BYTES / usual(ours), "plain": _BYTES / usual(theirs)}
+        lines.append({"question": "copies", "route": name, **rates, "ratio": rates["ours"] / rates["plain"]})
+    link.close()
+    memory.close()
+
+    full = torch.ones(_ELEMENTS, device="cuda")
+    narrow, compute, other = full.bfloat16(), full.bfloat16(), torch.empty_like(full)
+    copied = 2 * full.nbytes / usual(lambda: other.copy_(full))
+    states = [torch.zeros_like(full) for _ in range(2)]
+    scalars = kernels.AdamWScalars(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=1)
+    factors = torch.ones(2, device="cuda")
+    codes, scales = kernels.quantize(full)
+    calls = {
+        # Bytes per element: what each reads and writes.
+        "fused_adamw": (28, lambda: kernels.fused_adamw(full, *states, narrow, compute, factors, scalars)),
+        "pack_gradient": (6, lambda: kernels.pack_gradient(full)),
+        "quantize": (5, lambda: kernels.quantize(full)),
+        "dequantize": (5, lambda: kernels.dequantize(codes, scales)),
+    }
+    for name, (per_element, call) in calls.items():
+        rate = per_element * _ELEMENTS / usual(call)
+        lines.append({"question": "kernels", "kernel": name, "ours": rate, "copy": copied, "ratio": rate / copied})
+    return lines
+
+
+def _describe() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"device": "cpu", "torch": torch.__version__}
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+
+
+def _child(contestant: str, name: str, args: argparse.Namespace, device_memory: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.gpu_step", "--child", contestant, "--only", name]
+    for option in ("tokens", "device", "rounds", "host_memory", "compute"):
+        command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
+    command += ["--device-memory", device_memory]
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, cwd=_ROOT, env=environment, timeout=_TIMEOUT_SECONDS, check=False
+    )
+    if ended.returncode:
+        return {"failed": ended.stderr.strip().splitlines()[-4:]}
+    result: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
+    return result
+
+
+def _compare(name: str, args: argparse.Namespace, lines: JsonLines) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for contestant in args.contestants:
+        in_memory = found.get("memory", {}).get("device_nbytes", 0)
+        device_memory = str(in_memory // 4) if in_memory else args.device_memory
+        found[contestant] = _child(contestant, name, args, device_memory)
+        lines.note({"question": "step", "model": name, "contestant": contestant, **found[contestant]})
+    usual = {name: statistics.median(run["seconds"]) for name, run in found.items() if "seconds" in run}
+    ratios = {
+        f"zinf over {other}": usual["zinf"] / usual[other] for other in usual if "zinf" in usual and other != "zinf"
+    }
+    print(f"{name}: {usual} {ratios}", file=sys.stderr)
+    lines.note({"question": "summary", "model": name, "seconds": usual, **ratios})
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="NAME", nargs="+", choices=sorted(SHAPES), default=["1.5B", "7B", "13B"])
+    parser.add_argument("--contestants", nargs="+", choices=_CONTESTANTS, default=list(_CONTESTANTS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the lines to a file, not to standard output")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a step: enough to hide what moves")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device-memory", default="24GiB", help="of zinf, where memory was not run or did not fit")
+    parser.add_argument("--host-memory", default="100GiB")
+    parser.add_argument("--compute", choices=["aten", "inductor"], default="inductor")
+    parser.add_argument("--child", choices=_CONTESTANTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        runs = {"memory": run_memory, "zinf": run_zinf, "fsdp2": run_fsdp2}
+        print(json.dumps(runs[args.child](SHAPES[args.only[0]], args)))
+        return
+    lines = JsonLines("gpu_step", args.json)
+    lines.note({"question": "machine", **_describe()})
+    if args.device == "cuda":
+        for line in measure_rates():
+            lines.note(line)
+    for name in args.only:
+        _compare(name, args, lines)
+
+
+if __name__ == "__main__":
+    main()

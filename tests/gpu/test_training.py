@@ -1,0 +1,113 @@
+"""On a GPU every bit is that of plain PyTorch there, within the budget, whatever streams do at the same time."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zinf_compile
+from zinf_compile.terms import Tier
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import GPT, GPTConfig
+
+STEPS = 4
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_gpt() -> GPT:
+    return GPT(GPTConfig(vocab_size=2048, layers=4, hidden=256, heads=4, seq=128), seed=0)
+
+
+def train(model: Any, called: Any, *, clip: bool = False) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the losses and the parameters at the end, on the CPU."""
+    generator = torch.Generator().manual_seed(1)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(STEPS):
+        tokens = torch.randint(2048, (4, 129), generator=generator).cuda()
+        loss = called(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses, {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+BUDGETS = {
+    "resident": {"device_memory": "512MiB", "host_memory": "1GiB"},
+    "host": {"device_memory": "64MiB", "host_memory": "1GiB"},
+    "nvme": {"device_memory": "64MiB", "host_memory": "24MiB"},
+}
+
+
+@pytest.mark.parametrize("placement", sorted(BUDGETS))
+def test_bitwise_within_the_budget(placement: str, tmp_path: Path) -> None:
+    plain = make_gpt().cuda()
+    expected = train(plain, torch.compile(plain, backend="aot_eager"))
+    del plain
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    model = zinf_compile.optimize(
+        make_gpt(), device="cuda", nvme=tmp_path, compute="aten", tiles=False, **BUDGETS[placement]
+    )
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    losses, parameters = train(model, model)
+    peak = torch.cuda.max_memory_allocated() - before
+    report = zinf_compile.report(model)
+    device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
+    store = next(model.parameters())._zinf_record.store
+    refusal = store.memory.refusal
+    zinf_compile.close(model)
+    for ours, theirs in zip(losses, expected[0], strict=True):
+        assert torch.equal(ours, theirs)
+    for name, theirs in expected[1].items():
+        assert torch.equal(parameters[name], theirs), name
+    assert device.measured_peak <= device.predicted_peak, report
+    assert peak <= device.predicted_peak + 32 * MIB, "what inputs take, and what libraries keep"
+    assert refusal is None, f"host memory is not pinned: {refusal}"
+
+
+def test_updates_on_the_host_agree_to_rounding(tmp_path: Path) -> None:
+    plain = make_gpt().cuda()
+    expected, _ = train(plain, torch.compile(plain, backend="aot_eager"), clip=True)
+    torch._dynamo.reset()
+    model = zinf_compile.optimize(
+        make_gpt(), device="cuda", nvme=tmp_path, tiles=False, update_on="host", **BUDGETS["nvme"]
+    )
+    losses, _ = train(model, model, clip=True)
+    zinf_compile.close(model)
+    for ours, theirs in zip(losses, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # Adam's quotient, rounded otherwise on a CPU
+
+
+def test_what_streams_did_is_recorded(tmp_path: Path) -> None:
+    model = zinf_compile.optimize(make_gpt(), device="cuda", nvme=tmp_path, tiles=False, **BUDGETS["host"])
+    train(model, model)
+    with zinf_compile.record(model) as recording:
+        train(model, model)
+    zinf_compile.close(model)
+    lanes = {event.lane for event in recording.events}
+    assert {"compute", "host -> device", "device -> host"} <= lanes
+    assert all(event.end_seconds >= event.start_seconds for event in recording.events)
+
+
+def test_inputs_that_were_left_on_the_cpu() -> None:
+    model = zinf_compile.optimize(make_gpt(), device="cuda", **BUDGETS["resident"])
+    with pytest.raises(zinf_compile.ConfigError, match="is on cpu, and the model computes on cuda:0"):
+        model(torch.zeros(1, 8, dtype=torch.long))
+    zinf_compile.close(model)
