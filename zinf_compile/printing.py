@@ -244,6 +244,10 @@ def _dump_values(plan: Plan) -> list[str]:
             f"             reads {format_bytes(step.nbytes_read)}, writes {format_bytes(step.nbytes_written)}, "
             f"staging {format_bytes(step.staging_nbytes)}"
         )
+    if step.device_share:
+        lines.append(
+            f"             {step.device_share:.0%} of the elements updated on the device, {step.chunk_elements:,} at a time"
+        )
     return lines
 
 
