@@ -162,6 +162,8 @@ class Activations:
         """Return whether something that backward is given stands for a value that has left the device."""
         if not isinstance(candidate, Tensor) or candidate.dtype is not torch.int64 or candidate.numel() != 1:
             return False
+        if candidate.device.type != "cpu":  # a look at its number would wait for all that compute was told
+            return False
         swapped = self._swapped.get(int(candidate))
         return swapped is not None and swapped.token_address == candidate.data_ptr()
 

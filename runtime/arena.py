@@ -9,8 +9,7 @@ from torch import Tensor
 
 from zinf_compile.errors import VerifyError
 from zinf_compile.runtime.device import StreamDevice
-
-_MADV_POPULATE_WRITE = 23  # linux/mman.h; the mmap module does not name it
+from zinf_compile.runtime.host_memory import MADV_POPULATE_WRITE
 
 
 class Arena:
@@ -51,7 +50,7 @@ class Arena:
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         with suppress(OSError):  # before Linux 5.14, memory is taken only where it is touched
-            self._memory.madvise(_MADV_POPULATE_WRITE)  # what is counted as the device's is what the system counts
+            self._memory.madvise(MADV_POPULATE_WRITE)  # what is counted as the device's is what the system counts
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def drop(self) -> None:
