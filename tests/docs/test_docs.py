@@ -111,6 +111,7 @@ def test_adding_a_pass_as_written(tmp_path: Path) -> None:
     for name in ("zinf_compile", "passes", "runtime", "cuda", "examples", "tests/passes", "tests/parity"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copy(ROOT / "tests" / "fake_device.py", tmp_path / "tests")
     written = []
     for block in blocks(ROOT / "docs" / "adding_a_pass.md"):
         match block.mark:
