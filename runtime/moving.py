@@ -124,7 +124,7 @@ def _move(record: StoredParameter, role: str, tier: Tier) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             record.parameter.data = moved.tensor
     setattr(record, role, moved)
-    _give_back(record.store, slot)
+    slot.give_back(record.store.layout)
 
 
 def _move_state(record: StoredParameter, key: str, tier: Tier) -> None:
@@ -138,16 +138,7 @@ def _move_state(record: StoredParameter, key: str, tier: Tier) -> None:
     if moved is not slot and slot.shown is not None and state.get(key) is slot.shown:
         state[key] = HomeTensor.show(moved, record)
     if moved is not slot:
-        _give_back(record.store, slot)
-
-
-def _give_back(store: Store, slot: Slot) -> None:
-    """Let a slot's extent be used again, now that its value has moved.
-
-    Not if somebody holds an alias of the old mapping, who would read, or write, whatever came to lie there.
-    """
-    if slot.extent is not None and slot.is_forgotten:
-        store.layout.free(slot.extent)
+        slot.give_back(record.store.layout)
 
 
 def _moved_slot(store: Store, slot: Slot, tier: Tier) -> Slot:

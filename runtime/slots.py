@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.runtime.nvme.engine import whole_sectors
-from zinf_compile.runtime.nvme.layout import Extent
+from zinf_compile.runtime.nvme.layout import Extent, FileLayout
 from zinf_compile.terms import Tier
 
 if TYPE_CHECKING:
@@ -75,6 +75,14 @@ class Slot:
         # The slot's own reference, and the call's.
         is_shown_to_others = self.shown is not None and sys.getrefcount(self.shown) > 2
         return not is_shown_to_others and not self.is_aliased
+
+    def give_back(self, layout: FileLayout) -> None:
+        """Let its extent be used again, now that its value is elsewhere, or wanted no more.
+
+        Not if somebody holds an alias of the mapping, who would read, or write, whatever came to lie there.
+        """
+        if self.extent is not None and self.is_forgotten:
+            layout.free(self.extent)
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the offset in file or device memory and the sector-rounded length of elements [start, stop).

@@ -137,7 +137,7 @@ class Session:
         fresh = {
             fact.name: fact.narrowed_to(str(reads[param]).removeprefix("torch."), reads[param].itemsize)
             for param, fact in asked.items()
-            if not fact.has_compute_copy and fact.name in streamed
+            if fact.compute_dtype == fact.dtype and fact.name in streamed and (fact.trainable or not fact.is_apart)
         }
         if not fresh:
             return None

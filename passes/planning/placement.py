@@ -301,7 +301,7 @@ def place_narrowed(
             continue
         narrowed = replace(
             old,
-            master=Tier.NVME,
+            master=Tier.NVME if old.master_nbytes == 0 else old.master,
             compute_dtype=parameter.compute_dtype,
             compute_nbytes=parameter.compute_nbytes,
             master_nbytes=parameter.master_nbytes,
@@ -309,7 +309,8 @@ def place_narrowed(
         placed.append(narrowed)
     host_left = config.host_memory - config.staging_memory - sum(item.nbytes_on(Tier.HOST) for item in placed)
     for index, (old, new) in enumerate(zip(placements, placed, strict=True)):
-        if new is not old and old.compute is not Tier.NVME and new.master_nbytes <= host_left:
+        is_new = new is not old and old.master_nbytes == 0
+        if is_new and old.compute is not Tier.NVME and new.master_nbytes <= host_left:
             host_left -= new.master_nbytes
             placed[index] = replace(new, master=Tier.HOST)
     _check_nvme(placed, config, _file_nbytes(placed))

@@ -107,3 +107,14 @@ def test_inputs_on_another_device(parity) -> None:
     x, y = torch.randn(4, 24, device="meta"), torch.randint(5, (4,))
     with pytest.raises(ConfigError, match=r"x of MLP is on meta, and the model computes on cpu; move it there"):
         model(x=x, y=y)
+
+
+def _autocast_loss(model: nn.Module, batch) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(**batch)
+
+
+def test_what_is_cast_moves_narrow_though_two_copies_were_there(parity) -> None:
+    parity.on_streams()
+    report = parity.check(gpt, "nvme", captured=True, loss=_autocast_loss)
+    assert any(placement.is_narrowed for placement in report.plans[0].placements)
