@@ -43,8 +43,8 @@ class Forward:
         """
         return self.depth > 0 or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
 
-    def check_inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise ConfigError for a tensor that the model is called with which is on another device than computes."""
+    def explain(self, error: Exception, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ConfigError in place of an error, if the model was called with a tensor on another device than computes."""
         if self._device is None or self.depth > 0:
             return
         for where, value in (*((f"argument {number}", arg) for number, arg in enumerate(args)), *kwargs.items()):
@@ -53,7 +53,7 @@ class Forward:
                     raise ConfigError(
                         f"{where} of {name} is on {tensor.device}, and the model computes on {self._device}; move it there "
                         f"with .to('{self._device}') before the call"
-                    )
+                    ) from error
 
     @property
     def is_swapped(self) -> bool:
@@ -119,16 +119,20 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
             return cls.__call__(self, *args, **kwargs)
         forward = alive()
         assert forward is not None
-        forward.check_inputs(cls.__name__, args, kwargs)
-        with forward.computing():
-            if self._compiled_call_impl is not None and forward.is_swapped:  # the captured graphs know only our own
-                return self._call_impl(*args, **kwargs)
-            try:
+        try:
+            with forward.computing():
+                if self._compiled_call_impl is not None and forward.is_swapped:  # the captured graphs know only our own
+                    return self._call_impl(*args, **kwargs)
                 return cls.__call__(self, *args, **kwargs)
-            except BackendCompilerFailed as error:  # Dynamo wraps what a backend raises
-                if isinstance(error.inner_exception, ZinfError):
-                    raise error.inner_exception from None
-                raise
+        except BackendCompilerFailed as error:  # Dynamo wraps what a backend raises
+            if isinstance(error.inner_exception, ZinfError):
+                raise error.inner_exception from None
+            raise
+        except ZinfError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            forward.explain(error, cls.__name__, args, kwargs)
+            raise
 
     def set_attribute(self: Module, name: str, value: Tensor | Module) -> None:
         if name in names and value is not self._parameters.get(name):

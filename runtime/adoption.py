@@ -40,6 +40,7 @@ def adopt_parameters(
     """
     homes = {placement.parameter: placement for placement in placements}
     store.reserve(placements)
+    store.memory.announce(placements, store.staging.capacity)
     compute = {}
     for item in parameters:  # compute copies first and in module order, so that a block's are one read
         name, dtype = item.fact.name, torch_dtype(item.fact.compute_dtype)

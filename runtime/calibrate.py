@@ -64,7 +64,7 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
     if store.engine is not None:
         disk = _measure_disk(store, repeats)
         routes += disk if device is None else _by_way_of_host(disk, routes)
-    return Hardware(
+    hardware = Hardware(
         name=os.uname().nodename,
         flops=tuple(Rate(name=_name(dtype), per_second=measure_products(bench, dtype)) for dtype in chosen),
         attention_flops=tuple(Rate(name=_name(dtype), per_second=measure_attention(bench, dtype)) for dtype in chosen),
@@ -80,6 +80,9 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
         updates_take_of_compute=1.0 if device is None else 0.0,  # on other processors
         sources=("measured on this machine",),
     )
+    if device is not None:
+        device.give_back()  # what ops were measured on
+    return hardware
 
 
 def _measure_link(bench: OpRates, store: Store, source: Tier) -> float:

@@ -6,7 +6,7 @@ no GPU.
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor
@@ -147,7 +147,12 @@ class CudaDevice:
         """Pin whole pages of host memory; return why not, in words, if that was refused."""
         runtime = torch.cuda.cudart()
         code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
-        return None if int(code) == 0 else str(runtime.cudaGetErrorString(code))
+        if int(code) == 0:
+            return None
+        with suppress(RuntimeError):  # CUDA remembers the error, and the next kernel would be blamed for it
+            torch.zeros(1, device=self.torch_device)
+            self.synchronize()
+        return str(runtime.cudaGetErrorString(code))
 
     def unpin(self, address: int) -> None:
         """Undo ``pin``."""
@@ -174,10 +179,23 @@ class CudaDevice:
         """Let the peak be what is allocated now."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
-    def limit(self, nbytes: int) -> None:
-        """Let torch refuse, from now on, to hold more than so many bytes for this process."""
-        _, total = torch.cuda.mem_get_info(self.torch_device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
+    def limit(self, nbytes: int | None) -> None:
+        """Let torch refuse, from now on, to hold more than so many bytes for this process; None: what there is."""
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        fraction = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+
+    def give_back(self) -> None:
+        """Give memory that torch keeps for later back to others."""
+        torch.cuda.empty_cache()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether it is the same GPU: what it does per second is measured once."""
+        return isinstance(other, CudaDevice) and self.torch_device == other.torch_device
+
+    def __hash__(self) -> int:
+        """Return the hash of the GPU's name."""
+        return hash(self.torch_device)
 
 
 def alias_bytes(memory: Tensor, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:

@@ -93,8 +93,11 @@ class StreamDevice(Protocol):
     def forget_peak(self) -> None:
         """Let the peak be what is allocated now."""
 
-    def limit(self, nbytes: int) -> None:
-        """Let torch refuse, from now on, to hold more than so many bytes for this process."""
+    def limit(self, nbytes: int | None) -> None:
+        """Let torch refuse, from now on, to hold more than so many bytes for this process; None: what there is."""
+
+    def give_back(self) -> None:
+        """Give memory that torch keeps for later back to others."""
 
 
 Timing = Callable[[Stream], AbstractContextManager[None]]  # inside of which a stream is told what is timed

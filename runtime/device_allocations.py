@@ -30,10 +30,13 @@ class DeviceAllocations:
     @property
     def peak(self) -> int:
         """Return the most bytes that were the device tier's, under any plan."""
-        return self._peak
+        if self._before is None:
+            return self._peak
+        return max(self._peak, self._device.peak_allocated_nbytes - self._before)
 
     def begin_again(self, *, after_capture: bool = False) -> None:
         """Measure anew, now that plans have changed or one was added."""
+        self._peak = self.peak
         self._device.forget_peak()
 
     @contextmanager
@@ -53,14 +56,15 @@ class DeviceAllocations:
     def begin(self, homes_nbytes: int) -> None:
         """Begin a run of a graph. What the first one finds, beside ``homes_nbytes`` of ours, is not ours.
 
-        From then on torch's allocator refuses what goes beyond the budget. CapacityError if others have taken what the plan
-        was made for.
+        Until it ends torch's allocator refuses what goes beyond the budget, beside what is not ours now. CapacityError if
+        others have taken what the plan was made for.
         """
+        others = max(0, self._device.allocated_nbytes - homes_nbytes)
         if self._before is None:
-            self._before = max(0, self._device.allocated_nbytes - homes_nbytes)
-            self._device.forget_peak()
             self._check_free(self.promised - homes_nbytes)
-            self._device.limit(self._before + self.budget + self.budget // _ROUNDED + _SEGMENTS_NBYTES)
+            self._before = others
+            self._device.forget_peak()
+        self._device.limit(others + self.budget + self.budget // _ROUNDED + _SEGMENTS_NBYTES)
 
     def _check_free(self, needed: int) -> None:
         free = self._device.free_nbytes
@@ -72,9 +76,9 @@ class DeviceAllocations:
             )
 
     def end(self) -> None:
-        """End a run of a graph: take over the peak that the allocator has seen."""
-        if self._before is not None:
-            self._peak = max(self._peak, self._device.peak_allocated_nbytes - self._before)
+        """End a run of a graph: others may allocate what they like again."""
+        self._device.limit(None)
+        self._peak = self.peak
 
     def settle(self, ours_nbytes: int, *, again: bool = False) -> None:
         """Do nothing: the allocator counts tensors, and nothing that processes keep beside them."""

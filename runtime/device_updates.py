@@ -8,7 +8,7 @@ A few sets of buffers take turns, so that the next chunk arrives while one is up
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -46,12 +46,12 @@ class DeviceUpdates:
         written: Collection[str],
         update: Callable[[Mapping[str, Tensor]], object],
     ) -> dict[str, Future[None]]:
-        """Start updating flat tensors in host memory that belong to ``name``, of which some are read and some written.
+        """Start updating flat tensors of ``name`` in host memory, for which there is room: some are read and some written.
 
         ``update`` gets their copies on the device, and tells ops that change them in place. Returns what is done when each
         that is written has come back; until then nobody may look at them, or change those that are read.
         """
-        buffers = self._next_buffers(sum(_room(tensor) for tensor in host.values()))
+        buffers = self._sets.popleft()
         there: dict[str, Tensor] = {}
         cursor = 0
         for role, tensor in host.items():
@@ -89,17 +89,21 @@ class DeviceUpdates:
         self._meter.add_moved(source, destination, nbytes)
         return self._meter.copying(source, destination, nbytes, name)
 
-    def _next_buffers(self, nbytes: int) -> _Buffers:
-        """Return the buffers whose chunk began to leave first; larger ones, if a chunk needs more."""
+    def make_room(self, sizes: Iterable[int]) -> None:
+        """Let the next chunk find buffers for tensors of so many bytes each. CapacityError if the device has no room."""
+        needed = sum(map(whole_sectors, sizes))
         if len(self._sets) >= UPDATE_SETS:
-            buffers = self._sets.popleft()
-            if buffers.memory.numel() >= nbytes:
-                return buffers
-            buffers.free.wait()  # their memory goes back to the allocator, which knows nothing of copies
-            del buffers
+            if self._sets[0].memory.numel() >= needed:
+                return
+            self._sets.popleft().free.wait()  # their memory goes back to the allocator, which knows nothing of copies
         with self._device.updating():  # of whose stream the allocator then takes it to be
-            memory = self._device.allocate([nbytes], torch.uint8)
-            return _Buffers(memory=memory, free=self._device.update.record())
+            memory = self._device.allocate([needed], torch.uint8)
+            self._sets.appendleft(_Buffers(memory=memory, free=self._device.update.record()))
+
+    @property
+    def nbytes(self) -> int:
+        """Return what the buffers take of the device."""
+        return sum(buffers.memory.numel() for buffers in self._sets)
 
     def drop(self) -> None:
         """Give the buffers back, once nothing uses them."""

@@ -56,6 +56,8 @@ class HomeGradient(HomeTensor):
                 return norm
             if func in _ELEMENT_WISE and _defer(func, args, kwargs):
                 return args[0] if isinstance(args[0], Tensor) else None
+            if func is _UNSCALE and homes and (record := homes[0].record()) is not None:
+                record.store.await_compute()  # the scale comes from the device, by a copy that nobody waits for
             if func is _UNSCALE and all(map(_streamed_record, args[0])):
                 return _unscale(*args)
             for home in homes:
@@ -130,7 +132,7 @@ def _find_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | Non
         with record.store.failing_on_error():
             record.store.transfers.read_value(slot, value)
         record.norms[order] = _VECTOR_NORM(value, order)
-    return record.norms[order].clone()
+    return record.norms[order].to(slot.tensor.device, copy=True)  # where the gradient is that people see
 
 
 def _defer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from zinf_compile.runtime.nvme.layout import Extent, FileLayout
 from zinf_compile.terms import format_bytes
 
 MADV_POPULATE_WRITE = 23  # linux/mman.h; the mmap module does not name it
-_SPAN_NBYTES = 64 * 2**20  # that nobody has announced: a registration takes about as long as touching the pages does
+_SPAN_NBYTES = 16 * 2**20  # that nobody has announced: a registration takes about as long as touching the pages does
 _log = logging.getLogger(__name__)
 
 

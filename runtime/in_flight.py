@@ -66,6 +66,11 @@ class InFlight:
         """Return whether all of it is there, and nothing reads its source any more."""
         return self.is_ready and all(landing.done() for landing in self.landings)
 
+    def wait_landed(self) -> None:
+        """Block until nothing reads its source any more, however it ended. Called when it has been waited for."""
+        for landing in self.landings:
+            landing.exception()
+
     def wait(self) -> None:
         """Block until it has landed, or compute can be told to wait for it; raise its first error."""
         wait_all([self.started])
@@ -190,7 +195,12 @@ class LinkFiller:
             self._staging.return_(lease)
             piece.told.set_exception(error)
             return
-        landed = self._bring(moving, torch.frombuffer(lease.view, dtype=torch.uint8), piece.arena_offset)
+        try:
+            landed = self._bring(moving, torch.frombuffer(lease.view, dtype=torch.uint8), piece.arena_offset)
+        except RuntimeError as refused:  # of CUDA, after an earlier kernel failed: who waits must hear of it
+            self._staging.return_(lease)
+            piece.told.set_exception(refused)
+            return
         landed.add_done_callback(lambda _: self._staging.return_(lease))
         piece.told.set_result(None)
 

@@ -32,14 +32,15 @@ def lend_values(
 
     At the end, and also when the block raises, their values are written home and the stored parameters are back: what
     was written to them stays written, as with any tensor. Their gradients are the stored ones'. Parameters named in
-    ``unread`` have no value yet, and come with undefined content.
+    ``unread`` have no value yet, and come with undefined content. ``in_original_dtype`` is for initialisation, which draws
+    numbers on the host wherever the model computes.
     """
     records = {site.record.name: site.record for site in sites}
     lent: dict[str, Parameter] = {}
     for name, record in records.items():
         record.store.check_usable(record)  # once its update is done
         dtype = record.original_dtype if in_original_dtype else record.master.tensor.dtype
-        value = _full_value(record, dtype, read=name not in unread)
+        value = _full_value(record, dtype, read=name not in unread, on_host=in_original_dtype)
         lent[name] = _like(record.parameter, value)
         mark_lent(lent[name], record)
     was = {name: (parameter.shape, parameter.dtype, parameter.device) for name, parameter in lent.items()}
@@ -76,27 +77,30 @@ def _like(stored: Parameter, value: Tensor) -> Parameter:
     with torch._C.DisableTorchFunctionSubclass():
         if stored.grad_dtype != lent.grad_dtype:
             lent.grad_dtype = stored.grad_dtype
-        lent.grad = stored.grad
+        if stored.grad is not None:
+            lent.grad = stored.grad if stored.grad.device == lent.device else stored.grad.to(lent.device)
     return lent
 
 
 def _return_gradient(record: StoredParameter, grad: Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         was = record.parameter.grad
-        if grad is None or was is not None:
+        if grad is None or (was is not None and grad.device == was.device):
             record.parameter.grad = grad
             return
+        record.parameter.grad = None  # what comes from the device holds what was there too
     store_gradient(record, grad)
     with record.store.failing_on_error():
         record.store.transfers.wait_writes()
 
 
-def _full_value(record: StoredParameter, dtype: torch.dtype, *, read: bool) -> Tensor:
-    """Return the whole value where the model computes: the home tensor itself where that is in RAM, on a CPU."""
+def _full_value(record: StoredParameter, dtype: torch.dtype, *, read: bool, on_host: bool) -> Tensor:
+    """Return the whole value where the model computes, or on the host; on a CPU the home tensor itself if it is in RAM."""
     slot = record.master
     if record.store.device is None and slot.in_memory and slot.tensor.dtype == dtype:
         return slot.tensor
-    value = record.store.memory.new_value(slot.tensor.shape, slot.tensor.dtype)
+    shape, kept = slot.tensor.shape, slot.tensor.dtype
+    value = torch.empty(shape, dtype=kept) if on_host else record.store.memory.new_value(shape, kept)
     if read:
         with record.store.failing_on_error():
             record.store.transfers.read_value(slot, value)

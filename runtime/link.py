@@ -161,20 +161,24 @@ class Link:
             left = self._device.to_host.record()
             self._leaving.append(_Leaving(value, nbytes, left))
             self._leaving_nbytes += nbytes
-            while self._leaving_nbytes > self.leaving_limit and self._leaving:
-                self._free_first()
+            self._free_beyond(self.leaving_limit)
+
+    def make_room(self, nbytes: int) -> None:
+        """Let so many bytes more be leaving without more than the limit."""
+        with self._out_lock:
+            self._free_beyond(max(0, self.leaving_limit - nbytes))
 
     def free_all(self) -> None:
         """Free what is leaving, behind its copies."""
         with self._out_lock:
-            while self._leaving:
-                self._free_first()
+            self._free_beyond(0)
 
-    def _free_first(self) -> None:
-        # Hazard: the memory is given to the next op of compute, which would write over it while it is being copied.
-        leaving = self._leaving.popleft()
-        self._device.compute.wait(leaving.left)
-        self._leaving_nbytes -= leaving.nbytes
+    def _free_beyond(self, limit: int) -> None:
+        while self._leaving_nbytes > limit and self._leaving:
+            # Hazard: the memory is given to the next op of compute, which would write over it while it is being copied.
+            leaving = self._leaving.popleft()
+            self._device.compute.wait(leaving.left)
+            self._leaving_nbytes -= leaving.nbytes
 
     def close(self) -> None:
         """Wait for all copies, and end the threads."""

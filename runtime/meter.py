@@ -131,7 +131,10 @@ class Meter:
         timed.end.wait()
         assert self._origin is not None
         origin, seconds = self._origin
-        timed.add(seconds + origin.seconds_until(timed.start), seconds + origin.seconds_until(timed.end))
+        start = seconds + origin.seconds_until(timed.start)
+        timed.add(
+            start, start + timed.start.seconds_until(timed.end)
+        )  # a float32 of milliseconds: the short way is exact
 
     @contextmanager
     def moving(self, source: Tier, destination: Tier, nbytes: int, name: str) -> Iterator[None]:

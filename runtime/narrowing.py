@@ -9,8 +9,8 @@ from zinf_compile.runtime.slots import StoredParameter
 def narrow_parameter(record: StoredParameter, dtype: torch.dtype) -> None:
     """Make a compute copy of ``dtype`` beside the one copy there is, which becomes the master copy; blocks.
 
-    The new one begins where that is at home, and takes the place of a compute copy that was apart already. StoreError if bytes
-    cannot be moved.
+    The new one begins where that is at home, and takes the place of a compute copy that was apart already. StoreError if
+    bytes cannot be moved.
     """
     store, master = record.store, record.master
     if record.has_compute_copy:

@@ -15,7 +15,6 @@ from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.store import Store
 
 _NUM_CALLS = 100
-_NUM_COLD = 8  # tensors to take turns with, so that none is in the cache when its turn comes: as in a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,20 +29,32 @@ class Sizes:
     context: int
     op_shape: tuple[int, int]  # what a block of that width has between two products
     copy_elements: int  # of float32, beyond most caches
+    num_cold: int  # tensors to take turns with, so that none is in the cache when its turn comes: as in a model
 
 
 CPU_SIZES = Sizes(  # 0.5 GFLOP a product, enough to be threaded; 64 MiB of fp32: beyond the caches even of servers
-    tokens=512, hidden=512, inner=1024, heads=8, head_width=64, context=256, op_shape=(512, 2048), copy_elements=2**24
+    tokens=512,
+    hidden=512,
+    inner=1024,
+    heads=8,
+    head_width=64,
+    context=256,
+    op_shape=(512, 2048),
+    copy_elements=2**24,
+    num_cold=8,
 )
-GPU_SIZES = Sizes(  # 137 GFLOP a product, 0.2 ms on the fastest
-    tokens=4096,
-    hidden=2048,
-    inner=8192,
-    heads=16,
-    head_width=128,
-    context=2048,
-    op_shape=(4096, 8192),
-    copy_elements=2**26,
+GPU_SIZES = (
+    Sizes(  # 137 GFLOP a product, 0.2 ms on the fastest; 64 MiB tensors, of which no two are in a cache: 200 MiB in all
+        tokens=4096,
+        hidden=2048,
+        inner=8192,
+        heads=16,
+        head_width=128,
+        context=2048,
+        op_shape=(4096, 4096),
+        copy_elements=2**24,
+        num_cold=1,
+    )
 )
 
 
@@ -86,7 +97,7 @@ def measure_products(bench: OpRates, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a linear layer's three products: result, gradient of its input, gradient of its weight."""
     sizes = bench.sizes
     tokens = ones(bench, sizes.tokens, sizes.hidden, dtype=dtype)
-    weights = [ones(bench, sizes.inner, sizes.hidden, dtype=dtype) for _ in range(_NUM_COLD)]
+    weights = [ones(bench, sizes.inner, sizes.hidden, dtype=dtype) for _ in range(sizes.num_cold)]
     gradient = ones(bench, sizes.tokens, sizes.inner, dtype=dtype)
 
     def products() -> None:
@@ -95,7 +106,7 @@ def measure_products(bench: OpRates, dtype: torch.dtype) -> float:
             torch.mm(gradient, weight)
             torch.mm(gradient.t(), tokens)
 
-    return _NUM_COLD * 3 * 2 * sizes.tokens * sizes.hidden * sizes.inner / bench.usual_seconds(products)
+    return sizes.num_cold * 3 * 2 * sizes.tokens * sizes.hidden * sizes.inner / bench.usual_seconds(products)
 
 
 @functools.cache
@@ -118,12 +129,13 @@ def measure_attention(bench: OpRates, dtype: torch.dtype) -> float:
 @functools.cache
 def measure_op(bench: OpRates, kind: OpKind, dtype: torch.dtype) -> float:
     """Return the bytes per second that a typical op of a kind reads and writes, into memory that is there already."""
-    x = ones(bench, *bench.sizes.op_shape, dtype=dtype)
+    sizes = bench.sizes
+    x = ones(bench, *sizes.op_shape, dtype=dtype)
     if kind is OpKind.RANDOM:  # bounded by drawing, so that caches do not matter
         with torch.random.fork_rng(_rng_devices(bench)):  # the model's own numbers stay as they would be
             return (2 * x.nbytes + x.numel()) / bench.usual_seconds(lambda: torch.native_dropout(x, 0.1, True))
-    xs = [torch.ones_like(x) for _ in range(_NUM_COLD)]
-    outs = [torch.ones_like(x) for _ in range(_NUM_COLD)]
+    xs = [torch.ones_like(x) for _ in range(sizes.num_cold)]
+    outs = [torch.ones_like(x) for _ in range(sizes.num_cold)]
 
     def run() -> None:
         for x, out in zip(xs, outs, strict=True):
@@ -135,7 +147,7 @@ def measure_op(bench: OpRates, kind: OpKind, dtype: torch.dtype) -> float:
                 x.mean(-1)
 
     num_tensors = 1 if kind is OpKind.REDUCTION else 2
-    return _NUM_COLD * num_tensors * x.nbytes / bench.usual_seconds(run)
+    return sizes.num_cold * num_tensors * x.nbytes / bench.usual_seconds(run)
 
 
 def _rng_devices(bench: OpRates) -> list[torch.device]:

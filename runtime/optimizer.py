@@ -317,9 +317,12 @@ class StreamedStep:
         job, record, transfers = chunk.job, chunk.job.record, self._store.transfers
         try:
             transfers.wait(chunk.reads, "optimizer state on its way in")
+            on_device = job in self._device_jobs
+            if on_device:
+                self._make_device_room(chunk)  # a refusal leaves everything as it was
             job.is_begun = record.torn = True
             with self._store.meter.updating(record.name):
-                back = self._update_on_device(chunk) if job in self._device_jobs else self._compute(chunk)
+                back = self._update_on_device(chunk) if on_device else self._compute(chunk)
             if self._kernels[job] is None:  # which would have allocated nothing
                 self._store.sample_memory()
         except BaseException:
@@ -337,6 +340,13 @@ class StreamedStep:
             return_when_done(self._store.staging, chunk.lease, writes)
         if chunk.stop == job.num_elements:
             self._complete_when_home(job)
+
+    def _make_device_room(self, chunk: _Chunk) -> None:
+        record = chunk.job.record
+        slots = [record.master, *record.states.values(), *([record.compute] if record.has_compute_copy else [])]
+        dtypes = [*(slot.tensor.dtype for slot in slots), chunk.job.grad.dtype]
+        assert self._store.device_updates is not None
+        self._store.device_updates.make_room([dtype.itemsize * (chunk.stop - chunk.start) for dtype in dtypes])
 
     def _update_on_device(self, chunk: _Chunk) -> Mapping[str, Future[None]]:
         """Tell the device to update a chunk whose reads are done; return what is done when each role has come back."""
@@ -424,7 +434,7 @@ def _find_kernel(job: Job) -> Kernel | None:
 def _update_part(job: Job, part: _Part, *, shape: torch.Size | None) -> dict[str, Any]:
     """Update some elements in place as the user's optimizer does, which sees tensors of ``shape``; return their state."""
     scalars = _copied(job.scalars)
-    if job.group.get("fused") or job.group.get("capturable"):  # kernels that read them where they compute
+    if job.group.get("fused"):  # a kernel that reads them where it computes
         scalars = {
             key: value.to(part.master.device) if isinstance(value, Tensor) else value for key, value in scalars.items()
         }

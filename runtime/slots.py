@@ -15,6 +15,7 @@ from zinf_compile.runtime.nvme.layout import Extent, FileLayout
 from zinf_compile.terms import Tier
 
 if TYPE_CHECKING:
+    from zinf_compile.runtime.in_flight import InFlight
     from zinf_compile.runtime.store import Store
 
 
@@ -157,6 +158,7 @@ class StoredParameter:
     handed: Tensor | None = None  # a gradient on its way from a captured backward to autograd
     is_updated_early: bool = False  # in backward, by the step that optimizer.step() is to end
     update: "Future[None] | None" = None  # of an optimizer step in the background; done when all of it is home
+    gathers: "list[InFlight]" = field(default_factory=list)  # over a link, which may still read its homes
     lent: bool = False  # full_parameters() holds its value
     tiles_home: dict[int, int] | None = (
         None  # of a gradient not complete yet: first row and number of rows of each tile

@@ -108,6 +108,7 @@ class JobCollector:
 
     def collect(self) -> list[Job]:
         """Return a job for every parameter with a gradient: what ``step()`` must wait for, then as forward gathers."""
+        self._store.await_compute()  # a gradient scaler's numbers come from there, with the optimizer's attributes
         wanted: list[tuple[StoredParameter, Tensor, Group]] = []
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:

@@ -168,15 +168,16 @@ class Store:
     def new_slot(self, name: str, shape: torch.Size, dtype: torch.dtype, tier: Tier) -> Slot:
         """Return a slot with undefined content; on nvme its extent is reserved on the disk."""
         nbytes = shape.numel() * dtype.itemsize
-        self.count_home(tier, nbytes)
         if tier is not Tier.NVME or nbytes == 0:
             home = self.memory.new_home(shape, dtype, tier)
+            self.count_home(tier, nbytes)
             return Slot(name=name, tier=tier, tensor=home, on_device=self.memory.is_on_device(tier))
         assert self.engine is not None
         self.activations.give_back_dropped()  # what is gone may lie where this fits
         extent = self.layout.allocate(nbytes)
         self.engine.reserve(self.layout.end)
         mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
+        self.count_home(tier, nbytes)
         return Slot(name=name, tier=tier, tensor=map_tensor(mapped, shape, dtype), extent=extent)
 
     def count_home(self, tier: Tier, nbytes: int) -> None:
@@ -191,11 +192,11 @@ class Store:
         Blocks.
         """
         self.check_usable(record.whole)  # once its update is done
+        self.follow_compute()
         self.refresh_one(record.whole)
         slot = record.copy_in(dtype)
         if slot.tier is Tier.DEVICE:
             return slot.tensor.detach()
-        self.follow_compute()
         self.begin_memory()
         value = self.memory.new_value(slot.tensor.shape, slot.tensor.dtype)
         with self.failing_on_error():
@@ -231,9 +232,14 @@ class Store:
     def finish(self, record: StoredParameter) -> None:
         """Block until nothing is in flight for one parameter: no update of it, of its optimizer state, from its gradient.
 
+        Nor a copy to the device of what compute goes on with.
+
         Does not raise for an update that failed: it leaves the parameter torn, and the store failed. StoreError in a
         process that was forked meanwhile, where it would never end.
         """
+        for gather in record.gathers.copy():
+            if gather.is_awaited:
+                gather.wait_landed()
         update = record.update
         if update is None:
             return
@@ -257,6 +263,12 @@ class Store:
             raise StoreError(self._failure)
 
     # Life
+
+    def await_compute(self) -> None:
+        """Block until a device with streams has done what its compute stream was told."""
+        if self.device is not None:
+            self.device.follow()
+            self.device.compute.record().wait()
 
     def follow_compute(self) -> None:
         """Take the caller's stream for that of compute. Called where the model's own thread is about to run ops."""
@@ -353,6 +365,10 @@ class Store:
             with suppress(StoreError):  # a write that failed was reported by the step it belonged to
                 self.transfers.wait_writes()
             self._finalizer()
+            if self.device is not None and self.device_updates is not None:
+                self.device_updates.drop()
+                self.arena.give_back_all()
+                self.arena.drop()
 
     def check_integrity(self) -> None:
         """Raise VerifyError if a buffer is leaked or two things share bytes once nothing runs."""
@@ -395,7 +411,7 @@ class Store:
     def begin_memory(self) -> None:
         """Take what this process holds beside our homes as not ours, once. Called before every run of a graph."""
         with self.staging.at_rest():
-            self.ram.begin(self.nbytes_on(Tier.DEVICE) + self._host_nbytes())
+            self.ram.begin(self.nbytes_on(Tier.DEVICE) + self._beside_homes_nbytes() + self._host_nbytes())
 
     def sample_memory(self) -> None:
         """Look at what the process holds now; what is neither explained nor on the host tier is the device's."""
@@ -409,6 +425,12 @@ class Store:
         with self.staging.at_rest():
             on_device = self.nbytes_on(Tier.DEVICE) + self.arena.nbytes + self.open_forwards.nbytes_beside()
             self.ram.settle(on_device + self._host_nbytes(), again=again)
+
+    def _beside_homes_nbytes(self) -> int:
+        """Return what else of a device with memory of its own is ours between runs; 0 of a CPU, where it shows by itself."""
+        if self.device is None or self.device_updates is None:
+            return 0
+        return self.arena.nbytes + self.device_updates.nbytes + self.open_forwards.nbytes_beside()
 
     def _host_nbytes(self) -> int:
         if self.device is not None:  # whose allocator counts none of that

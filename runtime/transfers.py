@@ -7,6 +7,7 @@ copies wait for the mark that compute's stream gets at the issue.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,7 +46,7 @@ class Transfers(Values):
         """Start moving the copies of these dtypes into consecutive arena bytes; return the ticket to wait with."""
         slots = [record.copy_in(dtype) for record, dtype in zip(records, dtypes, strict=True)]
         first, last = offsets[0], offsets[-1]
-        return self.issue(
+        ticket = self.issue(
             records[0].name if len(records) == 1 else f"{records[0].name} and {len(records) - 1} more",
             first,
             last + whole_sectors(slots[-1].nbytes) - first,
@@ -53,6 +54,11 @@ class Transfers(Values):
             after=[record.update for record in records if record.update is not None],
             start=lambda moving: self._start_gather(slots, offsets, moving),
         )
+        if self.link is not None:  # compute goes on while copies read the homes: who writes there has to wait for them
+            for whole in {record.param: record for record in (record.whole for record in records)}.values():
+                whole.gathers = [gather for gather in whole.gathers if not gather.is_done]
+                whole.gathers.append(self._in_flight[ticket])
+        return ticket
 
     def issue(
         self,
@@ -139,7 +145,10 @@ class Transfers(Values):
             gather.started.exception()  # waits; only then is the list of calls complete
             for future in gather.futures:
                 future.exception()
-            self._join(gather)  # what compute does next with these bytes comes behind copies that nobody wants any more
+            with suppress(RuntimeError):  # of CUDA, which has said so already
+                self._join(
+                    gather
+                )  # what compute does next with these bytes comes behind copies that nobody wants any more
             gather.is_awaited = True
             self.release(ticket)
         self._arena.give_back_all()  # also what an interrupted issue_gather took

@@ -68,6 +68,9 @@ class Values(Calls):
 
     def _outliving(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a value of the device, flat, in memory that is not written again before its copies have been let go."""
+        assert self.link is not None
+        if self._arena.holds(value) or value.dtype != dtype or not value.is_contiguous():
+            self.link.make_room(value.numel() * dtype.itemsize)  # for a copy
         flat = value.detach().to(dtype).contiguous().view(-1)
         return flat.clone() if self._arena.holds(flat) else flat
 

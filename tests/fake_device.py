@@ -126,7 +126,7 @@ class FakeDevice:
         self.nbytes = nbytes
         self.pinning = pinning
         self.pinned: dict[int, int] = {}
-        self.limits: list[int] = []
+        self.limits: list[int | None] = []
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory."""
@@ -177,9 +177,12 @@ class FakeDevice:
     def forget_peak(self) -> None:
         """Change nothing."""
 
-    def limit(self, nbytes: int) -> None:
+    def limit(self, nbytes: int | None) -> None:
         """Note the limit."""
         self.limits.append(nbytes)
+
+    def give_back(self) -> None:
+        """Change nothing."""
 
     def synchronize(self) -> None:
         """Block until the streams have done what they were told."""

@@ -425,6 +425,7 @@ _SMALL = 16  # elements: tickets and the like are no device's
 
 def _watch_streams(races: Races, replace: Replace) -> None:
     """Follow what streams are told, and what waits for their events."""
+    told = threading.local()
 
     def copy(original: Any) -> Any:
         def call(stream: FakeStream, source: Tensor, destination: Tensor) -> None:
@@ -448,14 +449,19 @@ def _watch_streams(races: Races, replace: Replace) -> None:
         def call(stream: FakeStream, event: FakeEvent) -> None:
             with races.acting(stream):
                 races.observe(event)
-            original(stream, event)
+            told.by_stream = True  # a stream's wait tells nothing to the thread that asked for it
+            try:
+                original(stream, event)
+            finally:
+                told.by_stream = False
 
         return call
 
     def event_wait(original: Any) -> Any:
         def call(event: FakeEvent) -> None:
             original(event)
-            if not threading.current_thread().name.startswith("fake-"):  # whose waits were told by somebody else
+            is_stream = threading.current_thread().name.startswith("fake-") or getattr(told, "by_stream", False)
+            if not is_stream:
                 races.observe(event)
 
         return call

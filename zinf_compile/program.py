@@ -353,7 +353,7 @@ class Program:
             parameters=(),
             config=session.config,
             hardware=self._hardware,
-            kernel_cache_nbytes=kernel_cache_nbytes(),
+            kernel_cache_nbytes=0 if session.config.is_apart else kernel_cache_nbytes(),  # of oneDNN
             open_nbytes=self._open_nbytes,
         )
         return self._with_homes(request, session.facts, session.placements if session.programs else None)

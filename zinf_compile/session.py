@@ -16,6 +16,7 @@ from zinf_compile.hardware import Hardware
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture import compile_graph, describe_break, refuse_writes_to_parameters
 from zinf_compile.passes.planning.budgets import check_budgets
+from zinf_compile.passes.planning.optimizer_step import device_chunk_elements
 from zinf_compile.passes.planning.placement import place_narrowed, place_thawed, plan_placement
 from zinf_compile.plans import WORKSPACE_PART, Placement, Plan
 from zinf_compile.program import Program
@@ -99,6 +100,9 @@ class Session:
         with self.store.staging.uncounted():  # what a step takes is what plans speak of
             adopt_parameters(self.store, named, placements[len(self.facts) :], as_home=as_home, with_values=with_values)
         self.placements = tuple(self.store.placements.values())
+        if self.config.is_apart and not self.programs:  # a plan of a captured graph says more
+            self.store.device_share = 0.0 if self.config.update_on == "host" else 1.0
+            self.store.chunk_elements = device_chunk_elements(self.config, self.facts)
 
     def prefixed(self, parameters: Mapping[str, Parameter], model_name: str) -> dict[str, Parameter]:
         """Return the parameters of a model that joins, under names that no other here has: ``Critic.layers.0.weight``."""

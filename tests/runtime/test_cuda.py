@@ -80,6 +80,8 @@ class StandIn:
             "is_available": lambda: self.count > 0,
             "device_count": lambda: self.count,
             "current_device": lambda: 0,
+            "get_device_properties": lambda device: SimpleNamespace(total_memory=16 * GIB),
+            "empty_cache": lambda: self.told.append("empty cache"),
             "mem_get_info": lambda device: (self.free, 16 * GIB),
             "memory_reserved": lambda device: 2 * GIB,
             "memory_allocated": lambda device: GIB,
@@ -158,13 +160,20 @@ def test_timed_events_tell_seconds(cuda: StandIn) -> None:
     assert start.seconds_until(end) == 0.25
 
 
-def test_pinning_that_is_refused_says_why(cuda: StandIn) -> None:
+def test_pinning_that_is_refused_says_why(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice("cuda")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        cuda.told.append("a kernel that is blamed")
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", fail)
     assert device.pin(4096, 8192) is None
     device.unpin(4096)
     assert cuda.told == ["synchronize device", "unregister"]
     cuda.refusal = 2
     assert device.pin(4096, 8192) == "error 2"
+    assert cuda.told[-1] == "a kernel that is blamed", "what CUDA remembers of it is taken by a kernel of ours"
 
 
 def test_memory_is_asked_of_torch_and_limited(cuda: StandIn) -> None:
@@ -175,6 +184,11 @@ def test_memory_is_asked_of_torch_and_limited(cuda: StandIn) -> None:
     assert cuda.fraction == 0.25
     device.limit(32 * GIB)
     assert cuda.fraction == 1.0
+    device.limit(GIB)
+    device.limit(None)
+    assert cuda.fraction == 1.0
+    device.give_back()
+    assert cuda.told[-1] == "empty cache"
     device.forget_peak()
     assert cuda.told[-1] == "reset peak"
 

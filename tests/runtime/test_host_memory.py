@@ -19,9 +19,9 @@ def test_what_is_announced_is_one_span_of_exactly_that() -> None:
     assert list(device.pinned.values()) == [10 * PAGE]
     assert [len(block) for block in blocks] == [4 * PAGE, 6 * PAGE]
     further = memory.take(PAGE)
-    assert list(device.pinned.values()) == [10 * PAGE, 64 * MIB], "what nobody has announced comes from larger spans"
-    large = memory.take(65 * MIB)
-    assert list(device.pinned.values())[-1] == 65 * MIB
+    assert list(device.pinned.values()) == [10 * PAGE, 16 * MIB], "what nobody has announced comes from larger spans"
+    large = memory.take(17 * MIB)
+    assert list(device.pinned.values())[-1] == 17 * MIB
     assert memory.pinned_nbytes == sum(device.pinned.values())
     memory.check_integrity()
     memory.close()
@@ -50,10 +50,10 @@ def test_a_block_comes_back_when_the_last_tensor_over_it_is_gone() -> None:
 def test_pinning_that_is_refused_is_said_once_and_leaves_pageable_memory(caplog: pytest.LogCaptureFixture) -> None:
     memory = PinnedMemory(FakeDevice(pinning="out of memory"))
     with caplog.at_level(logging.WARNING, logger="zinf_compile.runtime.host_memory"):
-        blocks = [memory.take(64 * MIB), memory.take(64 * MIB)]
+        blocks = [memory.take(16 * MIB), memory.take(16 * MIB)]
     (record,) = caplog.records
     message = record.getMessage()
-    assert message.startswith("64.0 MiB of host memory cannot be pinned (out of memory; `ulimit -l` is ")
+    assert message.startswith("16.0 MiB of host memory cannot be pinned (out of memory; `ulimit -l` is ")
     assert "--ulimit memlock=-1" in message
     assert memory.refusal == "out of memory"
     assert memory.pinned_nbytes == 0

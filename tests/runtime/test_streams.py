@@ -25,6 +25,7 @@ from zinf_compile.runtime.nvme.layout import FileLayout
 from zinf_compile.runtime.nvme.memory import MemoryEngine
 from zinf_compile.runtime.slots import Slot, map_tensor
 from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.terms import Tier
 
@@ -291,6 +292,50 @@ def test_staging_that_is_returned_before_it_has_left_is_found() -> None:
         bench.gather(torch.zeros(16 * ALIGN // 4))
         bench.close()
     assert any("the to-device stream, reading" in race and "the read of weight" in race for race in races.found)
+
+
+def test_homes_are_not_written_while_copies_read_them(tmp_path: Path) -> None:
+    """A forward that nobody waits for, and then a step, which writes what is still on its way to the device."""
+
+    def run() -> Races:
+        torch._dynamo.reset()
+        with on_fake_device(FakeDevice(most_seconds=2e-3)), watching_races() as races:
+            model = zinf_compile.optimize(
+                Net(96, 2),
+                tiles=False,
+                nvme=tmp_path,
+                device="cuda",
+                device_memory=900 * KIB,
+                host_memory=3 * MIB,
+                update_on="host",
+            )
+            adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for _ in range(STEPS):
+                model(torch.randn(16, 96)).backward()
+                with torch.no_grad():
+                    model(torch.randn(16, 96))
+                adamw.step()
+                adamw.zero_grad()
+            zinf_compile.close(model)
+        return races
+
+    with mock.patch.object(Store, "await_compute"):  # by which a step waits for all that was told
+        assert run().found == []
+        with mock.patch.object(InFlight, "wait_landed"):
+            found = run().found
+    assert any("the update, at its compute copy" in race and "the to-device stream, reading" in race for race in found)
+
+
+def test_an_error_of_the_device_is_heard_of_by_who_waits() -> None:
+    def refuse(link: Link, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with on_fake_device() as device:
+        bench = Bench(device)
+        with mock.patch.object(Link, "bring", refuse), pytest.raises(RuntimeError, match="device-side assert"):
+            bench.gather(torch.zeros(16 * ALIGN // 4))
+        bench.transfers.abandon_gathers()
+        bench.close()
 
 
 def test_buffers_of_updates_that_are_filled_before_they_are_free_are_found(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.arguments import check_arguments, file_staging, resting
 from zinf_compile.checkpoint.match import check_same, split_state_name
-from zinf_compile.checkpoint.objects import Objects, load_objects
+from zinf_compile.checkpoint.objects import Objects, load_objects, set_random_states
 from zinf_compile.errors import CheckpointError, ConfigError
 from zinf_compile.runtime.checkpoint_folder import (
     GRADIENTS,
@@ -76,7 +76,7 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
         except BaseException as error:
             error.add_note("zinf_compile: a part of the checkpoint was loaded already; load it, or another one, again")
             raise
-        torch.set_rng_state(objects.random_state)
+        set_random_states(objects, model)
         return objects.extra
 
 

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError, ConfigError
-from zinf_compile.runtime.model_state import modules_with_state
+from zinf_compile.runtime.model_state import modules_with_state, stores_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class Objects:
     ]  # by parameter: what the optimizer keeps that is no tensor; for each it has state for
     modules: dict[str, Any]  # what modules with a get_extra_state() of their own hold
     random_state: Tensor  # of torch's CPU generator
+    device_random_state: Tensor | None = None  # of that of the GPU that the model computes on
 
 
 def collect_objects(model: Module, optimizer: Optimizer | None, extra: object) -> Objects:
@@ -42,7 +43,20 @@ def collect_objects(model: Module, optimizer: Optimizer | None, extra: object) -
         },
         modules={path: module.get_extra_state() for path, module in modules_with_state(model).items()},
         random_state=torch.get_rng_state(),
+        device_random_state=torch.cuda.get_rng_state(device) if (device := _gpu_of(model)) is not None else None,
     )
+
+
+def set_random_states(objects: Objects, model: Module) -> None:
+    """Let random numbers go on as they would have where the checkpoint was made, on the host and on the model's GPU."""
+    torch.set_rng_state(objects.random_state)
+    if objects.device_random_state is not None and (device := _gpu_of(model)) is not None:
+        torch.cuda.set_rng_state(objects.device_random_state, device)
+
+
+def _gpu_of(model: Module) -> torch.device | None:
+    devices = (store.memory.torch_device for store in stores_of(model))
+    return next((device for device in devices if device.type == "cuda"), None)
 
 
 def dump_objects(objects: Objects) -> bytes:
