@@ -301,11 +301,11 @@ def test_homes_are_not_written_while_copies_read_them(tmp_path: Path) -> None:
         torch._dynamo.reset()
         with on_fake_device(FakeDevice(most_seconds=2e-3)), watching_races() as races:
             model = zinf_compile.optimize(
-                Net(96, 2),
+                Net(96, 4),
                 tiles=False,
                 nvme=tmp_path,
                 device="cuda",
-                device_memory=900 * KIB,
+                device_memory=700 * KIB,
                 host_memory=3 * MIB,
                 update_on="host",
             )
