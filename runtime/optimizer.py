@@ -7,7 +7,6 @@ while the next chunks are read and the last ones written. ``step_hooks`` decides
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,14 +15,13 @@ from torch import Tensor
 
 from zinf_compile.errors import CapacityError, StoreError
 from zinf_compile.plans import UPDATE_NBYTES
-from zinf_compile.runtime.fused_adamw import Kernel, find_kernel
+from zinf_compile.runtime.fused_adamw import Kernel
 from zinf_compile.runtime.futures import call_when_done, return_when_done, then_start
 from zinf_compile.runtime.home import HomeTensor
 from zinf_compile.runtime.nvme.engine import ALIGN, whole_sectors
-from zinf_compile.runtime.shadow import shadow_step
-from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.staging import StagingBuffer
-from zinf_compile.runtime.step_jobs import COMPUTE, GRADIENT, MASTER, Job, copy_value
+from zinf_compile.runtime.step_chunks import Chunk, Part, copied, find_job_kernel, update_part
+from zinf_compile.runtime.step_jobs import COMPUTE, GRADIENT, MASTER, Job
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.temporaries import piece_elements
 from zinf_compile.terms import Phase, Tier, format_bytes
@@ -31,43 +29,6 @@ from zinf_compile.terms import Phase, Tier, format_bytes
 _ROUNDED = 8  # one part in so many of a whole tensor's temporaries is lost to rounding up
 _PIECE_NBYTES = UPDATE_NBYTES // 2  # of what is allocated at once: the system's allocator comes to hold more
 _READ_AHEAD = 3  # chunks in or on their way: an update that has to share its cores must not let the disk run dry
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Chunk:
-    """Elements [start, stop) of a job on their way through staging."""
-
-    job: Job
-    start: int
-    stop: int
-    lease: StagingBuffer | None
-    views: dict[str, memoryview]  # of the lease, by role
-    reads: list[Future[None]]
-
-    def tensor(self, role: str, slot: Slot) -> Tensor:
-        """Return this chunk of a slot: staged, or in place where its home is memory."""
-        if role in self.views:
-            return torch.frombuffer(self.views[role], dtype=slot.tensor.dtype, count=self.stop - self.start)
-        return slot.tensor.view(-1)[self.start : self.stop]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Some elements of all that an update reads and writes, one-dimensional."""
-
-    master: Tensor
-    gradient: Tensor
-    states: Mapping[str, Tensor]
-    compute: Tensor | None
-
-    def cut(self, start: int, stop: int) -> "_Part":
-        """Return elements [start, stop) of these, in the same memory."""
-        return _Part(
-            master=self.master[start:stop],
-            gradient=self.gradient[start:stop],
-            states={key: state[start:stop] for key, state in self.states.items()},
-            compute=None if self.compute is None else self.compute[start:stop],
-        )
 
 
 class JobSource(Protocol):
@@ -101,7 +62,7 @@ class StreamedStep:
     def _admit(self, job: Job) -> None:
         if self._goes_to_device(job):
             self._device_jobs.add(job)
-        self._kernels[job] = None if job in self._device_jobs else _find_kernel(job)
+        self._kernels[job] = None if job in self._device_jobs else find_job_kernel(job)
         self._check_fits(job)
         self._jobs.append(job)
 
@@ -184,7 +145,7 @@ class StreamedStep:
 
     def run(self) -> None:
         """Update every parameter. An error on the way fails the store, half updates torn."""
-        pending: deque[_Chunk] = deque()
+        pending: deque[Chunk] = deque()
         try:
             for job in self._source:
                 if job is None:
@@ -228,7 +189,7 @@ class StreamedStep:
 
         call_when_done(job.writes, complete)
 
-    def _abandon(self, pending: deque[_Chunk]) -> None:
+    def _abandon(self, pending: deque[Chunk]) -> None:
         """Wait for what is in flight, and mark what was begun and will not be ended."""
         while pending:
             self._return(pending.popleft())
@@ -283,7 +244,7 @@ class StreamedStep:
     def _lease_nbytes(job: Job, num_elements: int) -> int:
         return sum(whole_sectors(num_elements * slot.tensor.dtype.itemsize) for slot in job.staged_slots.values())
 
-    def _lease(self, nbytes: int, pending: deque[_Chunk]) -> StagingBuffer:
+    def _lease(self, nbytes: int, pending: deque[Chunk]) -> StagingBuffer:
         """Lease room for a chunk; as long as there is none, update what has been read, which would else never give any."""
         while True:
             lease = self._store.staging.try_lease(nbytes)
@@ -294,12 +255,12 @@ class StreamedStep:
             self._update(pending.popleft())
         return self._store.transfers.lease(nbytes, "optimizer state on its way home")
 
-    def _update_all(self, pending: deque[_Chunk]) -> None:
+    def _update_all(self, pending: deque[Chunk]) -> None:
         while pending:
             self._update(pending.popleft())
 
-    def _read(self, job: Job, start: int, stop: int, pending: deque[_Chunk]) -> _Chunk:
-        chunk = _Chunk(job=job, start=start, stop=stop, lease=None, views={}, reads=[])
+    def _read(self, job: Job, start: int, stop: int, pending: deque[Chunk]) -> Chunk:
+        chunk = Chunk(job=job, start=start, stop=stop, lease=None, views={}, reads=[])
         nbytes = self._lease_nbytes(job, stop - start)
         if nbytes == 0:
             return chunk
@@ -313,7 +274,7 @@ class StreamedStep:
                 chunk.reads += self._store.transfers.read(slot, offset, chunk.views[role])
         return chunk
 
-    def _update(self, chunk: _Chunk) -> None:
+    def _update(self, chunk: Chunk) -> None:
         job, record, transfers = chunk.job, chunk.job.record, self._store.transfers
         try:
             transfers.wait(chunk.reads, "optimizer state on its way in")
@@ -341,65 +302,53 @@ class StreamedStep:
         if chunk.stop == job.num_elements:
             self._complete_when_home(job)
 
-    def _make_device_room(self, chunk: _Chunk) -> None:
+    def _make_device_room(self, chunk: Chunk) -> None:
         record = chunk.job.record
         slots = [record.master, *record.states.values(), *([record.compute] if record.has_compute_copy else [])]
         dtypes = [*(slot.tensor.dtype for slot in slots), chunk.job.grad.dtype]
         assert self._store.device_updates is not None
         self._store.device_updates.make_room([dtype.itemsize * (chunk.stop - chunk.start) for dtype in dtypes])
 
-    def _update_on_device(self, chunk: _Chunk) -> Mapping[str, Future[None]]:
+    def _update_on_device(self, chunk: Chunk) -> Mapping[str, Future[None]]:
         """Tell the device to update a chunk whose reads are done; return what is done when each role has come back."""
         job, record = chunk.job, chunk.job.record
         host = {role: chunk.tensor(role, slot) for role, slot in {MASTER: record.master, **record.states}.items()}
         if record.has_compute_copy:
             host[COMPUTE] = chunk.tensor(COMPUTE, record.compute)
         written = tuple(host)
-        host[GRADIENT] = self._raw_gradient(chunk)
+        host[GRADIENT] = chunk.raw_gradient()
 
         def update(there: Mapping[str, Tensor]) -> None:
             for operation in job.deferred:
                 operation(there[GRADIENT])
             states = {key: there[key] for key in record.states}
-            part = _Part(master=there[MASTER], gradient=there[GRADIENT], states=states, compute=there.get(COMPUTE))
-            _update_part(job, part, shape=None)
+            part = Part(master=there[MASTER], gradient=there[GRADIENT], states=states, compute=there.get(COMPUTE))
+            update_part(job, part, shape=None)
 
         assert self._store.device_updates is not None
         return self._store.device_updates.run(record.name, host, {MASTER, GRADIENT, *job.kept_states}, written, update)
 
-    def _compute(self, chunk: _Chunk) -> Mapping[str, Future[None]]:
+    def _compute(self, chunk: Chunk) -> Mapping[str, Future[None]]:
         """Run the user's optimizer on a chunk whose reads are done. Nothing has to come back."""
         job, record = chunk.job, chunk.job.record
-        part = _Part(
+        part = Part(
             master=chunk.tensor(MASTER, record.master),
-            gradient=self._gradient(chunk),
+            gradient=chunk.gradient(),
             states={key: chunk.tensor(key, slot) for key, slot in record.states.items()},
             compute=chunk.tensor(COMPUTE, record.compute) if record.has_compute_copy else None,
         )
         kernel = self._kernels[job]
         if kernel is not None:
-            state = {**_copied(job.scalars), **part.states}
+            state = {**copied(job.scalars), **part.states}
             kernel.update(job.group, state, part.master, part.gradient, part.compute, num_threads=self._num_threads)
         elif self._element_wise:
             num_elements = chunk.stop - chunk.start
             piece = (self._is_cut and piece_elements(_PIECE_NBYTES, job.temporary_nbytes)) or num_elements
             for start in range(0, num_elements, piece):
-                _update_part(job, part.cut(start, min(start + piece, num_elements)), shape=None)
+                update_part(job, part.cut(start, min(start + piece, num_elements)), shape=None)
         else:
-            self._show_state(job, _update_part(job, part, shape=record.master.tensor.shape))
+            self._show_state(job, update_part(job, part, shape=record.master.tensor.shape))
         return {}
-
-    def _gradient(self, chunk: _Chunk) -> Tensor:
-        gradient = self._raw_gradient(chunk)
-        for operation in chunk.job.deferred:  # on the staged copy; the one at home keeps it put off
-            operation(gradient)
-        return gradient
-
-    def _raw_gradient(self, chunk: _Chunk) -> Tensor:
-        """Return a chunk's gradient without what was put off."""
-        if chunk.job.home_gradient is not None:
-            return chunk.tensor(GRADIENT, chunk.job.home_gradient)
-        return chunk.job.grad.detach().reshape(-1)[chunk.start : chunk.stop]
 
     def _show_state(self, job: Job, new_state: dict[str, Any]) -> None:
         """Let ``optimizer.state`` show the state of a whole tensor. What has no slot yet gets one at the next step."""
@@ -409,49 +358,9 @@ class StreamedStep:
                 slot = job.record.states.get(key)
                 state[key] = value if slot is None else HomeTensor.show(slot, job.record)
 
-    def _return(self, chunk: _Chunk) -> None:
+    def _return(self, chunk: Chunk) -> None:
         for read in chunk.reads:
             read.exception()  # waits: the buffer must not be reused under a read
         if chunk.lease is not None:
             self._store.staging.return_(chunk.lease)
             chunk.lease = None
-
-
-def _find_kernel(job: Job) -> Kernel | None:
-    """Return the compiled update for a job; None where there is none for its options, dtypes or state."""
-    record = job.record
-    kernel = find_kernel(
-        job.optimizer,
-        job.group,
-        master_dtype=record.master.tensor.dtype,
-        gradient_dtype=job.grad.dtype,
-        compute_dtype=record.compute.tensor.dtype if record.has_compute_copy else None,
-    )
-    state = job.scalars | {key: slot.tensor for key, slot in record.states.items()}
-    return kernel if kernel is not None and kernel.takes(state) else None
-
-
-def _update_part(job: Job, part: _Part, *, shape: torch.Size | None) -> dict[str, Any]:
-    """Update some elements in place as the user's optimizer does, which sees tensors of ``shape``; return their state."""
-    scalars = _copied(job.scalars)
-    if job.group.get("fused"):  # a kernel that reads them where it computes
-        scalars = {
-            key: value.to(part.master.device) if isinstance(value, Tensor) else value for key, value in scalars.items()
-        }
-    state = scalars | {key: _shaped(part.states[key], shape) for key in job.kept_states}
-    gradient = _shaped(part.gradient.to(part.master.dtype), shape)
-    new_state = shadow_step(job.optimizer, job.group, _shaped(part.master, shape).detach(), gradient, state)
-    for key, tensor in part.states.items():
-        if key in new_state and new_state[key].data_ptr() != tensor.data_ptr():
-            tensor.copy_(new_state[key].detach().reshape(-1))
-    if part.compute is not None:
-        part.compute.copy_(part.master)
-    return new_state
-
-
-def _copied(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: copy_value(value) for key, value in scalars.items()}
-
-
-def _shaped(tensor: Tensor, shape: torch.Size | None) -> Tensor:
-    return tensor if shape is None else tensor.view(shape)

@@ -28,8 +28,8 @@ from zinf_compile.runtime.backward_step import JobFeed
 from zinf_compile.runtime.calls import Calls
 from zinf_compile.runtime.device_updates import DeviceUpdates
 from zinf_compile.runtime.executor import Executor
-from zinf_compile.runtime.optimizer import _Chunk
 from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.runtime.step_chunks import Chunk
 from zinf_compile.runtime.step_jobs import GRADIENT
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.runtime.values import Values
@@ -334,7 +334,7 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
         return call
 
     def chunk_tensor(original: Any) -> Any:
-        def call(chunk: _Chunk, role: str, slot: Any) -> Tensor:
+        def call(chunk: Chunk, role: str, slot: Any) -> Tensor:
             tensor: Tensor = original(chunk, role, slot)
             touch_tensor(tensor, f"the update, at its {role}", write=role != GRADIENT)
             return tensor
@@ -374,7 +374,7 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
     replace(Calls, "_call", disk_call)
     replace(Calls, "_copy", copy)
     replace(Values, "send_home", send_home)
-    replace(_Chunk, "tensor", chunk_tensor)
+    replace(Chunk, "tensor", chunk_tensor)
     replace(Transfers, "wait_gather", wait_gather)
     replace(Transfers, "release", release)
     replace(Arena, "strided_view", strided_view)
