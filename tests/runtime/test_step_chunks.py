@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zinf_compile.runtime import optimizer as streamed
+from zinf_compile.runtime import step_chunks
 from zinf_compile.runtime.compiled import load_compiled
 from zinf_compile.runtime.fused_adamw import Kernel
 from zinf_compile.runtime.slots import StoredParameter
@@ -23,7 +23,7 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     if load_compiled("fused_adamw.cpp") is None:
         pytest.skip("this machine has no C++ compiler")
     counts: dict[str, list[int]] = {"kernel": [], "shadow": []}
-    run_kernel, run_shadow = Kernel.update, streamed.shadow_step
+    run_kernel, run_shadow = Kernel.update, step_chunks.shadow_step
 
     def update(self: Kernel, group: Any, state: Any, master: Tensor, *args: Any, **options: Any) -> dict[str, Any]:
         counts["kernel"].append(master.numel())
@@ -34,7 +34,7 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
         return run_shadow(optimizer, group, master, *args)
 
     monkeypatch.setattr(Kernel, "update", update)
-    monkeypatch.setattr(streamed, "shadow_step", shadow)
+    monkeypatch.setattr(step_chunks, "shadow_step", shadow)
     return counts
 
 
