@@ -228,6 +228,7 @@ def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimize
             parameter,
             compute_dtype=config.compute_dtype,
             state_nbytes=sizes.nbytes(parameter) if sizes is not None and parameter.requires_grad else 0,
+            is_apart=config.is_apart,
         )
         for name, parameter in model.named_parameters()
     )

@@ -339,3 +339,22 @@ def test_a_deep_model_that_nothing_helps_is_told_the_bytes_of_all_its_blocks() -
     assert zinf_compile.plan(model, given, device_memory=f"{needed}MiB", **options)
     with pytest.raises(CapacityError, match=f"raise device_memory to {needed}MiB"):
         zinf_compile.plan(model, given, device_memory=f"{needed - 1}MiB", **options)
+
+
+def test_on_a_gpu_only_compute_copies_reside_and_updates_take_room() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    on_gpu = {"hardware": "rtx4090", "device_memory": 16 * MIB, "device": "cuda"}
+    plan = zinf_compile.plan(model, torch.empty(16, 256, device="meta"), **on_gpu)
+    assert {placement.compute for placement in plan.placements} == {Tier.DEVICE}
+    for placement in plan.placements:
+        assert Tier.DEVICE not in {placement.master, placement.gradient, placement.optimizer_state}
+        assert placement.master_nbytes == placement.compute_nbytes
+    parts = dict(plan.tier(Tier.DEVICE).parts)
+    assert parts["leaving"] == 2 * 256 * 256 * 4
+    assert parts["updates"] > 0
+    assert plan.step.device_share == 1.0
+    assert "100% of the elements updated on the device" in str(plan)
+    on_host = zinf_compile.plan(model, torch.empty(16, 256, device="meta"), **on_gpu, update_on="host")
+    assert "updates" not in dict(on_host.tier(Tier.DEVICE).parts)
+    assert on_host.step.device_share == 0.0
