@@ -1,13 +1,22 @@
 """The streamed step: chunks that fit staging, and the bytes that go over the disk."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from zinf_compile.config import Config
 from zinf_compile.errors import CapacityError
-from zinf_compile.passes.planning.optimizer_step import CHUNK_ALIGN_ELEMENTS, chunk_nbytes_per_element, plan_step
+from zinf_compile.hardware import Hardware, Rate, make_route
+from zinf_compile.passes.planning.optimizer_step import (
+    CHUNK_ALIGN_ELEMENTS,
+    chunk_nbytes_per_element,
+    device_chunk_elements,
+    device_updates_nbytes,
+    plan_device_share,
+    plan_step,
+)
 from zinf_compile.passes.planning.placement import plan_placement
 from zinf_compile.terms import Tier
 
@@ -88,3 +97,35 @@ def test_in_memory_nothing_goes_over_the_disk(parameter: Function) -> None:
     step = plan_step(parameters, placements, staging_nbytes=0)
     assert placements[0].nbytes_on(Tier.NVME) == 0
     assert (step.nbytes_read, step.nbytes_written, step.num_chunks, step.num_elements) == (0, 0, 0, 1000)
+
+
+def _gpu(**options: object) -> Config:
+    return Config(device_memory=2**34, host_memory=2**34, nvme=None, nvme_memory=None, device="cuda", **options)
+
+
+def test_where_updates_run(parameter: Function) -> None:
+    parameters = [parameter("a.weight", 1000, compute_dtype="bfloat16"), parameter("b.weight", 10, trainable=False)]
+    machine = Hardware(
+        name="a GPU",
+        flops=(Rate(name="bfloat16", per_second=1e14),),
+        memory_bytes_per_second=1e12,
+        routes=(make_route(Tier.HOST, Tier.DEVICE, 32e9), make_route(Tier.DEVICE, Tier.HOST, 16e9)),
+        optimizer_elements_per_second=3e9,
+    )
+    # 16 bytes of an element each way at the most, so that the device updates 1e9 elements a second.
+    assert plan_device_share(_gpu(compute="inductor"), machine, parameters) == pytest.approx(0.25)
+    assert plan_device_share(_gpu(compute="aten"), machine, parameters) == 1.0, "whose bits are PyTorch's there"
+    assert plan_device_share(_gpu(compute="inductor", update_on="device"), machine, parameters) == 1.0
+    assert plan_device_share(_gpu(update_on="host"), machine, parameters) == 0.0
+    assert plan_device_share(_gpu(), machine, parameters[1:]) == 0.0
+    assert plan_device_share(ALL_ON_HOST, machine, parameters) == 0.0
+
+
+@pytest.mark.parametrize(("device_memory", "chunk"), [(2**34, 2**20), (2**20, CHUNK_ALIGN_ELEMENTS), (2**26, 7 * 4096)])
+def test_chunks_on_the_device_take_a_small_part_of_it(parameter: Function, device_memory: int, chunk: int) -> None:
+    parameters = [parameter("a.weight", 10_000_000, compute_dtype="bfloat16")]
+    config = replace(_gpu(), device_memory=device_memory)
+    assert device_chunk_elements(config, parameters) == chunk
+    nbytes = device_updates_nbytes(config, parameters)
+    assert nbytes == chunk * (3 * 16 + 6 * 4)
+    assert nbytes <= max(device_memory // 32, CHUNK_ALIGN_ELEMENTS * (3 * 16 + 6 * 4))
