@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.errors import VerifyError
-from zinf_compile.runtime.device import StreamDevice
+from zinf_compile.runtime.device import StreamDevice, alias_bytes
 from zinf_compile.runtime.host_memory import MADV_POPULATE_WRITE
 
 
@@ -105,7 +105,7 @@ class Arena:
         if num_elements == 0:
             return torch.empty(0, dtype=dtype, device=self._tensor.device)
         if self._device is not None:
-            return self._device.alias(self._tensor, offset, num_elements, dtype)
+            return alias_bytes(self._tensor, offset, num_elements, dtype)
         assert self._memory is not None
         return torch.frombuffer(self._memory, dtype=dtype, count=num_elements, offset=offset)
 

@@ -1,10 +1,9 @@
-"""An NVIDIA GPU as the device that computes: three streams, events between them, and memory from torch's allocator.
+"""An NVIDIA GPU as the device that computes: four streams, events between them, and memory from torch's allocator.
 
 What hangs on the order of streams and events is in ``link.py``, which tests run on a device of their own: most machines have
 no GPU.
 """
 
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 
@@ -92,11 +91,12 @@ class CudaDevice:
     def follow(self) -> None:
         """Take the caller's current stream for that of compute. Called where the model's own thread is about to run ops."""
         current = torch.cuda.current_stream(self.torch_device)
-        if self._compute is not None and self._compute.stream != current:
+        if self._compute is not None:
+            if self._compute.stream == current:
+                return
             # Hazard: what was told to the stream before may still write what is read on this one, residents for example.
             current.wait_stream(self._compute.stream)
-        if self._compute is None or self._compute.stream != current:
-            self._compute = CudaStream(current)
+        self._compute = CudaStream(current)
 
     @property
     def to_device(self) -> Stream:
@@ -130,10 +130,6 @@ class CudaDevice:
                 f"free, this process holds {format_bytes(ours)} and others {format_bytes(total - free - ours)}; end these, "
                 f"or lower device_memory by what they took since it was chosen"
             ) from error
-
-    def alias(self, memory: Tensor, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return flat elements over bytes of ``memory``, as a tensor with a storage of its own."""
-        return alias_bytes(memory, offset, num_elements, dtype)
 
     def selected(self) -> AbstractContextManager[object]:
         """Let the calling thread tell ops to the compute stream inside, whatever thread the model runs on."""
@@ -196,18 +192,3 @@ class CudaDevice:
     def __hash__(self) -> int:
         """Return the hash of the GPU's name."""
         return hash(self.torch_device)
-
-
-def alias_bytes(memory: Tensor, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Return flat elements over bytes of ``memory``, as a tensor whose storage begins there.
-
-    The storage keeps ``memory`` alive by a finalizer, as long as a tensor over it is.
-    """
-    nbytes = num_elements * dtype.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + offset, memory.device, nbytes)
-    weakref.finalize(storage, _drop, memory).atexit = False
-    return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, (num_elements,), (1,))
-
-
-def _drop(memory: Tensor) -> None:
-    """Forget memory that a finalizer has kept until now."""

@@ -1,13 +1,12 @@
 """What computes: the memory it has, and the streams it is told things through. A CPU has neither of its own."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from zinf_compile.errors import ConfigError
 
 
 class Event(Protocol):
@@ -59,9 +58,6 @@ class StreamDevice(Protocol):
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory of the device, counted by torch's allocator. CapacityError, with what is free, without room."""
-
-    def alias(self, memory: Tensor, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return flat elements over bytes of ``memory``, as a tensor with a storage of its own."""
 
     def selected(self) -> AbstractContextManager[object]:
         """Let the calling thread tell ops to the compute stream inside, whatever thread the model runs on."""
@@ -121,6 +117,19 @@ def make_device(name: str) -> StreamDevice | None:
         return None
     from zinf_compile.runtime.cuda import CudaDevice  # only who has such a device needs it
 
-    if torch.device(name).type != "cuda":
-        raise ConfigError(f"device={name!r} is neither the CPU nor an NVIDIA GPU; say 'cpu', 'cuda' or 'cuda:1'")
     return CudaDevice(name)
+
+
+def alias_bytes(memory: Tensor, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+    """Return flat elements over bytes of ``memory``, as a tensor whose storage begins there.
+
+    The storage keeps ``memory`` alive by a finalizer, as long as a tensor over it is.
+    """
+    nbytes = num_elements * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + offset, memory.device, nbytes)
+    weakref.finalize(storage, _drop, memory).atexit = False
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, (num_elements,), (1,))
+
+
+def _drop(memory: Tensor) -> None:
+    """Forget memory that a finalizer has kept until now."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.plans import UPDATE_SETS
-from zinf_compile.runtime.device import Event, StreamDevice, Timing
+from zinf_compile.runtime.device import Event, StreamDevice, Timing, alias_bytes
 from zinf_compile.runtime.link import Link
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import whole_sectors
@@ -55,7 +55,7 @@ class DeviceUpdates:
         there: dict[str, Tensor] = {}
         cursor = 0
         for role, tensor in host.items():
-            there[role] = self._device.alias(buffers.memory, cursor, tensor.numel(), tensor.dtype)
+            there[role] = alias_bytes(buffers.memory, cursor, tensor.numel(), tensor.dtype)
             cursor += _room(tensor)
             if role in read:
                 # Hazard: the chunk before in these buffers may still be leaving; its last copy ends at ``free``.

@@ -177,13 +177,13 @@ class LinkFiller:
     def _feed(self, moving: InFlight, slot: Named, pieces: list[_Piece]) -> None:
         """Read piece after piece, as staging has room."""
         for number, piece in enumerate(pieces):
+            lease = None
             try:
                 lease = self._staging.lease(whole_sectors(piece.nbytes))
                 reads = self._read(slot, piece.file_offset, lease.view, Tier.DEVICE)
-            except (
-                ZinfError,
-                RuntimeError,
-            ) as error:  # closed, or a pool that was shut down: who waits must hear of it
+            except (ZinfError, RuntimeError) as error:  # closed, or shut down: who waits must hear of it
+                if lease is not None:
+                    self._staging.return_(lease)
                 for left in pieces[number:]:
                     left.told.set_exception(error)
                 return

@@ -168,11 +168,6 @@ class Link:
         with self._out_lock:
             self._free_beyond(max(0, self.leaving_limit - nbytes))
 
-    def free_all(self) -> None:
-        """Free what is leaving, behind its copies."""
-        with self._out_lock:
-            self._free_beyond(0)
-
     def _free_beyond(self, limit: int) -> None:
         while self._leaving_nbytes > limit and self._leaving:
             # Hazard: the memory is given to the next op of compute, which would write over it while it is being copied.

@@ -145,9 +145,8 @@ def _moved_slot(store: Store, slot: Slot, tier: Tier) -> Slot:
     """Return a slot on ``tier`` with the value: the same one where nothing has to move."""
     if slot.tier is tier:
         return slot
-    if (
-        store.device is None and slot.in_memory and tier is not Tier.NVME
-    ):  # all is RAM: nothing moves but the accounting
+    if store.device is None and slot.in_memory and tier is not Tier.NVME:
+        # All is RAM: nothing moves but the accounting.
         store.count_home(slot.tier, -slot.nbytes)
         store.count_home(tier, slot.nbytes)
         slot.tier = tier

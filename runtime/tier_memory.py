@@ -8,10 +8,10 @@ from torch import Tensor
 from zinf_compile.plans import Placement
 from zinf_compile.runtime.device import CPU, StreamDevice
 from zinf_compile.runtime.host_memory import Allocate, PinnedMemory, map_memory
+from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.terms import Tier
 
 _SLOTS = 6  # of a parameter, at most: two copies, a gradient, and what most optimizers keep
-_PAGE_NBYTES = 4096
 
 
 class TierMemory:
@@ -41,7 +41,7 @@ class TierMemory:
         """Pin what homes on the host and staging will take, in one piece."""
         if self._pinned is not None and placements:
             in_homes = sum(placement.nbytes_on(Tier.HOST) for placement in placements)
-            self._pinned.announce(in_homes + staging_nbytes + _SLOTS * _PAGE_NBYTES * len(placements))
+            self._pinned.announce(in_homes + staging_nbytes + _SLOTS * ALIGN * len(placements))
 
     def is_on_device(self, tier: Tier) -> bool:
         """Return whether what is at home on a tier is reached by the device's streams only."""

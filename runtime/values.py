@@ -36,7 +36,7 @@ class Values(Calls):
         """Start writing ``value`` to a slot. It is copied at once; ``wait_writes`` makes it home.
 
         It may be a piece: its elements then go to [first, first + its length) of the flat tensor, at a whole sector. What
-        comes from a device with memory of its own is taken behind what makes it, and may be changed by ops told later.
+        comes from a device with memory of its own is copied behind what makes it, and nobody may change it any more.
         """
         if self.link is not None and source is Tier.DEVICE:
             self._write_from_device(self.link, slot, value, first)

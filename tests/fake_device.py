@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zinf_compile.runtime.cuda import alias_bytes
 from zinf_compile.runtime.device import Event
 
 _MOST_SECONDS = 2e-4  # of delay of a copy
@@ -131,10 +130,6 @@ class FakeDevice:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory."""
         return torch.empty(tuple(shape), dtype=dtype)
-
-    def alias(self, memory: Tensor, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return elements over bytes of memory."""
-        return alias_bytes(memory, offset, num_elements, dtype)
 
     def selected(self) -> AbstractContextManager[object]:
         """Change nothing: all threads tell ops to the same stream."""

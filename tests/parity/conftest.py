@@ -12,18 +12,28 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import zinf_compile
 from tests.fake_device import FakeDevice, on_fake_device
+from tests.parity.traces import (
+    Batch,
+    Loss,
+    Trace,
+    Workload,
+    assert_equal,
+    assert_same,
+    compile_plainly,
+    plain_loss,
+    train,
+)
 from zinf_compile import session as session_module
 from zinf_compile.config import Config, make_config, parse_size
 from zinf_compile.errors import CapacityError
@@ -34,104 +44,10 @@ from zinf_compile.runtime.calibrate import measure_hardware
 from zinf_compile.runtime.store import Store
 from zinf_compile.terms import Tier
 
-Batch = Mapping[str, Tensor]
-Workload = Callable[[], tuple[nn.Module, Sequence[Batch]]]
-Loss = Callable[[nn.Module, Batch], Tensor]
-
 _STAGING = 512 * 2**10  # the least a streamed AdamW step needs, with a margin for a separate compute copy
 _PLENTY = 64 * 2**20
 _EVERY_BIT = {"tiles": False}  # within so little memory a loss would be fused with its layer
 NEEDS = re.compile(r"needs (\d+(?:\.\d+)? \w+)")
-
-
-def plain_loss(model: Callable[..., Any], batch: Batch) -> Tensor:
-    """Return the loss that the model's own forward computes."""
-    output = model(**batch)
-    return output if isinstance(output, Tensor) else output.loss
-
-
-def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of most tests: a large rate, so that a wrong gradient shows soon."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-@dataclass
-class Trace:
-    """All numbers of a training run, by step where they change with steps: copies, not the live tensors."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)  # just before the optimizer step
-    parameters: list[dict[str, Tensor]] = field(default_factory=list)
-    buffers: list[dict[str, Tensor]] = field(default_factory=list)
-    states: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def record_gradients(self, model: nn.Module) -> None:
-        """Keep what ``p.grad`` shows now."""
-        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-        self.gradients.append({name: None if grad is None else grad.clone() for name, grad in grads.items()})
-
-    def record_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Keep parameters, buffers and optimizer state. ``clone`` and not ``detach``: a look must not refresh anything."""
-        with torch.no_grad():
-            self.parameters.append({name: parameter.clone() for name, parameter in model.named_parameters()})
-        self.buffers.append({name: buffer.clone() for name, buffer in model.named_buffers()})
-        if optimizer is not None:
-            states = optimizer.state_dict()["state"]
-            self.states.append(
-                {f"{index} {key}": value.clone() for index, state in states.items() for key, value in state.items()}
-            )
-
-
-def train(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    *,
-    loss: Loss = plain_loss,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = make_adamw,
-    seed: int = 0,
-) -> Trace:
-    """Take one optimizer step per batch and return all numbers."""
-    trace, optimizer = Trace(), make_optimizer(model)
-    torch.manual_seed(seed)
-    for batch in batches:
-        value = loss(model, batch)
-        value.backward()
-        trace.losses.append(value.detach().clone())
-        trace.record_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.record_model(model, optimizer)
-    return trace
-
-
-def assert_same(ours: Trace, plain: Trace) -> None:
-    """Assert that two runs agree in every bit; the message names the first step, kind and name that does not."""
-    assert len(plain.losses) > 0
-    for step in range(len(plain.losses)):
-        assert_equal(ours.losses[step], plain.losses[step], f"step {step}: loss")
-        for kind in ("gradients", "parameters", "buffers", "states"):
-            assert len(getattr(ours, kind)) == len(getattr(plain, kind)), kind
-            if step >= len(getattr(plain, kind)):
-                continue
-            a, b = getattr(ours, kind)[step], getattr(plain, kind)[step]
-            assert a.keys() == b.keys(), f"step {step}: {kind} of other names: {a.keys() ^ b.keys()}"
-            for name in b:
-                assert_equal(a[name], b[name], f"step {step}: {kind} {name}")
-
-
-def assert_equal(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
-    """Assert that two tensors have the same shape, dtype and bits, or are both None."""
-    if ours is None or plain is None:
-        assert ours is plain, (
-            f"{what}: {'a gradient' if plain is None else 'no gradient'} where plain PyTorch has the other"
-        )
-        return
-    assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), f"{what}: {ours.shape} {ours.dtype}"
-    if not torch.equal(ours, plain):
-        apart = (ours.double() - plain.double()).abs()
-        pytest.fail(
-            f"{what}: {int((apart != 0).sum())} of {apart.numel()} elements differ, by {apart.max():.3g} at most"
-        )
 
 
 def needed_device_memory(error: Exception) -> int:
@@ -410,12 +326,6 @@ class Parity:
                 assert min(homes.values()) > 0, homes
             else:
                 assert homes[Tier(placement)] >= 0.9 * sum(homes.values()), homes
-
-
-def compile_plainly(model: nn.Module) -> nn.Module:
-    """Compile a model with torch's own backend that runs the captured ATen graphs as they are."""
-    model.compile(backend="aot_eager", dynamic=False)
-    return model
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def test_as_much_may_be_leaving_as_the_plan_counts() -> None:
             before = device.compute.num_waits
             link.let_go(value)
             assert device.compute.num_waits - before == (number >= 2), "compute waits for the first, and no longer"
-        link.free_all()
+        link.make_room(8192)
         assert device.compute.num_waits == 4
         link.close()
 
