@@ -112,7 +112,9 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         call: Callable[..., Any] = model._call_impl
         if trace_rules.check(model.forward):  # torch.nn's own, Sequential say: Dynamo would pass over its frames
             call = wrap_inline(call)
-        model._compiled_call_impl = torch.compile(call, backend=session.compile, dynamic=False)
+        # Sizes in symbols round as compiled code does: attention, say, takes other kernels. Who wants bits has none.
+        dynamic = None if config.compute == "inductor" else False
+        model._compiled_call_impl = torch.compile(call, backend=session.compile, dynamic=dynamic)
     return model
 
 

@@ -144,14 +144,16 @@ def at_sizes(facts: GraphFacts[Size], sizes: Mapping[str, int] | None = None) ->
     Raises ConfigError for a name that is no symbol of the graph.
     """
     complete = complete_sizes(facts.symbols, sizes or {})
-    counts = ((op.num_flops, op.nbytes_accessed) for op in facts.ops)
+    every_op = chain(facts.ops, chain.from_iterable(op.inner for op in facts.ops))
+    counts = ((op.num_flops, op.nbytes_accessed) for op in every_op)
     nbytes = (value.nbytes for value in facts.values)
     numbers = evaluate_sizes(chain(chain.from_iterable(counts), nbytes, [facts.outside_nbytes]), complete)
     if not numbers and all(symbol.value == complete[symbol.name] for symbol in facts.symbols):
         return cast(GraphFacts, facts)  # a deep graph has 100,000s of facts to copy
 
     def op_at(op: OpFact[Size]) -> OpFact:
-        numbered = replace(op, num_flops=number(op.num_flops), nbytes_accessed=number(op.nbytes_accessed))
+        inner = tuple(map(op_at, op.inner))
+        numbered = replace(op, num_flops=number(op.num_flops), nbytes_accessed=number(op.nbytes_accessed), inner=inner)
         return cast(OpFact, numbered)  # for mypy, ``replace`` keeps the type
 
     def number(size: Size) -> int:
@@ -167,6 +169,15 @@ def at_sizes(facts: GraphFacts[Size], sizes: Mapping[str, int] | None = None) ->
     return cast(GraphFacts, facts_of_numbers)
 
 
+def _join_counts(first: OpFact, second: OpFact) -> OpFact:
+    return replace(
+        first,
+        num_flops=max(first.num_flops, second.num_flops),
+        nbytes_accessed=max(first.nbytes_accessed, second.nbytes_accessed),
+        inner=tuple(map(_join_counts, first.inner, second.inner)),
+    )
+
+
 def is_within(facts: GraphFacts, planned: GraphFacts) -> bool:
     """Return whether a plan made for ``planned`` holds for the same graph at other sizes: no value is larger."""
     values = zip(facts.values, planned.values, strict=True)
@@ -180,14 +191,7 @@ def join_sizes(first: GraphFacts, second: GraphFacts) -> GraphFacts:
     """
     return replace(
         first,
-        ops=tuple(
-            replace(
-                op,
-                num_flops=max(op.num_flops, other.num_flops),
-                nbytes_accessed=max(op.nbytes_accessed, other.nbytes_accessed),
-            )
-            for op, other in zip(first.ops, second.ops, strict=True)
-        ),
+        ops=tuple(map(_join_counts, first.ops, second.ops)),
         values=tuple(
             replace(value, nbytes=max(value.nbytes, other.nbytes))
             for value, other in zip(first.values, second.values, strict=True)

@@ -33,7 +33,7 @@ Four more make the loss of a language model without its logits; :mod:`zinf_compi
 Where compute is compiled, one op stands for what a block computes between two of ours; it is inserted with its results'
 fake values, and never traced::
 
-    results    = zinf::run_segment(inputs, segment)                in memory of their own
+    results    = zinf::run_segment(inputs, sizes, segment)         in memory of their own
 
 ``runtime/op_impls.py`` implements them. An op with a schema and a fake but no implementation traces, lints and plans.
 """
@@ -81,7 +81,7 @@ _LIBRARY.define(
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor")
-_LIBRARY.define("run_segment(Tensor[] inputs, int segment) -> Tensor[]")
+_LIBRARY.define("run_segment(Tensor[] inputs, SymInt[] sizes, int segment) -> Tensor[]")
 
 GATHER = torch.ops.zinf.gather.default
 STORE_GRAD = torch.ops.zinf.store_grad.default

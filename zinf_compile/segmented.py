@@ -47,9 +47,7 @@ def compute_in_segments(
     tiles = {param_ids[item.parameter] for item in ops.plan.placements if item.tile_of is not None}
     large = {param_ids[item.parameter] for item in ops.plan.placements if item.compute_nbytes > RESIDENT_THRESHOLD}
     reason = None
-    if ops.facts.symbols:
-        reason = "sizes change from call to call"
-    elif find_compiler() is None:
+    if find_compiler() is None:
         reason = "Inductor needs a C++ compiler, such as g++, and there is none on the PATH"
     for apart in (tiles, large) if reason is None else ():
         captured = _cut(ops.captured, apart)
@@ -88,4 +86,4 @@ def _number_of(segment: fx.GraphModule) -> int:
 def _numbers(captured: CapturedGraph) -> dict[int, None]:
     graphs = [captured.forward] + ([captured.backward] if captured.backward is not None else [])
     calls = (node for graph in graphs for node in graph.graph.find_nodes(op="call_function", target=RUN_SEGMENT))
-    return dict.fromkeys(node.args[1] for node in calls)
+    return dict.fromkeys(node.args[2] for node in calls)

@@ -197,7 +197,7 @@ def _workspaces(nodes: list[fx.Node], shapes: GraphShapes) -> list[ValueFact[Siz
     That is all between inputs and results of a segment; and with convolutions, a copy of every tensor in another layout.
     """
     counted: dict[fx.Node, Size] = {
-        node: peak_inside(node.meta[SEGMENT].graph) for node in nodes if node.target is RUN_SEGMENT
+        node: shapes.size(peak_inside(node.meta[SEGMENT].graph)) for node in nodes if node.target is RUN_SEGMENT
     }
     counted |= {node: shapes.size(count_workspace(node)) for node in nodes if node.target in REORDERING}
     return [

@@ -3,19 +3,24 @@
 Compiled it fuses ops and frees inputs early, and was not seen to take more. Nothing proves that it cannot.
 """
 
+from collections import Counter
+from typing import Any
+
+import sympy
 import torch
 from torch import fx
 
 from zinf_compile.passes.analysis.costs import count_workspace
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots
+from zinf_compile.sizes import Size
 
 REORDERING = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
-def peak_inside(graph: fx.Graph) -> int:
+def peak_inside(graph: fx.Graph) -> Size:
     """Return the most bytes that are live at once between inputs and results, by the order of the graph.
 
-    Results count from where they are made. Sizes are numbers.
+    Results count from where they are made. The bytes are in torch's symbols where shapes have some.
     """
     roots = find_roots(graph)
     given = set(graph.find_nodes(op="placeholder"))
@@ -27,20 +32,45 @@ def peak_inside(graph: fx.Graph) -> int:
     dying: dict[fx.Node, list[StorageRoot]] = {}
     for dead, node in last_use.items():
         dying.setdefault(node, []).append(dead)
-    live, most, born = 0, 0, set[StorageRoot]()
+    live, born = Counter[Any](), set[StorageRoot]()
+    peaks: list[Counter[Any]] = []
     for node in graph.nodes:
         root = roots.get(node)
         if root is not None and root not in born and root.node not in given:
             born.add(root)
-            live += _nbytes(root)
-        workspace = count_workspace(node) if node.target in REORDERING else 0
-        assert isinstance(workspace, int)
-        most = max(most, live + workspace)
-        live -= sum(_nbytes(dead) for dead in dying.get(node, ()) if dead in born and dead not in results)
-    return max(0, most - sum(map(_nbytes, results)))
+            live.update(_terms(root.nbytes))
+        found = live.copy()
+        found.update(_terms(count_workspace(node)) if node.target in REORDERING else {})
+        peaks = _keep_largest(peaks, found)
+        for dead in dying.get(node, ()):
+            if dead in born and dead not in results:
+                live.subtract(_terms(dead.nbytes))
+    for peak in peaks:
+        for root in results:
+            peak.subtract(_terms(root.nbytes))
+    return _largest(peaks)
 
 
-def _nbytes(root: StorageRoot) -> int:
-    nbytes = root.nbytes
-    assert isinstance(nbytes, int)
-    return nbytes
+def _terms(nbytes: Size) -> dict[Any, int]:
+    """Return a number of bytes as the products of symbols that it is a sum of, with the factor of each."""
+    if isinstance(nbytes, int):
+        return {1: nbytes}
+    expression: Any = nbytes
+    return {product: int(factor) for product, factor in expression.as_coefficients_dict().items()}
+
+
+def _keep_largest(sums: list[Counter[Any]], found: Counter[Any]) -> list[Counter[Any]]:
+    """Return the sums, and one more, without those that are never more than another of them."""
+    if any(_is_within(found, each) for each in sums):
+        return sums
+    return [*(each for each in sums if not _is_within(each, found)), found]
+
+
+def _is_within(less: Counter[Any], more: Counter[Any]) -> bool:
+    return all(more[product] >= factor for product, factor in less.items())
+
+
+def _largest(sums: list[Counter[Any]]) -> Size:
+    totals: list[Any] = [sum(product * factor for product, factor in each.items()) for each in sums]
+    size: Size = totals[0] if len(totals) == 1 else sympy.Max(*totals)
+    return size

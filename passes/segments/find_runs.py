@@ -1,7 +1,7 @@
 """Find what of a graph may be compiled together: ops of one block that follow each other, with its gathers and stores.
 
 What draws random numbers, writes, counts from the start of a storage, or is none of torch's own ops stays as it is, and ends
-a run.
+a run. What computes sizes stays as it is too, and ends none.
 """
 
 import operator
@@ -15,6 +15,7 @@ from zinf_compile.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.repeatable import is_random
 from zinf_compile.passes.contract import TILE
 from zinf_compile.passes.fx_edit import view_source
+from zinf_compile.passes.segments.shown_sizes import is_size
 
 _NAMESPACES = ("aten", "prims")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_grouped_mm")
@@ -57,7 +58,7 @@ def find_runs(graph: fx.Graph, blocks: Mapping[fx.Node, str], apart: Container[i
     """
     run: Run | None = None
     tile: int | None = None
-    for node in [*graph.nodes, None]:
+    for node in [*(node for node in graph.nodes if not _is_size_of_inputs(node)), None]:
         joins = node is not None and (node.target in (GATHER, STORE_GRAD) or _computes(node, run))
         is_apart = node is not None and node.target is GATHER and node.args[1] in apart
         begun = _tile_of(node)
@@ -77,6 +78,12 @@ def _tile_of(node: fx.Node | None) -> int | None:
     """Return the tile that a node computes a piece of a chain for; None for others."""
     number: int | None = None if node is None else (node.meta.get("custom") or {}).get(TILE)
     return number
+
+
+def _is_size_of_inputs(node: fx.Node) -> bool:
+    """Return whether a node computes a size of nothing but sizes and what the graph is given."""
+    of_inputs = all(is_size(used) or used.op == "placeholder" for used in node.all_input_nodes)
+    return node.op == "call_function" and is_size(node) and of_inputs
 
 
 def is_op(node: fx.Node) -> bool:

@@ -3,12 +3,15 @@
 Emitted for a block of a backward graph::
 
     up = zinf.gather(anchor, 3, ..)                        gathers come first
-    layers_0_segment = zinf.run_segment([up, add, gelu], 2)
+    layers_0_segment = zinf.run_segment([up, add, gelu], [], 2)
     mm_4 = getitem(layers_0_segment, 0)                    what others read of it, under the names they know
     t_9 = t(mm_4)                                          a view of a result, or of what goes in, is made outside
     token = zinf.store_grad(t_9, 3)                        stores come last
 
-``node.meta[SEGMENT]`` keeps what is inside: a graph module that takes the inputs and returns the results.
+``node.meta[SEGMENT]`` keeps what is inside: a graph module that takes sizes and inputs and returns the results. Sizes, none
+here, may change from call to call: every symbol in a shape inside, and all that ops inside are given::
+
+    layers_0_segment = zinf.run_segment([up, add, gelu], [primals_2, primals_3, mul_16], 2)
 """
 
 import operator
@@ -21,16 +24,18 @@ from zinf_compile.ops import RUN_SEGMENT
 from zinf_compile.passes.contract import SEGMENT, Pass, SegmentInputs
 from zinf_compile.passes.fx_edit import node_name, view_source
 from zinf_compile.passes.segments.find_runs import Run, find_runs
+from zinf_compile.passes.segments.shown_sizes import ShownSizes, is_size
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")
 
 
 def _run(graph_module: fx.GraphModule, inputs: SegmentInputs) -> None:
+    shown = ShownSizes(graph_module.graph)
     for run in list(find_runs(graph_module.graph, inputs.blocks, inputs.apart)):
-        _make_segment(run, inputs)
+        _make_segment(run, inputs, shown)
 
 
-def _make_segment(run: Run, inputs: SegmentInputs) -> None:
+def _make_segment(run: Run, inputs: SegmentInputs, shown: ShownSizes) -> None:
     graph, inside = run.compute[0].graph, set(run.compute)
     results, views = _split_escaping(run.compute, inside)
     needed = _needed_for(results, inside)
@@ -38,13 +43,18 @@ def _make_segment(run: Run, inputs: SegmentInputs) -> None:
     given = [
         used for used in dict.fromkeys(used for node in body for used in node.all_input_nodes) if used not in needed
     ]
-    if not results or not all(isinstance(node.meta["val"], torch.Tensor) for node in (*given, *results)):
+    tensors = [node for node in given if not is_size(node)]
+    if not results or not all(isinstance(node.meta["val"], torch.Tensor) for node in (*tensors, *results)):
         return
-    segment = _extract(graph, body, given, results)
+    symbols = shown.of([*given, *body])
+    if symbols is None:
+        return
+    sizes = list(dict.fromkeys((*symbols, *filter(is_size, given))))
+    segment = _extract(graph, body, [*sizes, *tensors], results)
     for gather in run.gathers:
         run.compute[0].prepend(gather)
     with graph.inserting_after(run.compute[-1]):
-        arguments = (given, inputs.number_of(segment))
+        arguments = (tensors, sizes, inputs.number_of(segment))
         call = graph.create_node("call_function", RUN_SEGMENT, arguments, name=node_name(f"{run.block}_segment"))
     call.meta = {key: run.compute[0].meta[key] for key in _ORIGIN if key in run.compute[0].meta}
     call.meta |= {"val": [node.meta["val"] for node in results], SEGMENT: segment}

@@ -19,11 +19,13 @@ def describe_structure(graph: fx.Graph) -> str:
 
 def _describe_call(node: fx.Node) -> str:
     if node.op == "placeholder":
-        return f"input {_describe_tensor(node.meta['val'])}"
+        return f"input {_describe_input(node.meta['val'])}"
     return str(node.target)
 
 
-def _describe_tensor(value: Any) -> str:
+def _describe_input(value: Any) -> str:
+    if isinstance(value, torch.SymInt):
+        return str(value)
     assert isinstance(value, torch.Tensor)
     layout = tuple(value.shape), value.stride()  # where it begins is nothing to what is compiled
     return f"{value.dtype} {value.device} {layout}"

@@ -112,6 +112,30 @@ def test_a_deeper_model_has_no_other_segments(parity):
     assert counts[1] == 0
 
 
+@needs_compiler
+def test_changing_sizes_are_compiled_once(parity):
+    """The second shape is the first with symbols; what follows is compiled, and within the plan, whatever its sizes."""
+    shapes = [(4, 32), (3, 48), (8, 8), (2, 64), (5, 31), (4, 40)]
+    plain = make().eval()
+    model = parity.optimize(make().eval(), compute="inductor", device_memory="16MiB", host_memory="8MiB")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (plain, model)]
+    numbers = []
+    for shape in shapes:
+        batch = torch.randint(256, shape, generator=torch.Generator().manual_seed(1))
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        numbers.append(len(segments._segments))
+    assert_same_to_rounding(*([parameter.detach() for parameter in each.parameters()] for each in (model, plain)))
+    report = zinf_compile.report(model)
+    assert numbers[0] < numbers[1] == numbers[-1]
+    assert [bool(plan.request.captured[0].symbols) for plan in report.plans] == [False, True]
+    assert all(any(op.op == "zinf.run_segment.default" for op in plan.request.captured[0].ops) for plan in report.plans)
+    device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
+    assert device.measured_peak <= device.predicted_peak
+
+
 def test_without_a_compiler_ops_run_and_the_log_says_why(parity, expected, monkeypatch, caplog):
     monkeypatch.setattr(segmented, "find_compiler", lambda: None)
     assert_ops_run(

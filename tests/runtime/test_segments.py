@@ -1,6 +1,7 @@
 """Segments at run time: one number for each structure, compiled once, op by op where that cannot be."""
 
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -54,7 +55,7 @@ def test_alike_segments_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> No
         segments.compile_segment(number)
     assert len(compiled) == 2
     x = torch.randn(3, 4)
-    results = torch.ops.zinf.run_segment([x], 0)
+    results = torch.ops.zinf.run_segment([x], [], 0)
     assert len(compiled) == 2
     for ours, theirs in zip(results, make_segment(3, 4)(x), strict=True):
         assert torch.equal(ours, theirs)
@@ -68,7 +69,7 @@ def test_other_threads_are_other_loops() -> None:
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            assert torch.equal(segments.run_segment([x], number)[0], torch.relu(x) * 2 + 1)
+            assert torch.equal(segments.run_segment([x], [], number)[0], torch.relu(x) * 2 + 1)
     finally:
         torch.set_num_threads(threads)
     assert set(segments._compiled) == {(number, 1), (number, 2)}
@@ -85,7 +86,48 @@ def test_what_cannot_be_compiled_runs_op_by_op_and_says_so_once(
     x = torch.randn(3, 4)
     with caplog.at_level(logging.WARNING, logger="zinf_compile"):
         for _ in range(2):
-            assert torch.equal(segments.run_segment([x], number)[0], torch.relu(x) * 2 + 1)
+            assert torch.equal(segments.run_segment([x], [], number)[0], torch.relu(x) * 2 + 1)
     assert [record.message for record in caplog.records] == [
         "a segment is not compiled and runs op by op: RuntimeError: no such instruction"
+    ]
+
+
+def make_changing_segment() -> fx.GraphModule:
+    """Return a segment of rows of any number, which is its first input."""
+    graph_module = make_fx(lambda x: (torch.relu(x) * 2 + 1,), tracing_mode="symbolic")(torch.empty(6, 4))
+    (x,) = graph_module.graph.find_nodes(op="placeholder")
+    with graph_module.graph.inserting_before(x):
+        rows = graph_module.graph.placeholder("rows")
+    rows.meta["val"] = x.meta["val"].shape[0]
+    graph_module.recompile()
+    return graph_module
+
+
+@needs_compiler
+def test_changing_sizes_are_compiled_once_for_each_capture() -> None:
+    first, second = make_changing_segment(), make_changing_segment()
+    assert [number_of(segment) for segment in (first, first, second)] == [0, 0, 1]
+    for rows in (6, 9, 100):
+        x = torch.randn(rows, 4)
+        assert torch.equal(segments.run_segment([x], [rows], 0)[0], torch.relu(x) * 2 + 1)
+    assert set(segments._compiled) == {(0, torch.get_num_threads())}
+
+
+@needs_compiler
+def test_what_a_capture_did_not_ask_for_is_not_taken_for_granted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_one = torch._inductor.standalone_compile
+
+    def guard(segment: fx.GraphModule, examples: list[object], **kwargs: object) -> object:
+        assert isinstance(examples[0], torch.SymInt)
+        assert examples[0] < 50  # now the table of symbols has a guard more
+        return compile_one(segment, examples, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", guard)
+    number, x = number_of(make_changing_segment()), torch.randn(100, 4)
+    with caplog.at_level(logging.WARNING, logger="zinf_compile"):
+        assert torch.equal(segments.run_segment([x], [100], number)[0], torch.relu(x) * 2 + 1)
+    assert [re.sub(r"s\d+", "s0", record.message) for record in caplog.records] == [
+        "a segment is not compiled and runs op by op: it holds only where s0 < 50, which its capture did not ask for"
     ]

@@ -9,7 +9,9 @@ from torch import Tensor, fx
 from zinf_compile.facts import OpFact
 from zinf_compile.hardware_io import load_hardware
 from zinf_compile.passes.analysis.peaks import peak_inside
+from zinf_compile.passes.analysis.shapes import GraphShapes
 from zinf_compile.passes.planning.costs import op_seconds, ops_seconds, seconds_expression
+from zinf_compile.sizes import evaluate_sizes
 
 Trace = Callable[..., fx.GraphModule]
 KIB = 1024
@@ -41,6 +43,21 @@ def test_a_convolution_has_its_copies_inside(trace: Trace) -> None:
     graph = trace(run, (1, 1, 4, 4), (1, 1, 1, 1)).graph
     image, weight = 64, 4
     assert peak_inside(graph) == image + (image + weight + 2 * image) - image
+
+
+def test_peaks_of_changing_sizes_are_the_largest_of_what_may_be_largest(trace: Trace, trace_dynamic: Trace) -> None:
+    """Of two rows of tensors, one of rows x columns and one of rows x rows, which is larger depends on the call."""
+
+    def run(anchor: Tensor, x: Tensor) -> Tensor:
+        wide = x.sin().cos().sum(1)
+        return (x @ x.t()).sin().cos().sum(1) + wide
+
+    graph_module = trace_dynamic(run, torch.empty(4, 6))
+    shapes = GraphShapes(graph_module.graph)
+    peak = shapes.size(peak_inside(graph_module.graph))
+    for rows, columns in ((4, 6), (6, 4), (100, 3), (3, 100)):
+        sizes = {symbol.name: rows if symbol.value == 4 else columns for symbol in shapes.symbols}
+        assert evaluate_sizes([peak], sizes)[peak] == peak_inside(trace(run, (rows, columns)).graph)
 
 
 def test_a_segment_takes_as_long_as_what_it_runs() -> None:

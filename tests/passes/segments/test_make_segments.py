@@ -41,8 +41,8 @@ def run(graph_module: fx.GraphModule, inputs: list[Tensor], parameters: Mapping[
             if node.target is GATHER:
                 return parameters[node.args[1]]
             if node.target is RUN_SEGMENT:
-                given, _ = self.fetch_args_kwargs_from_env(node)[0]
-                results = node.meta[SEGMENT].forward(*given)
+                given, sizes, _ = self.fetch_args_kwargs_from_env(node)[0]
+                results = node.meta[SEGMENT].forward(*sizes, *given)
                 storages = [each.untyped_storage().data_ptr() for each in (*given, *results)]
                 assert len(set(storages[len(given) :])) == len(results)
                 assert set(storages[: len(given)]).isdisjoint(storages[len(given) :])
@@ -67,7 +67,7 @@ anchor_1 = placeholder[anchor_1]
 x_1 = placeholder[x_1]
 gather = zinf.gather(anchor_1, 1, [4, 8], float32, cpu)
 gather_1 = zinf.gather(anchor_1, 2, [8, 4], float32, cpu)
-layers_0_segment = zinf.run_segment([gather, x_1, gather_1], 0)
+layers_0_segment = zinf.run_segment([gather, x_1, gather_1], [], 0)
 relu = getitem(layers_0_segment, 0)
 add = getitem(layers_0_segment, 1)
 return (add, relu)
@@ -107,7 +107,7 @@ anchor_1 = placeholder[anchor_1]
 x_1 = placeholder[x_1]
 grad_1 = placeholder[grad_1]
 gather = zinf.gather(anchor_1, 1, [4, 8], float32, cpu)
-layers_0_segment = zinf.run_segment([x_1, grad_1, gather], 0)
+layers_0_segment = zinf.run_segment([x_1, grad_1, gather], [], 0)
 mm = getitem(layers_0_segment, 0)
 mul = getitem(layers_0_segment, 1)
 t_1 = aten.t(mm)
@@ -167,7 +167,7 @@ def test_blocks_are_apart_and_equal_ones_are_one_structure(trace: Trace) -> None
     blocks = {name: f"layers.{position // 2}" for position, name in enumerate(ops)}
     assert len(segment(graph_module, blocks)) == 2
     calls = graph_module.graph.find_nodes(op="call_function", target=RUN_SEGMENT)
-    assert [call.args[1] for call in calls] == [0, 0]
+    assert [call.args[2] for call in calls] == [0, 0]
     assert [call.name.startswith(f"layers_{number}_segment") for number, call in enumerate(calls)] == [True, True]
 
 
@@ -266,4 +266,51 @@ def test_each_tile_of_a_chain_is_a_segment_of_its_own(trace: Trace) -> None:
             node.meta["custom"] = {TILE: next(tiles)}
     assert len(segment(graph_module)) == 3
     calls = graph_module.graph.find_nodes(op="call_function", target=RUN_SEGMENT)
-    assert [call.args[1] for call in calls] == [0, 0, 0]
+    assert [call.args[2] for call in calls] == [0, 0, 0]
+
+
+def _rows(x: Tensor) -> list[Tensor]:
+    first = torch.relu(x).view(x.shape[0] * x.shape[1], 4) + x.shape[0]
+    return [first, first.view(x.shape[0], x.shape[1], 4) * 2]
+
+
+def test_symbols_of_shapes_go_in_and_sizes_are_computed_outside(trace_dynamic: Trace) -> None:
+    graph_module = trace_dynamic(lambda anchor, x: _rows(x), torch.empty(2, 3, 4))
+    (inside,) = segment(graph_module)
+    (call,) = graph_module.graph.find_nodes(op="call_function", target=RUN_SEGMENT)
+    _, sizes, _ = call.args
+    *values, x = [node.meta["val"] for node in inside.graph.find_nodes(op="placeholder")]
+    assert list(map(str, values)) == [str(node.meta["val"]) for node in sizes]
+    first, second = sorted(str(size) for size in x.shape if str(size) != "4")
+    assert {first, second} < set(map(str, values)) <= {first, second, f"{first}*{second}", f"{second}*{first}"}
+    for shape in ((2, 3, 4), (5, 7, 4)):
+        inputs = [torch.empty(0), torch.randn(shape)]
+        for ours, theirs in zip(run(graph_module, inputs, {}), _rows(inputs[1]), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_blocks_of_changing_sizes_are_one_structure(trace_dynamic: Trace) -> None:
+    def forward(anchor: Tensor, x: Tensor) -> Tensor:
+        return (x.sin() + 1).sin() + 1
+
+    graph_module = trace_dynamic(forward, torch.empty(4, 8))
+    ops = [node.name for node in graph_module.graph.nodes if str(node.target).startswith(("aten.sin", "aten.add"))]
+    segment(graph_module, {name: f"layers.{position // 2}" for position, name in enumerate(ops)})
+    calls = graph_module.graph.find_nodes(op="call_function", target=RUN_SEGMENT)
+    assert [call.args[2] for call in calls] == [0, 0]
+
+
+def test_what_no_input_shows_runs_op_by_op(trace_dynamic: Trace) -> None:
+    """The only input has a product of two symbols as its size, as what forward saves for backward may."""
+    graph_module = trace_dynamic(lambda anchor, x: x.flatten().exp() + 1, torch.empty(3, 4))
+    (flat,) = (node for node in graph_module.graph.nodes if str(node.target) == "aten.view.default")
+    backward = fx.Graph()
+    given = backward.placeholder("given")
+    given.meta["val"] = flat.meta["val"]
+    made = backward.call_function(
+        torch.ops.aten.add.Tensor, (backward.call_function(torch.ops.aten.exp.default, (given,)), 1)
+    )
+    for node in (made.args[0], made):
+        node.meta["val"] = flat.meta["val"]
+    backward.output((made,))
+    assert segment(fx.GraphModule({}, backward)) == []
