@@ -86,6 +86,7 @@ class Journey:
                 host_memory=host,
                 reserve_memory=trial.reserve,
                 nvme=trial.nvme,
+                compute="aten",
                 compute_dtype=torch.bfloat16,
                 recompute=True,
             )

@@ -183,7 +183,13 @@ def _train_once(settings: Settings, home: str) -> tuple[nn.Module, torch.optim.O
     # Staging of 96 MiB is enough for full chunks. What host_memory has beside it is for homes.
     host = 2 * 96 * 2**20 if home == "nvme" else 18 * one * settings.layers + 2 * 192 * 2**20
     zinf_compile.optimize(
-        model, init="reset", compute_dtype=torch.bfloat16, device_memory=32 * one, host_memory=host, nvme=settings.nvme
+        model,
+        init="reset",
+        compute="aten",
+        compute_dtype=torch.bfloat16,
+        device_memory=32 * one,
+        host_memory=host,
+        nvme=settings.nvme,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model(torch.randn(32, settings.width, dtype=torch.bfloat16)).float().square().mean().backward()

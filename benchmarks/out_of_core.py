@@ -149,6 +149,7 @@ def out_of_core(case: Case) -> tuple[Step, object]:
         host_memory=host,
         reserve_memory=case.reserve,
         nvme=case.nvme,
+        compute="aten",  # as what it is compared with
         compute_dtype=torch.bfloat16,
         recompute=True,
         overlap_step=case.step != "synchronous",

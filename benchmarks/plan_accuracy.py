@@ -109,6 +109,7 @@ def measure(case: Case) -> dict[str, Any]:
         device_memory=case.device_memory,
         host_memory=case.host_memory,
         nvme=case.nvme,
+        compute="aten",  # whose seconds and bytes plans predict
         compute_dtype=entry.compute_dtype,
         remake_plan=False,  # what was measured is not to become the prediction
     )

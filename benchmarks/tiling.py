@@ -50,7 +50,13 @@ def build(hidden: int, num_tiles: int, device_memory: str | int) -> Mlp:
     tiles = {"up.weight": num_tiles, "down.weight": num_tiles}
     torch.manual_seed(0)
     return zinf_compile.optimize(
-        model, init="reset", device_memory=device_memory, host_memory="16GiB", tiles=tiles, remake_plan=False
+        model,
+        init="reset",
+        compute="aten",
+        device_memory=device_memory,
+        host_memory="16GiB",
+        tiles=tiles,
+        remake_plan=False,
     )
 
 

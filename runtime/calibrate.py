@@ -1,6 +1,7 @@
 """Measure what this machine does per second: short, before the first graph is planned, or thorough for `zinf doctor`."""
 
 import functools
+import logging
 import os
 import statistics
 import time
@@ -11,10 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from zinf_compile.errors import StoreError
 from zinf_compile.hardware import Hardware, OpKind, OpRate, Rate, Route, make_route
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.fused_adamw import find_kernel
 from zinf_compile.runtime.futures import wait_all
+from zinf_compile.runtime.gpu_direct import DirectReads, open_direct_reads
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.op_rates import (
@@ -35,6 +38,7 @@ from zinf_compile.terms import Tier
 _OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all: a model's do not stay in the cache either
 _DISK_NBYTES = 32 * 2**20
 _LINK_NBYTES = 64 * 2**20  # more than a millisecond on the fastest
+_DIRECT_CALLS = 4  # at once, of GPUDirect Storage
 _DUPLEX_SHARE = 0.75  # of both rates together, from which on reads and writes count as not in each other's way
 _SMALL_OPS = 10  # a block has about as many for each product
 _MOST_TAKEN = 0.9  # beyond that something else was in the way
@@ -42,6 +46,8 @@ _ROUND_SECONDS = 0.03  # of compute alone
 _MOVES = 2  # one after another, in a round of compute beside
 _REPEATS = 3  # the median of these, behind one that nobody counts
 _UNUSABLE = torch.float16  # on a CPU a product takes a thousand times as long as in float32
+
+_log = logging.getLogger(__name__)
 
 
 def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: int = _REPEATS) -> Hardware:
@@ -63,7 +69,7 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
         routes = [make_route(*pair, _measure_link(bench, store, pair[0])) for pair in pairs]
     if store.engine is not None:
         disk = _measure_disk(store, repeats)
-        routes += disk if device is None else _by_way_of_host(disk, routes)
+        routes += disk if device is None else _choose_way(store, bench, _by_way_of_host(disk, routes))
     hardware = Hardware(
         name=os.uname().nodename,
         flops=tuple(Rate(name=_name(dtype), per_second=measure_products(bench, dtype)) for dtype in chosen),
@@ -119,6 +125,58 @@ def _by_way_of_host(disk: Iterable[Route], routes: Iterable[Route]) -> list[Rout
         else:
             joined.append(replace(route, takes_of_compute=0.0))
     return joined
+
+
+def _choose_way(store: Store, bench: OpRates, routes: list[Route]) -> list[Route]:
+    """Let the store read the disk into the device directly, where that can be and is faster; return the routes then."""
+    assert store.engine is not None
+    reads = open_direct_reads(store.engine)
+    if reads is None:
+        return routes
+    (by_host,) = (route for route in routes if route.name == f"{Tier.NVME} -> {Tier.DEVICE}")
+    try:
+        per_second = _measure_direct(store, bench, reads)
+    except StoreError as error:
+        reads.close()
+        _log.info("GPUDirect Storage is not used: %s", error)
+        return routes
+    is_faster = per_second > by_host.bytes_per_second
+    _log.info(
+        "GPUDirect Storage reads %.1f GB/s, and by way of host memory it is %.1f GB/s: it is %s",
+        per_second / 1e9,
+        by_host.bytes_per_second / 1e9,
+        "used" if is_faster else "not used",
+    )
+    if not is_faster:
+        reads.close()
+        return routes
+    store.transfers.read_directly(reads)
+    direct = replace(by_host, bytes_per_second=per_second)  # the disk and the link are busy as before
+    return [direct if route is by_host else route for route in routes]
+
+
+def _measure_direct(store: Store, bench: OpRates, reads: DirectReads) -> float:
+    """Return the bytes per second of reads from the disk into the device, as many at once as transfers have."""
+    engine, device = store.engine, store.device
+    assert engine is not None
+    assert device is not None
+    piece = min(_DISK_NBYTES, store.staging.capacity) // _DIRECT_CALLS // ALIGN * ALIGN
+    starts = range(0, _DIRECT_CALLS * piece, piece)
+    extent = store.layout.allocate(_DIRECT_CALLS * piece)
+    there = device.allocate([_DIRECT_CALLS * piece], torch.uint8)
+
+    def read(start: int) -> None:
+        reads.read(extent.offset + start, there[start : start + piece])
+
+    try:
+        engine.reserve(store.layout.end)
+        with store.staging.lease(piece) as lease:  # what was never written would be read from nowhere
+            for start in starts:
+                engine.write(extent.offset + start, lease.view)
+        with ThreadPoolExecutor(_DIRECT_CALLS) as pool:
+            return there.numel() / bench.usual_seconds(lambda: list(pool.map(read, starts)))
+    finally:
+        store.layout.free(extent)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ import torch
 from zinf_compile.errors import VerifyError, ZinfError
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.futures import call_when_done
+from zinf_compile.runtime.gpu_direct import DirectReads, GpuDirectFiller
 from zinf_compile.runtime.in_flight import DirectFiller, Filler, InFlight, LinkFiller
 from zinf_compile.runtime.link import Link
 from zinf_compile.runtime.meter import Meter
@@ -39,6 +40,10 @@ class Transfers(Values):
         if link is not None:
             piece_nbytes = self.piece_elements(torch.uint8)
             self.filler = LinkFiller(arena, link, staging, self.read, piece_nbytes=piece_nbytes, meter=meter)
+
+    def read_directly(self, reads: DirectReads) -> None:
+        """Read the file into the device's memory from now on, past staging. Nothing may be in flight."""
+        self.filler = GpuDirectFiller(self._arena, self.filler, reads, self._meter)
 
     def issue_gather(
         self, records: Sequence[StoredParameter | StoredTile], dtypes: Sequence[torch.dtype], offsets: Sequence[int]

@@ -1,4 +1,4 @@
-"""What all tests share: one compute thread a process, and a Dynamo that has forgotten the models of the tests before."""
+"""What all tests share: one compute thread a process, ops one by one, and a Dynamo that has forgotten the models before."""
 
 import os
 import sys
@@ -9,6 +9,16 @@ import pytest
 # Before torch is imported, and for child processes too: OpenMP threads that spin take the cores from the other workers.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _op_by_op() -> Iterator[None]:
+    """Compute with the bits of plain PyTorch, and compile nothing, where a test does not say otherwise."""
+    from zinf_compile import config  # imports torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "DEFAULT_COMPUTE", "aten")
+        yield
 
 
 @pytest.fixture(autouse=True)

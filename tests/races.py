@@ -25,6 +25,7 @@ from zinf_compile.runtime import futures, in_flight, optimizer, transfers
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.backward_step import JobFeed
 from zinf_compile.runtime.calls import Calls
+from zinf_compile.runtime.gpu_direct import KvikioReads
 from zinf_compile.runtime.staging import StagingPool
 from zinf_compile.runtime.step_chunks import Chunk
 from zinf_compile.runtime.step_jobs import GRADIENT
@@ -314,6 +315,14 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
 
         return call
 
+    def direct_read(original: Any) -> Any:
+        def call(reads: KvikioReads, offset: int, destination: Tensor) -> None:
+            races.touch("file", offset, destination.numel(), "the direct read", write=False)
+            touch_tensor(destination, "the direct read", write=True)
+            original(reads, offset, destination)
+
+        return call
+
     def copy(original: Any) -> Any:
         def call(owner: Transfers, source: list[Tensor], destination: Tensor, *rest: Any) -> None:
             touch_tensor(source[0], "a copy's source", write=False)
@@ -369,6 +378,7 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
         return call
 
     replace(Calls, "_call", disk_call)
+    replace(KvikioReads, "read", direct_read)
     replace(Calls, "_copy", copy)
     replace(Values, "send_home", send_home)
     replace(Chunk, "tensor", chunk_tensor)

@@ -46,7 +46,9 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         nvme_memory: budget on that disk; by default what is free.
         compute_dtype: dtype of forward and backward, such as torch.bfloat16; the optimizer keeps updating the
             parameters in their own dtype. By default the parameters' own.
-        compute: "aten", the lowered graph as it is.
+        compute: "inductor", the default, to compile what each block computes, once for all blocks that are alike, in the
+            first call: that takes some seconds, and results are the same to rounding. Without a C++ compiler, or where that
+            does not fit, graphs run op by op. "aten" to run them so always, with the bits of eager PyTorch.
         reserve_memory: share of device_memory to leave to Python and its compiled graphs; by default none, since they are
             not on the device. On a CPU, where all is one RAM, it keeps the whole process within the budgets.
         prefetch_memory: how far transfers run ahead of compute at most; by default the planner chooses.

@@ -18,6 +18,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 LEAST_TILE = 64 * 2**10  # bytes of a parameter: what is smaller is gathered whole
+DEFAULT_COMPUTE = "inductor"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -68,7 +69,7 @@ class Config:
     nvme_memory: int | None  # None: what the disk has free
     device: str = "cpu"  # that computes, as torch writes it
     compute_dtype: str | None = None  # None: compute in each parameter's own dtype
-    compute: str = "aten"
+    compute: str = DEFAULT_COMPUTE  # "inductor": blocks are compiled, where there is a compiler; "aten": op by op
     reserve_memory: int = 0  # share of device_memory left to Python, compiled graphs and the system's allocator
     prefetch_memory: int | None = None  # bytes read ahead of compute, at most; None: the planner's choice
     tile_memory: int | None = None  # larger parameters are gathered by tiles; None: only where needed to fit
@@ -141,7 +142,7 @@ def make_config(options: Mapping[str, object], *, free_device_memory: Callable[[
         nvme_memory=sizes.get("nvme_memory"),
         device=device,
         compute_dtype=_check_dtype(given.get("compute_dtype")),
-        compute=_check_compute(given.get("compute", "aten")),
+        compute=_check_compute(given.get("compute", DEFAULT_COMPUTE)),
         reserve_memory=sizes.get("reserve_memory", 0),
         prefetch_memory=sizes.get("prefetch_memory"),
         tile_memory=_check_tile_memory(sizes.get("tile_memory")),

@@ -1,5 +1,6 @@
 """A captured graph that computes in segments, if it fits the device so."""
 
+import functools
 import logging
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -46,10 +47,11 @@ def compute_in_segments(
     """
     tiles = {param_ids[item.parameter] for item in ops.plan.placements if item.tile_of is not None}
     large = {param_ids[item.parameter] for item in ops.plan.placements if item.compute_nbytes > RESIDENT_THRESHOLD}
-    reason = None
     if find_compiler() is None:
-        reason = "Inductor needs a C++ compiler, such as g++, and there is none on the PATH"
-    for apart in (tiles, large) if reason is None else ():
+        _say_without_compiler()
+        return ops
+    reason = None
+    for apart in (tiles, large):
         captured = _cut(ops.captured, apart)
         facts = analyze(captured)
         try:
@@ -62,6 +64,14 @@ def compute_in_segments(
         return Computed(captured=captured, facts=facts, plan=plan)
     _log.warning("%s computes op by op: %s", ops.facts.name, reason)
     return ops
+
+
+@functools.cache  # once is enough
+def _say_without_compiler() -> None:
+    _log.warning(
+        "graphs compute op by op: Inductor needs a C++ compiler, such as g++, and there is none on the PATH; install one, "
+        "or say compute='aten'"
+    )
 
 
 def _cut(captured: CapturedGraph, apart: Container[int]) -> CapturedGraph:

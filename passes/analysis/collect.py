@@ -163,7 +163,7 @@ def _collect_values(
     for node in nodes:
         root = roots.get(node)
         if root is not None:
-            births.setdefault(root, _tick(node))
+            births.setdefault(root, _tick(root.node))  # which makes all of its results, before any is taken out
             ends[root] = max(ends.get(root, 0), _tick(node) + 1)
         for used in node.all_input_nodes:
             ends[roots[used]] = max(ends[roots[used]], _tick(node) + 1)

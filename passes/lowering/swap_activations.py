@@ -75,11 +75,14 @@ class _Swapper:
 
     def _send_out(self, swaps: list[ActivationSwap]) -> None:
         roots = find_roots(self._graph)
+        births: dict[str, fx.Node] = {}
+        for node, root in roots.items():
+            births.setdefault(root.name, node)
         tokens: dict[str, fx.Node] = {}
         for swap in swaps:
-            value = self._at(swap.out)
-            if value not in roots or roots[value].name != swap.value:
-                raise VerifyError(f"'{value.name}' at tick {swap.out} is not '{swap.value}', which is to leave there")
+            value = births.get(swap.value)
+            if value is None or _tick(roots[value].node) != swap.out:
+                raise VerifyError(f"'{swap.value}', which is to leave at tick {swap.out}, is not made there")
             stride = list(value.meta["val"].stride())
             args = (value, self._store_id, swap.value, str(swap.destination), stride)
             token = insert_call(self._graph, value.next, SWAP_OUT, args, name=f"{swap.value}_token")

@@ -28,7 +28,6 @@ from zinf_compile.passes.planning.placement import RESIDENT_THRESHOLD
 from zinf_compile.plans import RecomputedValue
 from zinf_compile.terms import ActivationPolicy
 
-_GETITEM = "<built-in function getitem>"
 # Of what a graph computes, for all that is made again together, by the policy that asks for it. What is element by element
 # in a transformer takes less than the one, and the widest of its matrix products beside that less than the other.
 _SHARES: Mapping[ActivationPolicy, float] = {
@@ -154,7 +153,7 @@ class _Step:
         for value in graph.values:
             if value.live.start >= graph.num_forward_ticks:
                 continue
-            maker = _maker(graph, value)
+            maker = value.live.start
             if not value.saved:
                 if _is_result(value, self._ops[maker]):
                     partly.add(maker)
@@ -265,12 +264,6 @@ class _Step:
         return False
 
 
-def _maker(graph: GraphFacts, value: ValueFact) -> int:
-    """Return the tick of the op that makes a value: where it appears, or of one of several results the op before that."""
-    op = graph.ops[value.live.start]
-    return op.inputs[0] if op.op == _GETITEM and op.inputs else op.tick
-
-
 def _is_input(op: OpFact) -> bool:
     """Return whether a node only gives what is there: an input of the graph, or a parameter, which is gathered again."""
     return op.op == op.name or op.op.startswith("zinf.")
@@ -297,7 +290,7 @@ def find_recomputed(graph: GraphFacts, hardware: Hardware) -> tuple[RecomputedVa
         if value.live.start < graph.num_forward_ticks and not value.saved and value.nbytes >= MIN_BOUND_NBYTES
     }
     again = (
-        (value, graph.ops[_maker(graph, value)])
+        (value, graph.ops[value.live.start])
         for value in graph.values
         if value.live.start >= graph.num_forward_ticks and value.name in forward
     )

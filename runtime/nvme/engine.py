@@ -20,6 +20,10 @@ class Engine(Protocol):
     """
 
     @property
+    def path(self) -> str | None:
+        """What opens the same file once more while the engine is open; None where there is no file."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes reserved so far; a multiple of ``ALIGN``."""
 

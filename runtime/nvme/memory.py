@@ -66,6 +66,11 @@ class MemoryEngine:
         self._busy_until_seconds = 0.0
 
     @property
+    def path(self) -> None:
+        """There is no file."""
+        return None
+
+    @property
     def nbytes(self) -> int:
         """Bytes reserved so far."""
         return self._nbytes

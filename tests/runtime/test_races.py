@@ -8,44 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
-import zinf_compile
 from tests.races import Races, watching_races
+from tests.small_training import train
 from zinf_compile.runtime import in_flight, optimizer, values
 from zinf_compile.runtime.staging import StagingBuffer, StagingPool
 from zinf_compile.runtime.transfers import Transfers
 
-STEPS = 3
 KIB, MIB = 2**10, 2**20
-
-
-class Net(nn.Module):
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(depth)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
-def train(folder: Path, width: int, depth: int, **options: object) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = zinf_compile.optimize(Net(width, depth), nvme=folder, **options)
-    try:
-        adamw = torch.optim.AdamW(model.parameters())
-        for _ in range(STEPS):
-            model(torch.randn(16, width, dtype=options.get("compute_dtype"))).backward()
-            adamw.step()
-            adamw.zero_grad()
-        zinf_compile.synchronize(model)
-    finally:
-        zinf_compile.close(model)
 
 
 def options_of(seed: int) -> dict[str, object]:
@@ -76,7 +46,7 @@ def options_of(seed: int) -> dict[str, object]:
 @pytest.mark.parametrize("seed", range(8))
 def test_no_run_has_a_race(tmp_path: Path, seed: int) -> None:
     with watching_races() as races:
-        train(tmp_path, **options_of(seed))
+        train(nvme=tmp_path, **options_of(seed))
     assert races.found == []
     touched = {what.partition(" of ")[0] for what in races.num_accesses}
     assert {"the read", "the write"} <= touched
@@ -100,7 +70,16 @@ def test_what_is_written_over_in_part_is_remembered() -> None:
 
 def races_with(folder: Path, **changed: object) -> Races:
     with watching_races() as races:
-        train(folder, **{"width": 128, "depth": 3, "device_memory": 900 * KIB, "host_memory": 700 * KIB, **changed})
+        train(
+            **{
+                "nvme": folder,
+                "width": 128,
+                "depth": 3,
+                "device_memory": 900 * KIB,
+                "host_memory": 700 * KIB,
+                **changed,
+            }
+        )
     return races
 
 

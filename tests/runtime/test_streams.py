@@ -10,11 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zinf_compile
 from tests.fake_device import FakeDevice, FakeEvent, on_fake_device
 from tests.races import Races, watching_races
+from tests.small_training import Net, train
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.device_updates import DeviceUpdates
 from zinf_compile.runtime.in_flight import InFlight, LinkFiller
@@ -29,42 +30,8 @@ from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.transfers import Transfers
 from zinf_compile.terms import Tier
 
-STEPS = 3
 KIB, MIB = 2**10, 2**20
-SMALL = {"width": 96, "depth": 2, "device_memory": 900 * KIB, "host_memory": 3 * MIB}
-
-
-class Net(nn.Module):
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(depth)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
-def train(width: int, depth: int, *, num_micro_steps: int = 1, **options: Any) -> list[Tensor]:
-    """Return the losses and the parameters at the end."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = zinf_compile.optimize(Net(width, depth), tiles=False, **options)
-    try:
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses = []
-        for _ in range(STEPS):
-            for _ in range(num_micro_steps):
-                loss = model(torch.randn(16, width, dtype=options.get("compute_dtype")))
-                loss.backward()
-                losses.append(loss.detach().clone())
-            adamw.step()
-            adamw.zero_grad()
-        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
-    finally:
-        zinf_compile.close(model)
+SMALL = {"width": 96, "depth": 2, "device_memory": 900 * KIB, "host_memory": 3 * MIB, "tiles": False}
 
 
 def options_of(seed: int) -> dict[str, Any]:
@@ -83,6 +50,7 @@ def options_of(seed: int) -> dict[str, Any]:
         "recompute": draw.choice([None, True]),
         "update_on": draw.choice(["host", "device"]),
         "num_micro_steps": draw.choice([1, 1, 2]),
+        "tiles": False,
     }
     step = draw.choice(["overlapped", "synchronous", "in_backward"])
     if step == "synchronous":
@@ -310,7 +278,7 @@ def test_homes_are_not_written_while_copies_read_them(tmp_path: Path) -> None:
                 update_on="host",
             )
             adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
-            for _ in range(STEPS):
+            for _ in range(3):
                 model(torch.randn(16, 96)).backward()
                 with torch.no_grad():
                     model(torch.randn(16, 96))

@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loop.add_argument("--clip", type=float, metavar="NORM", help="clip the gradient norm (default: off)")
     loop.add_argument("--seed", type=int, default=0)
     loop.add_argument("--compute-dtype", choices=STATE_BYTES)
+    loop.add_argument(
+        "--compute",
+        choices=("aten", "inductor"),
+        default="aten",
+        help="op by op, with the bits of --plain and of any budgets; or compiled, to rounding (default: %(default)s)",
+    )
     saving = parser.add_argument_group("saving")
     saving.add_argument("--save-every", type=int, metavar="N", help="save every N steps; the last one is always saved")
     saving.add_argument(
@@ -213,6 +219,7 @@ def _build(subject: Subject, args: argparse.Namespace, stack: ExitStack) -> Buil
             "host_memory": args.host_memory,
             "nvme": args.nvme or stack.enter_context(_temporary_folder()),
             "compute_dtype": dtype,
+            "compute": args.compute,
         }
     )
     stack.callback(zinf_compile.close, built.trunk)  # before the folder under it goes

@@ -158,7 +158,7 @@ return mm
 def test_what_is_not_there_is_a_bug_of_ours(
     graphs: tuple[fx.GraphModule, fx.GraphModule], swap: Callable[..., list[str]]
 ) -> None:
-    with pytest.raises(VerifyError, match="'cos' at tick 3 is not 'sin', which is to leave there"):
+    with pytest.raises(VerifyError, match="'sin', which is to leave at tick 3, is not made there"):
         swap(*graphs, replace(SWAP, out=3))
 
 
