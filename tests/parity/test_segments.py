@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from dataclasses import fields, replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -98,6 +99,23 @@ def test_training_in_segments_is_the_same_to_rounding(parity, expected, recomput
     assert sum(op.op == "zinf.run_segment.default" for op in facts.ops) >= 5  # forward and backward of blocks and head
     device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
     assert device.measured_peak <= device.predicted_peak
+
+
+@needs_compiler
+def test_segments_allocate_no_more_than_the_plan_counts(parity):
+    """Counted by torch's allocator, every byte: what comes out of a segment is there before what goes in is gone."""
+    options = {"device_memory": "64MiB", "host_memory": "64MiB", "recompute": False, "remake_plan": False}
+    model = parity.optimize(make(width=128), compute="inductor", **options)
+    tokens = torch.randint(256, (8, 64), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        model(tokens).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        model(tokens).backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    (plan,) = zinf_compile.report(model).plans
+    counted = dict(plan.tier(Tier.DEVICE).parts)["activations"]
+    assert 0.8 * counted < max(live) <= counted
 
 
 @needs_compiler

@@ -58,6 +58,8 @@ def test_results_of_one_node_die_on_their_own(trace: Function, analyze: Function
     nbytes = {value.name: value.nbytes for value in facts.values}
     ends = {name: end for name, (_, end) in _live(facts).items()}
     assert sorted(nbytes.values()) == [16, 16, 16, 16, 32]
+    # Both are made by the op, beside what it reads, however late they are taken out of what it returns.
+    assert [start for name, (start, _) in _live(facts).items() if name.startswith("max")] == [2, 2]
     values, indices = (name for name in nbytes if name.startswith("max"))
     assert (nbytes[values], ends[values]) == (16, 6)
     assert (nbytes[indices], ends[indices]) == (32, 7)
