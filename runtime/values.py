@@ -115,16 +115,26 @@ class Values(Calls):
         step = self.piece_elements(flat.dtype)
         for start in range(0, flat.numel(), step):
             piece = flat[start : start + step]
-            with self.lease(piece.numel() * piece.dtype.itemsize, f"room for {slot.name}") as lease:
-                here = torch.frombuffer(lease.view, dtype=piece.dtype, count=piece.numel())
-                timing = self._meter.copying(Tier.DEVICE, Tier.HOST, lease.nbytes, slot.name)
-                self.wait([link.take(_as_bytes(piece), _as_bytes(here), timing=timing).left], slot.name)
-                if slot.in_memory:
-                    slot.tensor.view(-1)[start : start + step].add_(here)
-                    self._meter.add_moved(Tier.DEVICE, slot.tier, lease.nbytes)
-                else:
-                    self._rewrite(slot, start, start + piece.numel(), partial(_add, here))
+            lease = self.lease(piece.numel() * piece.dtype.itemsize, f"room for {slot.name}")
+            here = torch.frombuffer(lease.view, dtype=piece.dtype, count=piece.numel())
+            timing = self._meter.copying(Tier.DEVICE, Tier.HOST, lease.nbytes, slot.name)
+            left = link.take(_as_bytes(piece), _as_bytes(here), timing=timing).left
+            if slot.in_memory:
+                home = slot.tensor.view(-1)[start : start + step]
+                self._meter.add_moved(Tier.DEVICE, slot.tier, lease.nbytes)
+                added = then_start(left, partial(self._add_on_thread, home, here))
+                return_when_done(self.staging, lease, [added])
+                self._writes.append((slot.whole, added))
+                continue
+            try:
+                self.wait([left], slot.name)
+                self._rewrite(slot, start, start + piece.numel(), partial(_add, here))
+            finally:
+                self.staging.return_(lease)
         link.let_go(flat)
+
+    def _add_on_thread(self, home: Tensor, addend: Tensor) -> list[Future[None]]:
+        return [self._pool.submit(_add, addend, home, 0)]
 
     def _wait_writes_of(self, slot: Slot | SlotRows) -> None:
         """Wait for what earlier calls have begun to write to a slot."""

@@ -61,8 +61,8 @@ def plan(
     """Return the plan of one call of ``model`` on ``hardware``, and of the backward and the optimizer step after it.
 
     Nothing of the model is allocated, read or written: it is captured with fake tensors, so it may be of any size, on
-    meta, or have values, which are not looked at; it stays as it is. What is captured is what ``optimize`` would capture with
-    ``compute="aten"``: ops one by one.
+    meta, or have values, which are not looked at; it stays as it is. What is captured is what ``optimize`` would capture
+    with ``compute="aten"``: ops one by one.
 
     ``inputs`` is what the model is called with: a tensor, a tuple, or a dict of keyword arguments; of its tensors only
     shapes and dtypes matter. ``hardware`` is a Hardware, the name of a preset such as "h200", or a file. Without it, this

@@ -262,6 +262,25 @@ def test_staging_that_is_returned_before_it_has_left_is_found() -> None:
     assert any("the to-device stream, reading" in race and "the read of weight" in race for race in races.found)
 
 
+def test_a_gradient_that_is_added_to_one_at_home_is_not_waited_for() -> None:
+    device = FakeDevice(most_seconds=0.0)
+    with on_fake_device(device), watching_races() as races:
+        bench = Bench(device)
+        assert bench.transfers.link is not None
+        bench.transfers.link.leaving_limit = ALIGN  # or compute would be told to wait, which the fake's does at once
+        home, value = torch.zeros(ALIGN // 4), torch.arange(ALIGN // 4, dtype=torch.float32)
+        slot, gate = Slot(name="weight.grad", tier=Tier.HOST, tensor=home), FakeEvent(device.to_host)
+        device.to_host.wait(gate)
+        bench.transfers.add_value(slot, value, Tier.DEVICE)
+        assert torch.equal(home, torch.zeros_like(home))
+        gate.happen()
+        bench.transfers.add_value(slot, value, Tier.DEVICE)  # behind the one before
+        bench.transfers.wait_writes()
+        assert torch.equal(home, 2 * value)
+        bench.close()
+    assert races.found == []
+
+
 def test_homes_are_not_written_while_copies_read_them(tmp_path: Path) -> None:
     """A forward that nobody waits for, and then a step, which writes what is still on its way to the device."""
 
