@@ -25,15 +25,6 @@ def guard() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _collect_only_what_is_new() -> Iterator[None]:
-    """Every test collects twice, and what torch has imported takes a fifth of a second to look through."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def model() -> nn.Sequential:
     """Return a model of two weights of 160 KB, more than what is always kept in memory."""
