@@ -114,11 +114,24 @@ class BackwardStep:
             step.begin()
             has_room = step.fits_beside_compute and nbytes + in_chunks <= store.staging.capacity
             if not has_room or (in_chunks == 0 and store.device is None):
+                if in_chunks > 0:
+                    self._wait_for_others(store, job)
                 job.grad = job.grad.cpu()
                 step.run()  # nothing to wait for, or no room for a copy or for what it allocates
             else:
                 self._hand_over(store, job, nbytes, in_chunks)
         return True
+
+    def _wait_for_others(self, store: Store, job: Job) -> None:
+        """Wait until all that was handed over is updated.
+
+        Copies give back their room only then, for which there must be room for their chunks: who asks for more than copies
+        leave stands in line before these, and neither would get any.
+        """
+        with self._condition:
+            if self._queued_nbytes > 0:
+                with store.meter.stall(f"room to update {job.record.name}"):
+                    self._condition.wait_for(lambda: self._queued_nbytes == 0)
 
     def _hand_over(self, store: Store, job: Job, nbytes: int, in_chunks: int) -> None:
         with self._condition:

@@ -130,7 +130,7 @@ def _by_way_of_host(disk: Iterable[Route], routes: Iterable[Route]) -> list[Rout
 def _choose_way(store: Store, bench: OpRates, routes: list[Route]) -> list[Route]:
     """Let the store read the disk into the device directly, where that can be and is faster; return the routes then."""
     assert store.engine is not None
-    reads = open_direct_reads(store.engine)
+    reads = open_direct_reads(store.engine) if store.staging.capacity >= _DIRECT_CALLS * ALIGN else None
     if reads is None:
         return routes
     (by_host,) = (route for route in routes if route.name == f"{Tier.NVME} -> {Tier.DEVICE}")

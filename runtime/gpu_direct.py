@@ -52,7 +52,7 @@ class KvikioReads:
         try:
             with torch.cuda.device(destination.device) if destination.is_cuda else nullcontext():
                 found = self._file.pread(destination, size=nbytes, file_offset=offset).get()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError, TypeError) as error:
             raise StoreError(f"kvikio reading {nbytes} bytes at offset {offset} failed: {error}") from error
         if found != nbytes:
             raise StoreError(f"kvikio read {found} of {nbytes} bytes at offset {offset}: the file is shorter")

@@ -9,50 +9,102 @@ is one of its capture alone, and to compile it again later must ask for no guard
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 _Run = Callable[..., Sequence[Tensor]]
+_Structure = tuple[str, int | None]  # its description, and which table of symbols it has its sizes in, if any
 
-_lock = threading.Lock()
-_numbers: dict[tuple[str, int | None], int] = {}  # by structure, and by capture where it has symbols
-_segments: list[fx.GraphModule] = []
-_compiled: dict[tuple[int, int], _Run] = {}  # by number and threads, whose count Inductor writes into its loops
+
+class _Key(NamedTuple):
+    """A segment, and what Inductor writes into its code."""
+
+    number: int
+    num_threads: int
+    is_deterministic: bool
+    precision: str  # of float32 products
+
+
+_SAME = "zinf_same_structure"  # in a segment's ``meta``: the one by which its structure is known
+_lock = threading.RLock()  # what is collected while it is held forgets its segments
+_numbers: dict[_Structure, int] = {}
+_segments: dict[int, Callable[[], fx.GraphModule | None]] = {}  # for good, or as long as their capture lives
+_compiled: dict[_Key, _Run] = {}
 _log = logging.getLogger(__name__)
 
 
 def number_of(structure: str, segment: fx.GraphModule) -> int:
-    """Return the number of a structure; ``segment`` is one that has it."""
+    """Return the number of a structure; ``segment`` is one that has it.
+
+    With symbols the number is good for as long as one of the segments lives that it was returned for.
+    """
     symbols = _symbols(segment)
+    key = structure, None if symbols is None else id(symbols)
     with _lock:
-        number = _numbers.setdefault((structure, None if symbols is None else id(symbols)), len(_segments))
-        if number == len(_segments):
-            _segments.append(segment)  # which keeps its symbols alive
+        number = _numbers.setdefault(key, max(_segments, default=-1) + 1)
+        known = _segments[number]() if number in _segments else None
+        if known is not None:
+            segment.meta[_SAME] = known  # keeps it alive
+        elif symbols is None:
+            _segments[number] = lambda: segment
+        else:
+            reference = _segments[number] = weakref.ref(segment)
+            weakref.finalize(segment, _forget, key, number, reference).atexit = False
         return number
 
 
+def _forget(structure: _Structure, number: int, reference: object) -> None:
+    with _lock:
+        if _segments.get(number) is not reference:
+            return
+        del _numbers[structure], _segments[number]
+        for key in [key for key in _compiled if key.number == number]:
+            del _compiled[key]
+
+
 def compile_segment(number: int) -> None:
-    """Compile a segment for as many threads as torch has now, unless that is done."""
-    key = number, torch.get_num_threads()
+    """Compile a segment for what torch is set to now, unless that is done."""
+    key = _key(number)
     with _lock:
         if key not in _compiled:
-            _compiled[key] = _compile(_segments[number])
+            segment = _segments[number]()
+            assert segment is not None
+            _compiled[key] = _compile(segment) or partial(_run_op_by_op, number)
 
 
 def run_segment(inputs: Sequence[Tensor], sizes: Sequence[int], segment: int) -> list[Tensor]:
     """Return the results of a segment."""
-    key = segment, torch.get_num_threads()
+    key = _key(segment)
     if key not in _compiled:
         compile_segment(segment)
     return list(_compiled[key](*sizes, *inputs))
 
 
-def _compile(segment: fx.GraphModule) -> _Run:
+def _key(number: int) -> _Key:
+    return _Key(
+        number,
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _run_op_by_op(number: int, *inputs: Any) -> Sequence[Tensor]:
+    segment = _segments[number]()
+    assert segment is not None
+    results: Sequence[Tensor] = segment.forward(*inputs)
+    return results
+
+
+def _compile(segment: fx.GraphModule) -> _Run | None:
+    """Return what runs a segment; None, as the log says, where it cannot be compiled."""
     from torch._inductor import config, standalone_compile  # takes a second, and only who compiles needs it
 
     values = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
@@ -68,17 +120,18 @@ def _compile(segment: fx.GraphModule) -> _Run:
     with torch.no_grad(), tracing(TracingContext(fake_mode)), config.patch(compile_threads=1):
         try:
             compiled: Any = standalone_compile(segment, examples, dynamic_shapes=source)
-        except (RuntimeError, OSError) as error:  # Inductor's own are RuntimeErrors; what it cannot do, ops can
-            return _op_by_op(segment, f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001  # of any kind: what Inductor cannot do, ops can
+            _refuse(f"{type(error).__name__}: {error}")
+            return None
     if symbols is not None and not is_guarded and len(symbols.guards) > num_guards:
-        return _op_by_op(segment, f"it holds only where {symbols.guards[-1].expr}, which its capture did not ask for")
+        _refuse(f"it holds only where {symbols.guards[-1].expr}, which its capture did not ask for")
+        return None
     run: _Run = compiled
     return run
 
 
-def _op_by_op(segment: fx.GraphModule, reason: str) -> _Run:
+def _refuse(reason: str) -> None:
     _log.warning("a segment is not compiled and runs op by op: %s", reason)
-    return segment.forward
 
 
 def _symbols(segment: fx.GraphModule) -> Any:

@@ -118,7 +118,11 @@ class Values(Calls):
             lease = self.lease(piece.numel() * piece.dtype.itemsize, f"room for {slot.name}")
             here = torch.frombuffer(lease.view, dtype=piece.dtype, count=piece.numel())
             timing = self._meter.copying(Tier.DEVICE, Tier.HOST, lease.nbytes, slot.name)
-            left = link.take(_as_bytes(piece), _as_bytes(here), timing=timing).left
+            try:
+                left = link.take(_as_bytes(piece), _as_bytes(here), timing=timing).left
+            except RuntimeError:  # of CUDA, after an earlier kernel failed
+                self.staging.return_(lease)
+                raise
             if slot.in_memory:
                 home = slot.tensor.view(-1)[start : start + step]
                 self._meter.add_moved(Tier.DEVICE, slot.tier, lease.nbytes)

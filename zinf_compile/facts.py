@@ -169,6 +169,14 @@ def at_sizes(facts: GraphFacts[Size], sizes: Mapping[str, int] | None = None) ->
     return cast(GraphFacts, facts_of_numbers)
 
 
+def symbols_of(facts: GraphFacts[Size]) -> set[str]:
+    """Return the names of the symbols that some size follows."""
+    every_op = chain(facts.ops, chain.from_iterable(op.inner for op in facts.ops))
+    counts = chain.from_iterable((op.num_flops, op.nbytes_accessed) for op in every_op)
+    sizes = {*counts, *(value.nbytes for value in facts.values), facts.outside_nbytes}
+    return {symbol.name for size in sizes if not isinstance(size, int) for symbol in size.free_symbols}
+
+
 def _join_counts(first: OpFact, second: OpFact) -> OpFact:
     return replace(
         first,

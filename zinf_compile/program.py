@@ -218,6 +218,8 @@ class Program:
         """Plan again if inputs are larger than the plan holds for; CapacityError, before anything runs, without room."""
         assert self._shapes is not None
         sizes = self._shapes.read(inputs)
+        if sizes and not self._shapes.is_seen(sizes):  # libraries make kernels for it, and keep them
+            self._session.store.ram.begin_again()
         facts = self._shapes.grown(sizes)
         if facts is None:
             return

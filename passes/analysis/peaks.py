@@ -4,6 +4,7 @@ Compiled it fuses ops and frees inputs early, and was not seen to take more. Not
 """
 
 from collections import Counter
+from math import ceil
 from typing import Any
 
 import sympy
@@ -56,7 +57,7 @@ def _terms(nbytes: Size) -> dict[Any, int]:
     if isinstance(nbytes, int):
         return {1: nbytes}
     expression: Any = nbytes
-    return {product: int(factor) for product, factor in expression.as_coefficients_dict().items()}
+    return {product: ceil(factor) for product, factor in expression.as_coefficients_dict().items()}
 
 
 def _keep_largest(sums: list[Counter[Any]], found: Counter[Any]) -> list[Counter[Any]]:
@@ -67,7 +68,7 @@ def _keep_largest(sums: list[Counter[Any]], found: Counter[Any]) -> list[Counter
 
 
 def _is_within(less: Counter[Any], more: Counter[Any]) -> bool:
-    return all(more[product] >= factor for product, factor in less.items())
+    return all(more[product] >= less[product] for product in less.keys() | more.keys())
 
 
 def _largest(sums: list[Counter[Any]]) -> Size:

@@ -115,11 +115,14 @@ class GraphShapes:
         )
 
     def read(self, inputs: list[Any]) -> dict[str, int]:
-        """Return the value of every symbol in the inputs of a call; of dimensions with one name, the largest."""
+        """Return the value of every symbol in the inputs of a call; of dimensions with one name, the largest.
+
+        None is less than 1: a dimension of 0 needs no more room, and a whole number that is no dimension may be anything.
+        """
         sizes: dict[str, int] = {}
         for source in self._sources:
             name = self._names[source.symbol]
-            sizes[name] = max(sizes.get(name, 0), source.read(inputs))
+            sizes[name] = max(sizes.get(name, 1), source.read(inputs))
         return sizes
 
     def size(self, size: Size) -> Size:

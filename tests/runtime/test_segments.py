@@ -1,5 +1,6 @@
 """Segments at run time: one number for each structure, compiled once, op by op where that cannot be."""
 
+import gc
 import logging
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import torch._inductor
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.segments.structure import describe_structure
 from zinf_compile.runtime import segments
 from zinf_compile.runtime.compiled import find_compiler
@@ -23,7 +25,7 @@ def _no_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     register()
     with monkeypatch.context() as patch:
         patch.setattr(segments, "_numbers", {})
-        patch.setattr(segments, "_segments", [])
+        patch.setattr(segments, "_segments", {})
         patch.setattr(segments, "_compiled", {})
         yield
 
@@ -72,7 +74,7 @@ def test_other_threads_are_other_loops() -> None:
             assert torch.equal(segments.run_segment([x], [], number)[0], torch.relu(x) * 2 + 1)
     finally:
         torch.set_num_threads(threads)
-    assert set(segments._compiled) == {(number, 1), (number, 2)}
+    assert {(key.number, key.num_threads) for key in segments._compiled} == {(number, 1), (number, 2)}
 
 
 def test_what_cannot_be_compiled_runs_op_by_op_and_says_so_once(
@@ -110,7 +112,7 @@ def test_changing_sizes_are_compiled_once_for_each_capture() -> None:
     for rows in (6, 9, 100):
         x = torch.randn(rows, 4)
         assert torch.equal(segments.run_segment([x], [rows], 0)[0], torch.relu(x) * 2 + 1)
-    assert set(segments._compiled) == {(0, torch.get_num_threads())}
+    assert [key.number for key in segments._compiled] == [0]
 
 
 @needs_compiler
@@ -131,3 +133,31 @@ def test_what_a_capture_did_not_ask_for_is_not_taken_for_granted(
     assert [re.sub(r"s\d+", "s0", record.message) for record in caplog.records] == [
         "a segment is not compiled and runs op by op: it holds only where s0 < 50, which its capture did not ask for"
     ]
+
+
+@needs_compiler
+def test_other_settings_are_other_code() -> None:
+    number, x = number_of(make_segment(8, 8)), torch.randn(8, 8)
+    try:
+        for is_deterministic in (False, True):
+            torch.use_deterministic_algorithms(is_deterministic)
+            assert torch.equal(segments.run_segment([x], [], number)[0], torch.relu(x) * 2 + 1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {key.is_deterministic for key in segments._compiled} == {False, True}
+
+
+def test_segments_with_symbols_are_gone_when_their_capture_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_compile", lambda segment: None)
+    segment = make_changing_segment()
+    number, fixed = number_of(segment), number_of(make_segment(3, 4))
+    same = copy_graph_module(segment)  # of another block, say
+    assert number_of(same) == number
+    del segment
+    gc.collect()
+    x = torch.randn(9, 4)
+    assert torch.equal(segments.run_segment([x], [9], number)[0], torch.relu(x) * 2 + 1)
+    del same
+    gc.collect()
+    assert list(segments._segments) == list(segments._numbers.values()) == [fixed]
+    assert segments._compiled == {}

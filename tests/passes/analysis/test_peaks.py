@@ -60,6 +60,23 @@ def test_peaks_of_changing_sizes_are_the_largest_of_what_may_be_largest(trace: T
         assert evaluate_sizes([peak], sizes)[peak] == peak_inside(trace(run, (rows, columns)).graph)
 
 
+def test_a_peak_that_is_larger_by_a_constant_is_not_dropped(trace: Trace, trace_dynamic: Trace) -> None:
+    """The second part, of one row less, holds a tensor more that is never given up."""
+
+    def run(anchor: Tensor, x: Tensor, z: Tensor) -> Tensor:
+        wide = x.sin()
+        first = wide.cos().sin().sum()
+        held = z.sin()
+        return wide[1:].sin().cos().sum() + first + held.sum()
+
+    graph = trace_dynamic(run, torch.empty(4, 64), torch.empty(7)).graph
+    shapes = GraphShapes(graph)
+    peak = shapes.size(peak_inside(graph))
+    for rows in (4, 9):
+        sizes = {symbol.name: rows if symbol.value == 4 else symbol.value for symbol in shapes.symbols}
+        assert evaluate_sizes([peak], sizes)[peak] >= peak_inside(trace(run, (rows, 64), (7,)).graph)
+
+
 def test_a_segment_takes_as_long_as_what_it_runs() -> None:
     hardware = load_hardware("laptop-16g")
     mm = OpFact(
