@@ -1,5 +1,6 @@
 """Training in compiled segments is training op by op, to rounding; budgets are kept, and depth compiles nothing more."""
 
+import copy
 import logging
 from collections import Counter
 from dataclasses import fields, replace
@@ -171,6 +172,35 @@ def test_changing_sizes_are_compiled_once(parity):
     assert all(any(op.op == "zinf.run_segment.default" for op in plan.request.captured[0].ops) for plan in report.plans)
     device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
     assert device.measured_peak <= device.predicted_peak
+
+
+class Rolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        return (self.layer(x).roll(count, 1) * count).square().mean()
+
+
+@needs_compiler
+def test_a_whole_number_that_is_no_size_may_be_any(parity):
+    torch.manual_seed(0)
+    plain = Rolled().double()
+    model = parity.optimize(copy.deepcopy(plain), compute="inductor", device_memory="8MiB", host_memory="8MiB")
+    x = torch.randn(4, 8, dtype=torch.float64)
+    for count in (2, 3, 0, -3, 7):
+        for each in (plain, model):
+            each.zero_grad()
+            each(x, count).backward()
+        assert_same_to_rounding(_gradients(model), _gradients(plain))
+    assert len(zinf_compile.report(model).plans) <= 4  # 0 is guarded against
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def test_without_a_compiler_ops_run_and_the_log_says_why(parity, expected, monkeypatch, caplog):
