@@ -17,7 +17,7 @@ from zinf_compile.hardware import Hardware, OpKind, OpRate, Rate, Route, make_ro
 from zinf_compile.runtime.arena import Arena
 from zinf_compile.runtime.fused_adamw import find_kernel
 from zinf_compile.runtime.futures import wait_all
-from zinf_compile.runtime.gpu_direct import DirectReads, open_direct_reads
+from zinf_compile.runtime.gpu_direct import NUM_CALLS, DirectReads, open_direct_reads
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import ALIGN
 from zinf_compile.runtime.op_rates import (
@@ -38,7 +38,6 @@ from zinf_compile.terms import Tier
 _OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all: a model's do not stay in the cache either
 _DISK_NBYTES = 32 * 2**20
 _LINK_NBYTES = 64 * 2**20  # more than a millisecond on the fastest
-_DIRECT_CALLS = 4  # at once, of GPUDirect Storage
 _DUPLEX_SHARE = 0.75  # of both rates together, from which on reads and writes count as not in each other's way
 _SMALL_OPS = 10  # a block has about as many for each product
 _MOST_TAKEN = 0.9  # beyond that something else was in the way
@@ -130,7 +129,7 @@ def _by_way_of_host(disk: Iterable[Route], routes: Iterable[Route]) -> list[Rout
 def _choose_way(store: Store, bench: OpRates, routes: list[Route]) -> list[Route]:
     """Let the store read the disk into the device directly, where that can be and is faster; return the routes then."""
     assert store.engine is not None
-    reads = open_direct_reads(store.engine) if store.staging.capacity >= _DIRECT_CALLS * ALIGN else None
+    reads = open_direct_reads(store.engine) if store.staging.capacity >= NUM_CALLS * ALIGN else None
     if reads is None:
         return routes
     (by_host,) = (route for route in routes if route.name == f"{Tier.NVME} -> {Tier.DEVICE}")
@@ -160,10 +159,10 @@ def _measure_direct(store: Store, bench: OpRates, reads: DirectReads) -> float:
     engine, device = store.engine, store.device
     assert engine is not None
     assert device is not None
-    piece = min(_DISK_NBYTES, store.staging.capacity) // _DIRECT_CALLS // ALIGN * ALIGN
-    starts = range(0, _DIRECT_CALLS * piece, piece)
-    extent = store.layout.allocate(_DIRECT_CALLS * piece)
-    there = device.allocate([_DIRECT_CALLS * piece], torch.uint8)
+    piece = min(_DISK_NBYTES, store.staging.capacity) // NUM_CALLS // ALIGN * ALIGN
+    starts = range(0, NUM_CALLS * piece, piece)
+    extent = store.layout.allocate(NUM_CALLS * piece)
+    there = device.allocate([NUM_CALLS * piece], torch.uint8)
 
     def read(start: int) -> None:
         reads.read(extent.offset + start, there[start : start + piece])
@@ -173,7 +172,7 @@ def _measure_direct(store: Store, bench: OpRates, reads: DirectReads) -> float:
         with store.staging.lease(piece) as lease:  # what was never written would be read from nowhere
             for start in starts:
                 engine.write(extent.offset + start, lease.view)
-        with ThreadPoolExecutor(_DIRECT_CALLS) as pool:
+        with ThreadPoolExecutor(NUM_CALLS) as pool:
             return there.numel() / bench.usual_seconds(lambda: list(pool.map(read, starts)))
     finally:
         store.layout.free(extent)

@@ -7,7 +7,7 @@ by way of host memory of its own where drivers or filesystem cannot do better.
 """
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.nvme.engine import Engine
 from zinf_compile.terms import Tier
 
-_NUM_THREADS = 4
+NUM_CALLS = 4  # at once
 _BLOCK_NBYTES = 16 * 2**20  # one call
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class GpuDirectFiller:
     def __init__(self, arena: Arena, over_link: Filler, reads: DirectReads, meter: Meter) -> None:
         """``over_link`` moves what is not in the file."""
         self._arena, self._over_link, self._reads, self._meter = arena, over_link, reads, meter
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zinf-gpu-direct")
+        self._pool = ThreadPoolExecutor(NUM_CALLS, thread_name_prefix="zinf-gpu-direct")
 
     def fill_from_file(self, moving: InFlight, slot: Named, file_offset: int, arena_offset: int, nbytes: int) -> None:
         """Start reading into the arena itself."""
@@ -91,14 +91,11 @@ class GpuDirectFiller:
         self._meter.add_moved(Tier.NVME, Tier.DEVICE, nbytes)
         for start in range(0, nbytes, _BLOCK_NBYTES):
             destination = self._arena.bytes_at(arena_offset + start, min(_BLOCK_NBYTES, nbytes - start))
-            moving.futures.append(self._submit(moving, slot.name, file_offset + start, destination))
+            moving.futures.append(self._pool.submit(self._read, moving, slot.name, file_offset + start, destination))
 
     def fill_from_memory(self, moving: InFlight, source: Tensor, arena_offset: int, home: Tier, slot: Named) -> None:
         """Tell the stream to copy."""
         self._over_link.fill_from_memory(moving, source, arena_offset, home, slot)
-
-    def _submit(self, moving: InFlight, name: str, offset: int, destination: Tensor) -> Future[None]:
-        return self._pool.submit(self._read, moving, name, offset, destination)
 
     def _read(self, moving: InFlight, name: str, offset: int, destination: Tensor) -> None:
         assert moving.mark is not None

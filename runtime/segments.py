@@ -65,8 +65,9 @@ def _forget(structure: _Structure, number: int, reference: object) -> None:
         if _segments.get(number) is not reference:
             return
         del _numbers[structure], _segments[number]
-        for key in [key for key in _compiled if key.number == number]:
-            del _compiled[key]
+        for key in list(_compiled):  # the collector may come in between, and forget others
+            if key.number == number:
+                _compiled.pop(key, None)
 
 
 def compile_segment(number: int) -> None:
