@@ -279,7 +279,7 @@ def test_frozen_weights_keep_both_copies_and_thaw(parity):
 
 def test_resume(parity, tmp_path):
     """Saved with narrower copies, loaded before there are any and after."""
-    plain = parity.reference(net, captured=True, loss=autocast_loss)
+    plain = parity.plain_runs(net, autocast_loss)(False)
     model, batches = parity.optimized(net, loss=autocast_loss)
     optimizer = adamw(model)
 

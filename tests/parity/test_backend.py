@@ -85,7 +85,7 @@ def test_what_was_frozen_is_trained_once_it_requires_grad(parity, tmp_path):
     ("workload", "placement"), [(mlp, "nvme"), (mlp, "host"), (gpt, "nvme"), (gpt_tied, "nvme"), (llama, "nvme")]
 )
 def test_bitwise(parity, workload, placement):
-    plain = parity.reference(workload, captured=True)
+    plain = parity.plain_runs(workload)
     options = parity.budgets(workload, placement, captured=True, backend="zinf")
     model, batches = workload()
     before = {name: (type(p), p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()}

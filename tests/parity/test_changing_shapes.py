@@ -60,10 +60,9 @@ SHRINKING = [(4, 500), (4, 490), (4, 320), (4, 24)]
 def test_every_bit_is_as_in_plain_pytorch(parity: Any, tmp_path: Path, shapes: list[tuple[int, int]]) -> None:
     batches, plain = make_batches(shapes), make_model()
     torch.manual_seed(0)
-    expected = parity.train(plain, batches, loss=_loss_of(torch.compile(plain, backend="aot_eager")))
-    torch._dynamo.reset()
+    expected = parity.train(plain, batches, loss=_loss_of(plain))
     model = make_model()
-    report = parity.check_compiled(compile_zinf(model, tmp_path), model, batches, expected)
+    report = parity.check_compiled(compile_zinf(model, tmp_path), model, batches, lambda _: expected)
     changing = [plan for plan in report.plans if plan.request.captured[0].symbols]
     assert changing
     assert all(plan.bound for plan in changing)
@@ -125,8 +124,7 @@ def test_a_backward_may_come_after_a_larger_forward(parity: Any, tmp_path: Path)
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     plain = make_model()
-    expected = run(plain, torch.compile(plain, backend="aot_eager"))
-    torch._dynamo.reset()
+    expected = run(plain, plain)
     model = make_model()
     parity._models.append(model)
     for ours, theirs in zip(run(model, compile_zinf(model, tmp_path)), expected, strict=True):

@@ -119,8 +119,6 @@ def train(model, batches, trace, optimizer_name, num_micro_steps, clip, schedule
 def test_matrix(parity, placement, captured):
     """All combinations, one after the other on one model each, whose values are put back in between."""
     plain, batches = net()
-    if captured:
-        plain.compile(backend="aot_eager", dynamic=False)
     ours, _ = parity.optimized(net, placement, captured=captured)
     start = net()[0].state_dict()
     for combination in MATRIX:

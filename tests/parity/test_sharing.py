@@ -75,11 +75,7 @@ def play(maker: nn.Module, critic: nn.Module) -> dict[str, Tensor]:
 
 
 def test_two_models_under_one_budget(parity, captured, tmp_path):
-    plain = models()
-    if captured:
-        for model in plain:
-            model.compile(backend="aot_eager", dynamic=False)
-    expected = play(*plain)
+    expected = play(*models())
     maker, critic = models()
     parity.optimize(maker, **BUDGETS, nvme=tmp_path, capture=captured)
     assert zinf_compile.optimize(critic, share=maker) is critic

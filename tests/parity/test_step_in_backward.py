@@ -90,8 +90,6 @@ def train(model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]) 
 @pytest.mark.parametrize("capture", [False, True])
 def test_it_gives_the_same_bits(capture: bool, name: str, optimize: Callable[..., nn.Module]) -> None:
     plain = make_model()
-    if capture:
-        plain.compile(backend="aot_eager")
     expected = train(plain, OPTIMIZERS[name])
     model = optimize(make_model(), capture=capture, device_memory="1700KiB" if capture else "8MiB")
     got = train(model, OPTIMIZERS[name])

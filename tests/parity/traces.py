@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -88,6 +87,15 @@ def assert_same(ours: Trace, plain: Trace) -> None:
                 assert_equal(a[name], b[name], f"step {step}: {kind} {name}")
 
 
+def is_same(ours: Trace, plain: Trace) -> bool:
+    """Return whether two runs agree in every bit."""
+    try:
+        assert_same(ours, plain)
+    except AssertionError:
+        return False
+    return True
+
+
 def assert_equal(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
     """Assert that two tensors have the same shape, dtype and bits, or are both None."""
     if ours is None or plain is None:
@@ -98,7 +106,7 @@ def assert_equal(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
     assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), f"{what}: {ours.shape} {ours.dtype}"
     if not torch.equal(ours, plain):
         apart = (ours.double() - plain.double()).abs()
-        pytest.fail(
+        raise AssertionError(
             f"{what}: {int((apart != 0).sum())} of {apart.numel()} elements differ, by {apart.max():.3g} at most"
         )
 
