@@ -13,6 +13,12 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _few_collections() -> None:
+    """Captures make cycles by the thousand, and objects that stay by the million: looks at the young take a fifth of it."""
+    gc.set_threshold(50_000, 10, 10)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _op_by_op() -> Iterator[None]:
     """Compute with the bits of plain PyTorch, and compile nothing, where a test does not say otherwise."""
     from zinf_compile import config  # imports torch

@@ -40,11 +40,12 @@ class StateSizes:
     def _find_kinds(self, num_dims: int, dtype: torch.dtype) -> tuple[tuple[int, tuple[Any, ...]], ...]:
         """Return itemsize and sizes of each state tensor; a size is a number, or a dimension of the parameter as text."""
         sizes = _PROBE_SIZES[:num_dims]
-        probe = Parameter(torch.ones(sizes, dtype=dtype))
-        probe.grad = torch.ones_like(probe)
-        optimizer = self._make_checked(probe)
-        self._check(optimizer)
-        optimizer.step()
+        with torch.device("cpu"):  # whatever the caller builds models on, of which meta has no steps to count
+            probe = Parameter(torch.ones(sizes, dtype=dtype))
+            probe.grad = torch.ones_like(probe)
+            optimizer = self._make_checked(probe)
+            self._check(optimizer)
+            optimizer.step()
         return tuple(
             (value.itemsize, tuple(str(sizes.index(size)) if size in sizes else size for size in value.shape))
             for value in optimizer.state[probe].values()

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -111,7 +112,8 @@ def test_adding_a_pass_as_written(tmp_path: Path) -> None:
     for name in ("zinf_compile", "passes", "runtime", "cuda", "examples", "tests/passes", "tests/parity"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copy(ROOT / "tests" / "fake_device.py", tmp_path / "tests")
+    for name in ("conftest.py", "fake_device.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
     written = []
     for block in blocks(ROOT / "docs" / "adding_a_pass.md"):
         match block.mark:
@@ -219,17 +221,20 @@ def _commands(document: Path) -> Iterator[list[str]]:
         yield shlex.split(text)
 
 
-@pytest.fixture(scope="module")
-def help_text() -> Callable[..., str]:
-    """Return ``help_text(*words)``: what a Python program of this repository prints for --help."""
-    cache: dict[tuple[str, ...], str] = {}
+@pytest.fixture
+def help_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Return ``help_text(module)``: what ``python -m module --help`` prints, run here, where torch is imported already."""
+    monkeypatch.syspath_prepend(ROOT)
+    cache: dict[str, str] = {}
 
-    def run(*words: str) -> str:
-        if words not in cache:
-            command = [sys.executable, *words, "--help"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-            cache[words] = done.stdout
-        return cache[words]
+    def run(module: str) -> str:
+        if module not in cache:
+            monkeypatch.setattr(sys, "argv", [module, "--help"])
+            with pytest.raises(SystemExit) as left:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            assert left.value.code == 0, f"python -m {module}"
+            cache[module] = capsys.readouterr().out
+        return cache[module]
 
     return run
 
@@ -241,7 +246,7 @@ def _assert_options(words: list[str], text: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
-def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help_text: Callable[..., str]) -> None:
+def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help_text: Callable[[str], str]) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for words in _commands(document):
         program, *rest = words
@@ -257,7 +262,7 @@ def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help
                 folders = [word for word in rest[2:] if not word.startswith("-")]
                 assert all((ROOT / folder).exists() or "skip_detaches" in folder for folder in folders), folders
             else:
-                _assert_options(rest, help_text("-m", rest[1]))
+                _assert_options(rest, help_text(rest[1]))
         elif program == "python":
             assert (ROOT / rest[0]).is_file(), f"{rest[0]} does not exist"
         else:

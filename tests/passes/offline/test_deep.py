@@ -30,16 +30,14 @@ def gpt() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 class Reading(nn.Module):
-    """A block that reads one sequence for another, which may be the same."""
+    """A block that reads one sequence for another, which may be the same. Attention is the other models' to show."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key_value, self.out = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(16, 16)
-        self.norm = nn.LayerNorm(16)
+        self.norm, self.key, self.out = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x: Tensor, read: Tensor) -> Tensor:
-        key, value = self.key_value(read).chunk(2, -1)
-        return x + self.out(nn.functional.scaled_dot_product_attention(self.query(self.norm(x)), key, value)).tanh()
+        return x + self.out(self.norm(x) * self.key(read).tanh())
 
 
 class Translator(nn.Module):
@@ -49,8 +47,8 @@ class Translator(nn.Module):
         super().__init__()
         self.source, self.target = nn.Embedding(32, 16), nn.Embedding(32, 16)
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 32)
-        self.encoder = nn.ModuleList(Reading() for _ in range(LAYERS + 1))
-        self.decoder = nn.ModuleList(Reading() for _ in range(LAYERS + 2))
+        self.encoder = nn.ModuleList(Reading() for _ in range(LAYERS))
+        self.decoder = nn.ModuleList(Reading() for _ in range(LAYERS + 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x, y = self.source(tokens), self.target(tokens)

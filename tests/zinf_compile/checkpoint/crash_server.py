@@ -7,6 +7,7 @@ Imports torch once, starts no thread, and forks for every run. Reads one JSON ob
     -> {"signal": 9, "events": [...]} what it did until then
 """
 
+import gc
 import hashlib
 import itertools
 import json
@@ -100,6 +101,8 @@ def main() -> None:
     for name in ("optimize", "save", "load"):  # import all that a run needs: names load when they are first used
         getattr(zinf_compile, name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork copies no threads"
+    gc.collect()
+    gc.freeze()  # else the collector of every fork writes to, and so copies, the pages of all that is imported
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(run(request["folder"], request["kill_at"])), flush=True)

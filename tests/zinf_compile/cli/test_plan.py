@@ -9,7 +9,7 @@ import pytest
 from zinf_compile.cli.main import main
 from zinf_compile.plans import Plan
 
-GPT = ["plan", "gpt", "--layers", "2", "--hidden", "64", "--heads", "2", "--batch", "2", "--seq", "16", "--vocab", "64"]
+GPT = ["plan", "gpt", "--layers", "1", "--hidden", "64", "--heads", "2", "--batch", "2", "--seq", "16", "--vocab", "64"]
 MODULE = """
 import torch
 
@@ -69,7 +69,7 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_does_not_fit_is_1_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GPT, "--hardware", "h200", "--device-memory", "16KiB"]) == 1
+    assert main([*GPT, "--inference", "--hardware", "h200", "--device-memory", "16KiB"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "zinf plan: it does not fit: GPT graph 0 needs" in printed.err
