@@ -30,6 +30,9 @@ def blocks_of_nodes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
         if path:
             block = block_of(path)
             begins_backward &= node.op != "call_function"
+        elif node.op == "placeholder":  # what the caller gives is in no block
+            blocks[node] = "model"
+            continue
         elif begins_backward:  # that of the loss, behind inputs of all modules
             block = of_forward.get(number, block)
         # Any other op without a module of its own belongs to the run of ops around it.

@@ -76,10 +76,10 @@ def step(model, optimizer):
     return loss.item()
 
 
-# A twin as deep and a ninth as wide: its parameters are nothing, its graphs and what compiling imports are the same.
+# A twin as deep and a thirteenth as wide: its parameters are nothing, its graphs and what compiling imports are the same.
 tokens = torch.randint(0, 1024, (1, 257), generator=torch.Generator().manual_seed(0))
 twin, twin_optimizer = optimize(
-    GPT(GPTConfig(vocab_size=1024, layers=8, hidden=64, heads=1, seq=256)), device_memory="64MiB", host_memory="2MiB"
+    GPT(GPTConfig(vocab_size=1024, layers=4, hidden=64, heads=1, seq=256)), device_memory="64MiB", host_memory="2MiB"
 )
 step(twin, twin_optimizer)
 zinf_compile.close(twin)
@@ -88,7 +88,7 @@ ctypes.CDLL("libc.so.6").malloc_trim(0)
 record = {"baseline": status("RssAnon"), "baseline_resident": status("VmRSS")}
 threading.Thread(target=sample, daemon=True).start()
 
-model = GPT(GPTConfig(vocab_size=1024, layers=8, hidden=576, heads=9, seq=256))
+model = GPT(GPTConfig(vocab_size=1024, layers=4, hidden=832, heads=13, seq=256))
 record["parameters"] = sum(parameter.numel() for parameter in model.parameters())
 record["twin"] = sum(parameter.numel() for parameter in twin.parameters())
 del twin, twin_optimizer

@@ -6,13 +6,13 @@ miss the milliseconds inside of the kernel at the peak for some steps: before a 
 looked at.
 """
 
-import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.memory.forks import Forks, forks_of
 
 pytestmark = pytest.mark.slow
 
@@ -23,21 +23,14 @@ CLOSE = 1.10  # predicted over measured peaks of the device, at the most
 MORE_STEPS = 30  # that are looked at if a peak seems to be lower than that
 
 SCRIPT = """
-import json, re, sys, threading
-from pathlib import Path
-
-name, folder, examples, result, close, more_steps = sys.argv[1:]
-sys.path.insert(0, examples)
-import torch, zinf_compile
-import torch.nn.functional as F
-from gpt import GPT, GPTConfig
-
-torch.set_num_threads(2)
+import re
 
 
 def gpt():
+    from gpt import GPT, GPTConfig
+
     tokens = torch.randint(0, 1024, (2, 129))
-    model = GPT(GPTConfig(vocab_size=1024, layers=4, hidden=256, heads=4, seq=128))
+    model = GPT(GPTConfig(vocab_size=1024, layers=2, hidden=256, heads=4, seq=128))
     return model, lambda: model(tokens[:, :-1], tokens[:, 1:])
 
 
@@ -56,78 +49,81 @@ def mlp():
     return model, lambda: model(x).square().mean()
 
 
-def train(budgets, more_steps=0):
+def train(name, budgets, close=None, more_steps=0):
     torch.manual_seed(0)
     torch._dynamo.reset()
     compiled, _, kind = name.rpartition(" ")
     model, loss = {"gpt": gpt, "conv": conv, "mlp": mlp}[kind]()
     zinf_compile.optimize(model, compute="inductor" if compiled else "aten", **budgets)
     store = next(model.parameters())._zinf_record.store
-    stop = threading.Event()
-
-    def sample():
-        while not stop.wait(0.001):
-            store.sample_memory()
-
-    thread = threading.Thread(target=sample)
-    thread.start()
     try:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        losses = []
-        for step in range(4 + more_steps):
-            if step == 4:
-                with store.planning():  # what a report takes is not the device's either
-                    predicted = zinf_compile.report(model).tiers[0].predicted_peak
-            if step >= 4 and predicted <= float(close) * store.ram.peak:
-                break
-            value = loss()
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(value.item())
-        zinf_compile.synchronize(model)
-        tiers = zinf_compile.report(model).tiers
-        return losses[:4], {tier.tier: [tier.predicted_peak, tier.measured_peak] for tier in tiers}
+        with sampled(store):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            losses = []
+            for step in range(4 + more_steps):
+                if step == 4:
+                    with store.planning():  # what a report takes is not the device's either
+                        predicted = zinf_compile.report(model).tiers[0].predicted_peak
+                if step >= 4 and predicted <= close * store.ram.peak:
+                    break
+                value = loss()
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(value.item())
+            zinf_compile.synchronize(model)
+            tiers = zinf_compile.report(model).tiers
+            return losses[:4], {tier.tier: [tier.predicted_peak, tier.measured_peak] for tier in tiers}
     finally:
-        stop.set()
-        thread.join()
         zinf_compile.close(model)
 
 
-ample = {"device_memory": "1GiB", "host_memory": "1GiB", "nvme": folder, "tiles": False}  # the same losses in all
-runs = {}
-losses, tiers = train(ample, int(more_steps))
-device_peak = tiers["device"][0]
-runs["memory"] = {"losses": losses, "tiers": tiers, "messages": []}
-for tier in ("device", "host", "nvme"):
-    option = f"{tier}_memory"
-    budgets = {**ample, "device_memory": device_peak // 2, "host_memory": "8MiB", option: "64KiB"}
-    if tier == "host":
-        budgets["nvme"] = None
-    messages = []
-    while True:
-        try:
-            losses, measured = train(budgets)
-            break
-        except zinf_compile.CapacityError as error:
-            messages.append(str(error))
-            if len(messages) > 4:
-                raise
-            named, size = re.findall(r"(\\w+_memory) to (\\d+MiB)", str(error))[0]
-            budgets[named] = size
-    runs[tier] = {"losses": losses, "tiers": measured, "messages": messages, "budget": budgets[option]}
-Path(result).write_text(json.dumps(runs))
+def measure(case):
+    name = case["model"]
+    sys.path.insert(0, case["examples"])
+    ample = {"device_memory": "1GiB", "host_memory": "1GiB", "nvme": case["nvme"], "tiles": False}  # the same losses in all
+    runs = {}
+    losses, tiers = train(name, ample, case["close"], case["more_steps"])
+    device_peak = tiers["device"][0]
+    runs["memory"] = {"losses": losses, "tiers": tiers, "messages": []}
+    for tier in ("device", "host", "nvme"):
+        option = f"{tier}_memory"
+        budgets = {**ample, "device_memory": device_peak // 2, "host_memory": "8MiB", option: "64KiB"}
+        if tier == "host":
+            budgets["nvme"] = None
+        messages = []
+        while True:
+            try:
+                losses, measured = train(name, budgets)
+                break
+            except zinf_compile.CapacityError as error:
+                messages.append(str(error))
+                if len(messages) > 4:
+                    raise
+                named, size = re.findall(r"(\\w+_memory) to (\\d+MiB)", str(error))[0]
+                budgets[named] = size
+        runs[tier] = {"losses": losses, "tiers": measured, "messages": messages, "budget": budgets[option]}
+    return runs
 """
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with forks_of(SCRIPT) as forks:
+        yield forks
+
+
 @pytest.fixture(scope="module", params=MODELS)
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("store")
-    result = tmp_path_factory.mktemp("result") / "runs.json"
-    command = [sys.executable, "-c", SCRIPT, request.param, str(folder), str(EXAMPLES), str(result)]
-    subprocess.run([*command, str(CLOSE), str(MORE_STEPS)], check=True, timeout=300)
-    found: dict[str, Any] = json.loads(result.read_text())
-    print(json.dumps(found, indent=1))
+def runs(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = forks.measure(
+        {
+            "model": request.param,
+            "nvme": str(tmp_path_factory.mktemp("store")),
+            "examples": str(EXAMPLES),
+            "close": CLOSE,
+            "more_steps": MORE_STEPS,
+        }
+    )
     return found
 
 

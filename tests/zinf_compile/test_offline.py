@@ -266,6 +266,13 @@ class LanguageModel(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
+def test_blocks_behind_which_nothing_follows_are_alike() -> None:
+    """The gradient that backward begins with is in no block, though the inputs before it are of some."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(7)))
+    made = zinf_compile.plan(model, torch.empty(2, 64), hardware=HARDWARE, device_memory="64KiB")
+    assert "The 7 blocks of the model are alike" in made.notes[0]
+
+
 def test_parameters_larger_than_the_device_are_planned_by_tiles() -> None:
     """The embedding is 256 MiB; the blocks between are captured cut short, and have no tiles."""
     with torch.device("meta"):

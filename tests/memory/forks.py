@@ -1,0 +1,145 @@
+"""Cases that are measured in processes of their own: forked, one after another, from one that has imported everything.
+
+Imports, the first capture and what compiling looks up take a process as long as a case itself. A fork has them already and
+is otherwise as fresh: what is measured is counted from its first graph on, and memory shared with the parent counts as held.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+# The rates are those of some small machine: measuring takes seconds, and what a plan promises is to hold whatever they are.
+# So each case has the same plan in every run.
+_BEFORE = """
+import gc, json, os, sys, threading, traceback
+from contextlib import contextmanager, suppress
+
+with suppress(ImportError):  # what shows progress if it is installed, by a thread that would stay
+    import tqdm
+    tqdm.tqdm.monitor_interval = 0
+import torch, torch._dynamo, zinf_compile
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from zinf_compile import session
+from zinf_compile.hardware import Hardware, OpKind, OpRate, Rate, make_route
+from zinf_compile.runtime.op_rates import CPU_SIZES, OpRates, measure_products
+
+DTYPES, TIERS = ("float32", "float64", "bfloat16"), ("device", "host", "nvme")
+HARDWARE = Hardware(
+    name="small",
+    flops=tuple(Rate(name=dtype, per_second=4e10) for dtype in DTYPES),
+    attention_flops=tuple(Rate(name=dtype, per_second=1e10) for dtype in DTYPES),
+    op_rates=tuple(OpRate(kind=kind, dtype=dtype, bytes_per_second=2e9) for kind in OpKind for dtype in DTYPES),
+    op_overhead_seconds=2e-5,
+    memory_bytes_per_second=1e10,
+    routes=tuple(
+        make_route(source, destination, 1e9 if "nvme" in (source, destination) else 5e9, takes_of_compute=0.5)
+        for source in TIERS for destination in TIERS if source != destination
+    ),
+    optimizer_elements_per_second=1e8,
+)
+session.find_measured = lambda *_: HARDWARE
+
+
+@contextmanager
+def sampled(store):
+    stop = threading.Event()
+
+    def sample():
+        while not stop.wait(0.0005):
+            store.sample_memory()
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+"""
+# A fork has the calling thread alone: what waits for another, such as OpenMP's, would wait forever.
+_AFTER = """
+def warm():
+    model = zinf_compile.optimize(torch.nn.Linear(2, 2), device_memory="64MiB", host_memory="8MiB", compute="aten")
+    model(torch.ones(2, 2)).sum().backward()
+    zinf_compile.close(model)
+    torch._dynamo.reset()
+    pick_vec_isa()  # asks a compiler, and remembers it
+    for dtype in (torch.float32, torch.float64):
+        # As measuring the machine does: buffers that the first product makes would else hide MiBs of what a case holds.
+        measure_products(OpRates(None, CPU_SIZES, 1), dtype)
+
+
+def answer(line):
+    try:
+        torch.set_num_threads(2)
+        found = measure(json.loads(line))
+        os.write(answers, (json.dumps(found) + "\\n").encode())
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # never back into the loop of the parent
+
+
+answers = os.dup(1)
+os.dup2(2, 1)  # what is printed is no answer
+torch.set_num_threads(1)
+warm()
+gc.collect()
+gc.freeze()  # what is imported stays, and each look at it takes 0.2 s
+for line in sys.stdin:
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in the fork"
+    pid = os.fork()
+    if pid == 0:
+        answer(line)
+    if os.waitpid(pid, 0)[1]:
+        os.write(answers, b"null\\n")
+"""
+
+
+class Forks:
+    """A process that forks for each case."""
+
+    def __init__(self, process: "subprocess.Popen[str]", timeout: float) -> None:
+        self._process = process
+        self._timeout = timeout
+
+    def measure(self, case: Any) -> Any:
+        """Return what the script's ``measure`` returns for a case, in a fork of its own."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        watchdog = threading.Timer(self._timeout, os.killpg, (self._process.pid, signal.SIGKILL))
+        watchdog.start()
+        try:
+            with suppress(BrokenPipeError):  # it has ended, and said why
+                print(json.dumps(case), file=self._process.stdin, flush=True)
+            found = json.loads(self._process.stdout.readline() or "null")
+        finally:
+            watchdog.cancel()
+        assert found is not None, f"measuring {case} failed, or took {self._timeout:.0f} s: see what it printed"
+        print(json.dumps(found, indent=1))
+        return found
+
+
+@contextmanager
+def forks_of(script: str, *, timeout: float = 300) -> Iterator[Forks]:
+    """Start a process for a script that defines ``measure(case)``; cases, and what it returns, are JSON.
+
+    The script finds torch, zinf_compile and ``sampled(store)``, inside of which a thread samples memory all the time.
+    """
+    command = [sys.executable, "-c", _BEFORE + script + _AFTER]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdin is not None
+    try:
+        yield Forks(process, timeout)
+    finally:
+        with suppress(BrokenPipeError):
+            process.stdin.close()  # what ends it
+        process.wait(timeout)
