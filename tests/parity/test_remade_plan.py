@@ -103,7 +103,7 @@ def test_another_plan_after_the_third_step_changes_no_bit(
 
     with caplog.at_level(logging.INFO, logger="zinf_compile"):
         ours = parity.train(model, batches, loss=loss)
-    parity.assert_same(ours, parity.reference(gpt, captured=True))
+    parity.assert_plain(ours, parity.plain_runs(gpt), captured=True)
     report = zinf_compile.report(model)
     (sentence,) = report.replanned
     assert re.search(

@@ -65,9 +65,7 @@ def homes(parity, placement: str, dtype: torch.dtype = torch.float32) -> dict[st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bitwise_as_the_same_tiles_in_plain_pytorch(parity, placement, dtype):
     plain = make(TILES, dtype)
-    plain.compile(backend="aot_eager", dynamic=False)
     expected = parity.train(plain, batches())
-    torch._dynamo.reset()
     model = parity.optimize(make(dtype=dtype), tiles=TILES, **homes(parity, placement, dtype))
     parity.assert_same(parity.train(model, batches()), expected)
     (plan,) = zinf_compile.report(model).plans
@@ -111,18 +109,14 @@ def _with_own_gradients(model: nn.Module, given: list[dict[str, Tensor]], trace)
 def test_gradients_add_up_as_in_plain_pytorch(parity, placement, loop):
     plain, ours = parity.trace(), parity.trace()
     model = make(TILES)
-    model.compile(backend="aot_eager", dynamic=False)
     loop(model, batches(4), plain)
-    torch._dynamo.reset()
     loop(parity.optimize(make(), tiles=TILES, **homes(parity, placement)), batches(4), ours)
     parity.assert_same(ours, plain)
 
 
 def test_updates_inside_backward(parity):
     plain = make(TILES)
-    plain.compile(backend="aot_eager", dynamic=False)
     expected = [loss.item() for loss in parity.train(plain, batches()).losses]
-    torch._dynamo.reset()
     budgets = {**homes(parity, "nvme"), "device_memory": "288KiB"}  # updates are counted beside backward
     model = parity.optimize(make(), tiles=TILES, step_in_backward=True, **budgets)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)

@@ -92,8 +92,6 @@ def test_same_numbers_and_resumed_from_a_checkpoint(parity, tmp_path, captured, 
             model, _ = parity.optimized(llama, captured=captured, device_memory=160 * 2**10)
         else:
             model, _ = llama()
-            if captured:
-                model.compile(backend="aot_eager", dynamic=False)
         half = tmp_path / resume / f"checkpoint-{STEPS // 2}" if resume else None
         results[name] = train(model, tmp_path / name, resume=half, **options)
         torch._dynamo.reset()
