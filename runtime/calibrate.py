@@ -33,7 +33,7 @@ from zinf_compile.runtime.op_rates import (
 from zinf_compile.runtime.slots import Slot
 from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.transfers import Transfers
-from zinf_compile.terms import Tier
+from zinf_compile.terms import Tier, dtype_name
 
 _OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all: a model's do not stay in the cache either
 _DISK_NBYTES = 32 * 2**20
@@ -71,10 +71,12 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
         routes += disk if device is None else _choose_way(store, bench, _by_way_of_host(disk, routes))
     hardware = Hardware(
         name=os.uname().nodename,
-        flops=tuple(Rate(name=_name(dtype), per_second=measure_products(bench, dtype)) for dtype in chosen),
-        attention_flops=tuple(Rate(name=_name(dtype), per_second=measure_attention(bench, dtype)) for dtype in chosen),
+        flops=tuple(Rate(name=dtype_name(dtype), per_second=measure_products(bench, dtype)) for dtype in chosen),
+        attention_flops=tuple(
+            Rate(name=dtype_name(dtype), per_second=measure_attention(bench, dtype)) for dtype in chosen
+        ),
         op_rates=tuple(
-            OpRate(kind=kind, dtype=_name(dtype), bytes_per_second=measure_op(bench, kind, dtype))
+            OpRate(kind=kind, dtype=dtype_name(dtype), bytes_per_second=measure_op(bench, kind, dtype))
             for kind in OpKind
             for dtype in chosen
         ),
@@ -176,10 +178,6 @@ def _measure_direct(store: Store, bench: OpRates, reads: DirectReads) -> float:
             return there.numel() / bench.usual_seconds(lambda: list(pool.map(read, starts)))
     finally:
         store.layout.free(extent)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _usual_seconds(call: Callable[[], object], repeats: int) -> float:

@@ -13,6 +13,7 @@ from zinf_compile.errors import ConfigError
 from zinf_compile.hardware import Hardware
 from zinf_compile.hardware_io import load_hardware, save_hardware
 from zinf_compile.runtime.compiled import cache_folder
+from zinf_compile.terms import dtype_name
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def find_measured(nvme: str | None, dtypes: Iterable[torch.dtype]) -> Hardware |
         _log.warning("the kept profile cannot be used, and the machine is measured shortly: %s", error)
         return None
     known = {rate.name for rate in hardware.flops}
-    return hardware if all(str(dtype).removeprefix("torch.") in known for dtype in dtypes) else None
+    return hardware if all(dtype_name(dtype) in known for dtype in dtypes) else None
 
 
 def keep_measured(hardware: Hardware, nvme: str | None) -> Path:

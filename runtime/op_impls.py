@@ -11,6 +11,7 @@ from zinf_compile.runtime.gradients import store_gradient
 from zinf_compile.runtime.logit_sums import logit_sums, logit_sums_backward, scale_gradient, weigh_logit_sums
 from zinf_compile.runtime.numbers import find_record, find_store
 from zinf_compile.runtime.segments import run_segment
+from zinf_compile.runtime.slots import torch_dtype
 from zinf_compile.terms import Tier
 
 
@@ -29,10 +30,10 @@ def store_grad(grad: Tensor, param: int, part: int = 0) -> Tensor:
     return torch.empty(0)
 
 
-def issue_gather(store: int, params: Sequence[int], dtypes: Sequence[torch.dtype], offsets: Sequence[int]) -> Tensor:
-    """Start a transfer; the ticket is a tensor of one integer."""
+def issue_gather(store: int, params: Sequence[int], dtypes: Sequence[str], offsets: Sequence[int]) -> Tensor:
+    """Start a transfer of copies of the dtypes that are named; the ticket is a tensor of one integer."""
     records = [find_record(param) for param in params]
-    ticket = find_store(store).transfers.issue_gather(records, dtypes, offsets)
+    ticket = find_store(store).transfers.issue_gather(records, [torch_dtype(name) for name in dtypes], offsets)
     return torch.tensor([ticket], dtype=torch.int64)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from zinf_compile.errors import ConfigError
-from zinf_compile.terms import StepTiming
+from zinf_compile.terms import StepTiming, dtype_name
 
 _UNITS = {
     "": 1,
@@ -179,7 +179,7 @@ def _check_folder(folder: object) -> str | None:
 def _check_dtype(dtype: object) -> str | None:
     if dtype is None:
         return None
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if name not in _COMPUTE_DTYPES:
         raise ConfigError(
             f"compute_dtype={dtype!r} is not supported; use one of torch.{', torch.'.join(_COMPUTE_DTYPES)}"

@@ -48,7 +48,8 @@ _LIBRARY = torch.library.Library("zinf", "DEF")
 
 _LIBRARY.define("gather(Tensor anchor, int param, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
 _LIBRARY.define("store_grad(Tensor grad, int param, int part=0) -> Tensor")
-_LIBRARY.define("issue_gather(int store, int[] params, ScalarType[] dtypes, int[] offsets) -> Tensor")
+# dtypes by name: those of a list reach what torch 2.11 calls as numbers, of which nothing there says which they are
+_LIBRARY.define("issue_gather(int store, int[] params, str[] dtypes, int[] offsets) -> Tensor")
 _LIBRARY.define(
     "wait_gather(Tensor ticket, int store, int offset, SymInt[] shape, ScalarType dtype, Device device) -> Tensor"
 )
@@ -128,9 +129,7 @@ def _store_grad_fake(grad: Tensor, param: int, part: int = 0) -> Tensor:
 
 
 @torch.library.register_fake("zinf::issue_gather", lib=_LIBRARY)
-def _issue_gather_fake(
-    store: int, params: Sequence[int], dtypes: Sequence[torch.dtype], offsets: Sequence[int]
-) -> Tensor:
+def _issue_gather_fake(store: int, params: Sequence[int], dtypes: Sequence[str], offsets: Sequence[int]) -> Tensor:
     return torch.empty(1, dtype=torch.int64)
 
 

@@ -36,7 +36,7 @@ from zinf_compile.runtime.store import Store
 from zinf_compile.runtime.thawing import thaw_parameter
 from zinf_compile.runtime.tile_catalog import StoreCatalog
 from zinf_compile.simulate import simulate
-from zinf_compile.terms import Phase, Tier, format_bytes
+from zinf_compile.terms import Phase, Tier, dtype_name, format_bytes
 from zinf_compile.tile_search import TiledGraph, check_tiles, fit_by_tiles
 from zinf_compile.trial import plan_tiled
 
@@ -139,7 +139,7 @@ class Session:
         """
         asked = {param: self.store.facts[find_record(param).whole.name] for param in reads}
         fresh = {
-            fact.name: fact.narrowed_to(str(reads[param]).removeprefix("torch."), reads[param].itemsize)
+            fact.name: fact.narrowed_to(dtype_name(reads[param]), reads[param].itemsize)
             for param, fact in asked.items()
             if fact.compute_dtype == fact.dtype and fact.name in streamed and (fact.trainable or not fact.is_apart)
         }

@@ -82,6 +82,11 @@ class LiveRange:
         return self.start < other.end and other.start < self.end
 
 
+def dtype_name(dtype: object) -> str:
+    """Return the name by which facts, plans and options know a dtype of torch, as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def format_bytes(nbytes: float) -> str:
     """Return a size as a person reads it: ``1536`` gives ``'1.5 KiB'``."""
     size = float(nbytes)

@@ -22,7 +22,7 @@ from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tenso
 from zinf_compile.passes.contract import NODE_FACTS, SEGMENT, NodeFacts, node_facts
 from zinf_compile.passes.out_forms import has_out_form
 from zinf_compile.sizes import Size
-from zinf_compile.terms import ActivationPolicy, LiveRange
+from zinf_compile.terms import ActivationPolicy, LiveRange, dtype_name
 
 # Of a graph's result, beside it and its gradient: what losses of eager PyTorch were seen to hold at once. None of ``sum()``,
 # one of a mean squared error, two of a cross entropy, three of one of two classes with logits, four of ``square().mean()``.
@@ -139,7 +139,7 @@ def _describe_op(node: fx.Node, tick: int, block: str, shapes: GraphShapes) -> O
         name=node.name,
         op=str(call.target),
         module=block,
-        dtype=str(call.value.dtype).removeprefix("torch.") if isinstance(call.value, torch.Tensor) else "",
+        dtype=dtype_name(call.value.dtype) if isinstance(call.value, torch.Tensor) else "",
         num_flops=shapes.size(count_flops(node)),
         nbytes_accessed=shapes.size(count_bytes_accessed(node)),
         repeatable=is_repeatable(node),
@@ -236,7 +236,7 @@ def _collect_uses(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) ->
             root = roots[used]
             facts = root.node.meta[NODE_FACTS]
             if root.is_gathered and facts.parameter is not None and roots.get(node) != root:
-                dtype = str(root.node.meta["val"].dtype).removeprefix("torch.")
+                dtype = dtype_name(root.node.meta["val"].dtype)
                 ticks.setdefault((facts.parameter, dtype), set()).add(_tick(node))
     return tuple(
         UseFact(parameter=name, dtype=dtype, ticks=tuple(sorted(found)))

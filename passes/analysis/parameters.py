@@ -5,6 +5,7 @@ from torch.nn import Parameter
 
 from zinf_compile.facts import ParameterFact
 from zinf_compile.passes.analysis.modules import block_of
+from zinf_compile.terms import dtype_name
 
 _ADAM_MOMENTS = 2  # of the master's dtype: what is assumed until the optimizer is known
 
@@ -22,7 +23,7 @@ def analyze_parameter(
     ``compute_dtype`` is that of floating-point compute copies, None the parameter's own. ``state_nbytes`` is what the
     optimizer keeps of it, None what Adam would. ``is_apart`` is for a device with memory of its own.
     """
-    dtype = str(parameter.dtype).removeprefix("torch.")
+    dtype = dtype_name(parameter.dtype)
     gathered = compute_dtype if compute_dtype and parameter.is_floating_point() else dtype
     master_nbytes = parameter.numel() * parameter.dtype.itemsize
     return ParameterFact(

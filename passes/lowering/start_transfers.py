@@ -23,7 +23,7 @@ from zinf_compile.passes.contract import NODE_FACTS, LowerInputs, NodeFacts, Pas
 from zinf_compile.passes.fx_edit import insert_call, view_source
 from zinf_compile.passes.properties import TICKS_IN_ORDER, TRANSFERS_STARTED, VALUES_KNOWN
 from zinf_compile.plans import GatherTransfer
-from zinf_compile.terms import Tier
+from zinf_compile.terms import Tier, dtype_name
 
 
 def _run(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
@@ -65,7 +65,7 @@ class _Starter:
     def _issue(self, transfer: GatherTransfer) -> None:
         params = [self._inputs.param_ids[name] for name in transfer.parameters]
         before = self._nodes[bisect.bisect_left(self._ticks, transfer.issue)]
-        dtypes = [self._dtypes[name] for name in transfer.parameters]
+        dtypes = [dtype_name(self._dtypes[name]) for name in transfer.parameters]
         args = (self._inputs.store_id, params, dtypes, list(transfer.offsets))
         ticket = insert_call(self._graph, before, ISSUE_GATHER, args, name=f"{transfer.name}_transfer")
         ticket.meta[NODE_FACTS] = NodeFacts(transfer=transfer)

@@ -39,6 +39,7 @@ from zinf_compile.runtime.model_state import (
 from zinf_compile.runtime.safetensors_file import TensorSpan, read_layout
 from zinf_compile.runtime.slot_stream import read_slot
 from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.terms import dtype_name
 
 
 def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None) -> Any:
@@ -108,7 +109,7 @@ def _find_tensors(data: Path, manifest: Manifest) -> dict[Path, list[_StoredTens
         path = data / file
         spans = read_layout(path).spans
         expected = [tensor for tensor in manifest.tensors if tensor.file == file]
-        forms = [(span.name, str(span.dtype).removeprefix("torch."), span.shape) for span in spans]
+        forms = [(span.name, dtype_name(span.dtype), span.shape) for span in spans]
         if file not in (MODEL, OPTIMIZER, GRADIENTS) or forms != [
             (saved.name, saved.dtype, saved.shape) for saved in expected
         ]:

@@ -39,7 +39,7 @@ from zinf_compile.runtime.model_state import (
 from zinf_compile.runtime.safetensors_file import SafetensorsLayout, lay_out
 from zinf_compile.runtime.slot_stream import write_slot
 from zinf_compile.runtime.staging import StagingPool
-from zinf_compile.terms import format_bytes
+from zinf_compile.terms import dtype_name, format_bytes
 
 
 def save(
@@ -127,7 +127,7 @@ def _write_tensors(
                 SavedTensor(
                     file=file,
                     name=span.name,
-                    dtype=str(span.dtype).removeprefix("torch."),
+                    dtype=dtype_name(span.dtype),
                     shape=span.shape,
                     crc32=checksum,
                 )

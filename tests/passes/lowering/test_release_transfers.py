@@ -105,7 +105,7 @@ def _read(ticket: Tensor) -> Tensor:
 
 def test_a_reader_after_the_release_is_named(trace: Function) -> None:
     def forward(anchor: Tensor, x: Tensor) -> Tensor:
-        ticket = ISSUE_GATHER(7, [1], [torch.float32], [0])
+        ticket = ISSUE_GATHER(7, [1], ["float32"], [0])
         waited = _read(ticket)
         y = torch.mm(x, waited)
         RELEASE(ticket, 7)
@@ -118,7 +118,7 @@ def test_a_reader_after_the_release_is_named(trace: Function) -> None:
 @pytest.mark.parametrize("view", ["t", "split"])
 def test_a_reader_of_a_view_after_the_release_is_named(trace: Function, view: str) -> None:
     def forward(anchor: Tensor, x: Tensor) -> Tensor:
-        ticket = ISSUE_GATHER(7, [1], [torch.float32], [0])
+        ticket = ISSUE_GATHER(7, [1], ["float32"], [0])
         waited = _read(ticket)
         seen = waited.t() if view == "t" else waited.split(2)[0]
         RELEASE(ticket, 7)
@@ -131,7 +131,7 @@ def test_a_reader_of_a_view_after_the_release_is_named(trace: Function, view: st
 @pytest.mark.parametrize("num_releases", [0, 2])
 def test_a_transfer_is_released_once(trace: Function, num_releases: int) -> None:
     def forward(anchor: Tensor, x: Tensor) -> Tensor:
-        ticket = ISSUE_GATHER(7, [1], [torch.float32], [0])
+        ticket = ISSUE_GATHER(7, [1], ["float32"], [0])
         y = torch.mm(x, _read(ticket))
         for _ in range(num_releases):
             RELEASE(ticket, 7)
@@ -176,7 +176,7 @@ def test_reading_the_result_of_a_reader_is_not_reading(trace: Function) -> None:
     """An op that writes into given memory returns a view of that memory, not of what it reads."""
 
     def forward(anchor: Tensor, x: Tensor, memory: Tensor) -> Tensor:
-        ticket = ISSUE_GATHER(7, [1], [torch.float32], [0])
+        ticket = ISSUE_GATHER(7, [1], ["float32"], [0])
         product = torch.ops.aten.mm.out(x, _read(ticket), out=memory)
         RELEASE(ticket, 7)
         return torch.sin(product)
