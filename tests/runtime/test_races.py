@@ -56,13 +56,13 @@ def test_no_run_has_a_race(tmp_path: Path, seed: int) -> None:
 
 def test_what_is_written_over_in_part_is_remembered() -> None:
     races = Races()
-    races.begin({})
+    races.begin()
     races.touch("file", 0, 4096, "the first", write=True)
     behind = races.fork()
     races.begin(behind)
     races.touch("file", 0, 100, "who comes behind it", write=True)
     assert races.found == []
-    races.begin({})
+    races.begin()
     races.touch("file", 2000, 100, "who knows of nobody", write=False)
     (race,) = races.found
     assert race == "who knows of nobody and the first both touch file bytes [2000, 2100), and nothing orders them"

@@ -158,7 +158,7 @@ def _leave_and_reuse(device: FakeDevice, races: Races, let_go: Callable[[Link, T
 
 def test_a_value_that_is_freed_too_early_is_found() -> None:
     with on_fake_device() as device, watching_races() as races:
-        races.begin({})
+        races.begin()
         _leave_and_reuse(device, races, Link.let_go)
         assert races.found == []
         _leave_and_reuse(device, races, lambda link, value: None)
