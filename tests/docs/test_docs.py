@@ -3,12 +3,11 @@
 import gc
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -221,22 +220,41 @@ def _commands(document: Path) -> Iterator[list[str]]:
         yield shlex.split(text)
 
 
-@pytest.fixture
-def help_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Return ``help_text(module)``: what ``python -m module --help`` prints, run here, where torch is imported already."""
-    monkeypatch.syspath_prepend(ROOT)
-    cache: dict[str, str] = {}
+_HELP = """
+import os, runpy, sys
+import torch  # which all of them import, and which takes longer than all else
 
-    def run(module: str) -> str:
-        if module not in cache:
-            monkeypatch.setattr(sys, "argv", [module, "--help"])
-            with pytest.raises(SystemExit) as left:
-                runpy.run_module(module, run_name="__main__", alter_sys=True)
-            assert left.value.code == 0, f"python -m {module}"
-            cache[module] = capsys.readouterr().out
-        return cache[module]
+for module in sys.argv[1:]:
+    print(f"{module}:", flush=True)
+    if not (pid := os.fork()):  # where nothing else has been imported
+        sys.argv = [module, "--help"]
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as left:
+            sys.stdout.flush()
+            os._exit(left.code or 0)  # at once: to take down what torch has made takes a second
+        sys.exit(f"python -m {module} --help went on")
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(f"python -m {module} --help has failed")
+"""
 
-    return run
+
+@pytest.fixture(scope="module")
+def help_texts() -> dict[str, str]:
+    """What ``python -m module --help`` prints, for every such command of the documents."""
+    modules = sorted(
+        {
+            words[2]
+            for document in DOCUMENTS
+            for words in _commands(document)
+            if Path(words[0]).name == "python" and words[1] == "-m" and words[2] != "pytest"
+        }
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", _HELP, *modules], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    texts = re.split(rf"^({'|'.join(map(re.escape, modules))}):$", printed, flags=re.MULTILINE)
+    return dict(zip(texts[1::2], texts[2::2], strict=True))
 
 
 def _assert_options(words: list[str], text: str) -> None:
@@ -246,7 +264,7 @@ def _assert_options(words: list[str], text: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
-def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help_text: Callable[[str], str]) -> None:
+def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help_texts: dict[str, str]) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for words in _commands(document):
         program, *rest = words
@@ -262,7 +280,7 @@ def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help
                 folders = [word for word in rest[2:] if not word.startswith("-")]
                 assert all((ROOT / folder).exists() or "skip_detaches" in folder for folder in folders), folders
             else:
-                _assert_options(rest, help_text(rest[1]))
+                _assert_options(rest, help_texts[rest[1]])
         elif program == "python":
             assert (ROOT / rest[0]).is_file(), f"{rest[0]} does not exist"
         else:

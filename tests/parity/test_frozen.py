@@ -1,6 +1,5 @@
 """What is trained changes: frozen and thawed parameters, groups added later, several optimizers."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -67,7 +66,6 @@ def take_step(model, batch, optimizers, trace):
 
 def test_thawed_later(parity, placement, captured):
     """What was frozen at ``optimize`` is trained from the next step on: layer by layer, and then all of it."""
-    skip_without_reference(captured)
 
     def loop(model, batches, trace):
         optimizer = adamw(model.parameters())
@@ -82,8 +80,6 @@ def test_thawed_later(parity, placement, captured):
 
 
 def test_frozen_again_after_thawing(parity, captured):
-    skip_without_reference(captured)
-
     def loop(model, batches, trace):
         optimizer = adamw(model.parameters())
         for step, batch in enumerate(batches):
@@ -112,25 +108,6 @@ def test_frozen_between_forward_and_backward(parity, captured):
             trace.record_model(model, optimizer)
 
     parity.check_loop(loop, net, captured=captured)
-
-
-@functools.cache
-def compiled_models_notice_requires_grad() -> bool:
-    """Torch 2.11 does not compile a model again when a parameter is thawed, and leaves it without a gradient."""
-    layer = nn.Linear(2, 2)
-    layer.weight.requires_grad_(False)
-    compiled = torch.compile(layer, backend="aot_eager")
-    compiled(torch.ones(1, 2)).sum().backward()
-    layer.weight.requires_grad_(True)
-    compiled(torch.ones(1, 2)).sum().backward()
-    return layer.weight.grad is not None
-
-
-def skip_without_reference(captured: bool) -> None:
-    if captured and not compiled_models_notice_requires_grad():
-        pytest.skip(
-            "plain models under this torch's torch.compile do not notice requires_grad_, so they are no reference"
-        )
 
 
 @pytest.mark.parametrize("captured", [True, False])

@@ -235,6 +235,7 @@ def test_tensor_hooks(parity, captured):
         run(model, batches, trace, backward, zero_every=2)
 
     parity.check_loop(loop, net, captured=captured, **SEVERAL_OPEN)
+    assert len(runs) > 1, "a run compared with itself"
     assert len(runs[0]) == STEPS + 1  # the handle of step 1 stays for step 2
     for ours, plain in zip(runs[0], runs[-1], strict=True):
         parity.assert_equal(ours, plain, "what a hook saw")

@@ -173,7 +173,7 @@ def test_comparison_notices_the_last_bit(parity, kind):
         ("loss", last) if kind == "losses" else next((n, t) for n, t in last.items() if t.is_floating_point())
     )
     changed.view(-1)[-1:] = torch.nextafter(changed.view(-1)[-1:], torch.tensor(torch.inf))
-    with pytest.raises(AssertionError, match=f"step {STEPS - 1}: .*{name}.*differ"):
+    with pytest.raises(AssertionError, match=f"record {STEPS - 1}: .*{name}.*differ"):
         parity.assert_same(ours, plain)
 
 
@@ -190,5 +190,5 @@ def test_training_notices_one_changed_weight(parity, captured):
         return model(**batch)
 
     ours = parity.train(model, batches, loss=loss)
-    with pytest.raises(AssertionError, match="step 2"):
+    with pytest.raises(AssertionError, match="record 2"):
         parity.assert_plain(ours, parity.plain_runs(mlp), captured=captured)

@@ -1,7 +1,7 @@
 """All numbers of a training run, and that those of two runs are the same, bit by bit."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -73,18 +73,19 @@ def train(
 
 
 def assert_same(ours: Trace, plain: Trace) -> None:
-    """Assert that two runs agree in every bit; the message names the first step, kind and name that does not."""
+    """Assert that two runs agree in every bit; the message names the first record, kind and name that does not."""
     assert len(plain.losses) > 0
-    for step in range(len(plain.losses)):
-        assert_equal(ours.losses[step], plain.losses[step], f"step {step}: loss")
-        for kind in ("gradients", "parameters", "buffers", "states"):
-            assert len(getattr(ours, kind)) == len(getattr(plain, kind)), kind
-            if step >= len(getattr(plain, kind)):
+    num_records = {each.name: len(getattr(plain, each.name)) for each in fields(Trace)}
+    assert {kind: len(getattr(ours, kind)) for kind in num_records} == num_records
+    for index in range(max(num_records.values())):
+        for kind in [kind for kind, length in num_records.items() if index < length]:
+            a, b = getattr(ours, kind)[index], getattr(plain, kind)[index]
+            if kind == "losses":
+                assert_equal(a, b, f"record {index}: loss")
                 continue
-            a, b = getattr(ours, kind)[step], getattr(plain, kind)[step]
-            assert a.keys() == b.keys(), f"step {step}: {kind} of other names: {a.keys() ^ b.keys()}"
+            assert a.keys() == b.keys(), f"record {index}: {kind} of other names: {a.keys() ^ b.keys()}"
             for name in b:
-                assert_equal(a[name], b[name], f"step {step}: {kind} {name}")
+                assert_equal(a[name], b[name], f"record {index}: {kind} {name}")
 
 
 def is_same(ours: Trace, plain: Trace) -> bool:
