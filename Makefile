@@ -23,7 +23,7 @@ train: setup  ## train a GPT on real text, its model states 4 times larger than 
 	mkdir -p $(NVME)
 	$(BIN)/zinf train --preset demo --nvme $(NVME) --save-plan $(NVME)/plan.json
 
-test: setup lint types layers unit  ## lint, types, layering and all tests (about 20 minutes on 2 cores)
+test: setup lint types layers unit  ## lint, types, layering and all tests (15 to 20 minutes on 2 cores)
 
 lint: setup  ## check style
 	$(BIN)/ruff check .
