@@ -73,10 +73,14 @@ def warm():
     for dtype in (torch.float32, torch.float64):
         # As measuring the machine does: buffers that the first product makes would else hide MiBs of what a case holds.
         measure_products(OpRates(None, CPU_SIZES, 1), dtype)
+    gc.collect()
+    gc.freeze()  # what is imported stays, and each look at it takes 0.2 s
 
 
 def answer(line):
     try:
+        if starts_threads:
+            warm()
         torch.set_num_threads(2)
         found = measure(json.loads(line))
         os.write(answers, (json.dumps(found) + "\\n").encode())
@@ -89,9 +93,10 @@ def answer(line):
 answers = os.dup(1)
 os.dup2(2, 1)  # what is printed is no answer
 torch.set_num_threads(1)
-warm()
-gc.collect()
-gc.freeze()  # what is imported stays, and each look at it takes 0.2 s
+# Where torch is built for an accelerator, the first backward starts threads for its devices, there or not.
+starts_threads = torch.accelerator.current_accelerator() is not None
+if not starts_threads:
+    warm()
 for line in sys.stdin:
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in the fork"
     pid = os.fork()
