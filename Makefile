@@ -5,10 +5,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NVME ?= runs
 
-.PHONY: help train test lint types layers unit setup clean
+# One process for each core; the tests of a module share captured models and plain runs, and stay in one process.
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder
+
+# mypy takes one core for a minute where it has no cache: it runs beside the tests, and says what it found behind them.
+define with_types
+$(BIN)/mypy >$(VENV)/types.txt 2>&1 & types=$$!; trap "kill $$types 2>/dev/null" EXIT; \
+$(1); tests=$$?; wait $$types; types=$$?; echo "mypy:"; cat $(VENV)/types.txt; exit $$((tests || types))
+endef
+CORE := tests/zinf_compile/ir tests/passes/analysis tests/passes/transforms tests/passes/planner/memory \
+	tests/passes/planner/placement tests/passes/planner/schedule tests/runtime/params tests/runtime/storage \
+	tests/parity/test_models.py
+
+.PHONY: help train check test test-long lint types layers core unit unit-long setup clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,7 +35,13 @@ train: setup  ## train a GPT on real text, its model states 4 times larger than 
 	mkdir -p $(NVME)
 	$(BIN)/zinf train --preset demo --nvme $(NVME) --save-plan $(NVME)/plan.json
 
-test: setup lint types layers unit  ## lint, types, layering and all tests (15 to 20 minutes on 2 cores)
+check: lint layers  ## lint, types, layering and a core of the tests
+	@$(call with_types,$(PYTEST) -m "not long" $(CORE))
+
+test: lint layers  ## lint, types, layering and the tests, all but the long ones
+	@$(call with_types,$(PYTEST) -m "not long")
+
+test-long: unit-long  ## what `make test` leaves out: more models, placements and examples
 
 lint: setup  ## check style
 	$(BIN)/ruff check .
@@ -35,8 +53,14 @@ types: setup  ## check types
 layers: setup  ## check which module may import which
 	$(BIN)/lint-imports
 
-unit: setup  ## run the tests, one process for each core
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder
+core: setup  ## run a core of the tests: records, passes, planner, store, parity
+	$(PYTEST) -m "not long" $(CORE)
+
+unit: setup  ## run the tests that are not long, one process for each core
+	$(PYTEST) -m "not long"
+
+unit-long: setup
+	ZINF_TRACE_ALL=1 $(PYTEST) -m "long or hypothesis" --hypothesis-profile long
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,6 +1,6 @@
 """The models of ``plan_accuracy.py``: the example GPT, plain modules, and transformers built from configs.
 
-Each is large enough for a step of some tenths of a second on two cores, and small enough for its states to fit in RAM.
+Each is large enough that a step takes a few tenths of a second on two cores, and small enough that its states fit in RAM.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ _GATED = {**_POSITIONS, **_WIDE, "intermediate_size": 1536, "num_key_value_heads
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, what one step gives it, and the loss of what it returns."""
+    """A model, the inputs of one step, and how to compute the loss from its output."""
 
     model: nn.Module
     batch: dict[str, Tensor]
@@ -115,7 +115,7 @@ def _conv() -> Workload:
 
 
 def _language_model(config: str, model: str, **options: Any) -> Workload:
-    """Return a language model of transformers, of any kind, whose labels are its own input."""
+    """Return a language model from transformers, with its input ids as labels."""
     import transformers
 
     tokens = torch.randint(4, VOCAB, (2, SEQ))
@@ -135,7 +135,7 @@ def _vit() -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """How a model is built, and the dtype it computes in; None for that of its parameters, float32."""
+    """How a model is built, and the dtype it computes in; None for the dtype of its parameters, float32."""
 
     build: Callable[[], Workload]
     compute_dtype: str | None = "bfloat16"
@@ -147,7 +147,7 @@ _BERT = {**_WIDE, "vocab_size": VOCAB, "max_position_embeddings": SEQ, "intermed
 _T5 = {"vocab_size": VOCAB, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 4, "num_heads": 8}
 _OPT = {**_POSITIONS, **_WIDE, "ffn_dim": 2048, "word_embed_proj_dim": 512}
 
-# Dropout stays as each config has it.
+# Dropout keeps the default of each config.
 MODELS: dict[str, Entry] = {
     "gpt-small": Entry(build=lambda: _gpt(6, 512, 2), compute_dtype=None),
     "gpt-deep": Entry(build=lambda: _gpt(16, 512, 2)),

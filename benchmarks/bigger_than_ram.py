@@ -1,17 +1,17 @@
-"""Question: does a model whose states exceed this machine's RAM go all the way within a small budget?
+"""Question: does the whole workflow run within a small budget for a model whose states exceed this machine's RAM?
 
-It is built on meta, initialised, trained for two steps, saved, trained on, killed in the middle of a step, resumed in
-another process, and exported. The step after the save has to give the same loss, bit by bit, before the kill and after
-the resumption.
+The model is built on meta, initialised, trained for two steps, saved, trained on, killed in the middle of a step,
+resumed in another process, and exported. The step after the save must give the same loss, bit for bit, before the kill
+and after the resume.
 
     python -m benchmarks.bigger_than_ram --nvme DIR [--states-gib 36] [--budget 3GiB] [--reserve-mib 256]
 
-prints one JSON line per phase and one with the verdict. States are what the store keeps: 16 bytes per parameter, in fp32
-master copies, two fp32 moments, and bf16 compute copies and gradients. By default they are 1.5 times the RAM. DIR needs
-room for the store and the checkpoint (12 bytes per parameter); where it has less the model is made smaller, and
-``states_wanted_bytes`` says what was asked for. Each phase runs in one of two child processes, and its peak is the
-anonymous memory above that of the interpreter with torch imported. The budget is for all of it: the device's share is
-three quarters, of which ``--reserve-mib`` is left to Python and the captured graphs.
+prints one JSON line per phase and one with the verdict. The store keeps 16 bytes of states per parameter: fp32 master
+copy, two fp32 moments, bf16 compute copy and bf16 gradient. By default the states are 1.5 times the RAM. DIR needs room
+for the store and the checkpoint (12 bytes per parameter). If it has less, the model is made smaller, and
+``states_wanted_bytes`` is the requested size. Each phase runs in one of two child processes. Its peak is the anonymous
+memory above that of the interpreter with torch imported. The budget covers device and host: the device gets three
+quarters, of which ``--reserve-mib`` is left for Python and the captured graphs.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from typing import Any
 
 from benchmarks.json_lines import command_line
 from benchmarks.out_of_core import PeakSampler, disk_bytes, load_gpt, read_status
-from zinf_compile.config import parse_size
+from zinf_compile.ir.config import parse_size
 
 _ROOT = Path(__file__).resolve().parents[1]
 _STORED = 16  # bytes per parameter: master copy 4, moments 8, compute copy 2, gradient 2
 _SAVED = 12  # master copy and moments
-_SPARE_DISK = 4 * 2**30  # for whatever else writes to this disk meanwhile
+_SPARE_DISK = 4 * 2**30  # for other processes that write to this disk meanwhile
 _VOCABULARY = 256
 _HOST_SHARE = 0.25  # of the budget
 
@@ -46,7 +46,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One model, where it lives, and what it may use. Sizes are bytes."""
+    """One model, its folders and its budgets. Sizes are bytes."""
 
     hidden: int
     layers: int
@@ -59,7 +59,7 @@ class Trial:
 
 
 class Journey:
-    """One child process: a model in its store, its optimizer, and what every phase took."""
+    """One child process: a model in its store, its optimizer, and the measurements of each phase."""
 
     def __init__(self, trial: Trial) -> None:
         import torch
@@ -95,9 +95,9 @@ class Journey:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Facts]:
-        """Measure what runs inside, and print it with the facts that it adds."""
+        """Measure the body of the ``with``, and print the measurements with the facts that the body adds."""
         facts: Facts = {"phase": name}
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         start, before = time.perf_counter(), disk_bytes()
         with PeakSampler().running() as sampler:
             yield facts
@@ -112,7 +112,7 @@ class Journey:
         print(json.dumps(facts), flush=True)
 
     def train(self, step: int) -> None:
-        """Take one step, and wait until it is home."""
+        """Take one step, and wait until its updates are stored."""
         import zinf_compile
 
         with self.phase(f"step {step}") as facts:
@@ -126,7 +126,7 @@ class Journey:
 
 
 def train_until_killed(trial: Trial) -> None:
-    """Two steps, a save, a third step, and then the fourth for as long as it is let."""
+    """Take two steps, save, take a third step, then start a fourth, during which the parent kills this process."""
     import zinf_compile
 
     journey = Journey(trial)
@@ -136,11 +136,11 @@ def train_until_killed(trial: Trial) -> None:
         zinf_compile.save(Path(trial.folder) / "checkpoint", journey.model, journey.optimizer, extra={"step": 2})
     journey.train(2)
     journey.train(3)
-    sys.exit("nobody has killed this process")
+    sys.exit("this process was not killed")
 
 
 def resume_and_export(trial: Trial) -> None:
-    """Load, take the third step, and export in bfloat16; the checkpoint goes in between, where the export needs its room."""
+    """Load, take the third step, and export in bfloat16. The checkpoint is removed first if the export needs its space."""
     import torch
 
     import zinf_compile
@@ -161,7 +161,7 @@ def resume_and_export(trial: Trial) -> None:
 
 
 def _holds(folder: Path, model: Any) -> bool:
-    """Return whether the export has every parameter, and the first and last one's values."""
+    """Return whether the export has every parameter, and the right values of the first and the last one."""
     import torch
     from safetensors import safe_open
 
@@ -170,7 +170,7 @@ def _holds(folder: Path, model: Any) -> bool:
     names = list(parameters)
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+            for name in opened.keys():  # noqa: SIM118  # safe_open is not a mapping
                 shapes[name] = tuple(opened.get_slice(name).get_shape())
                 if name in (names[0], names[-1]):
                     values[name] = opened.get_tensor(name)
@@ -181,7 +181,7 @@ def _holds(folder: Path, model: Any) -> bool:
 
 
 def run_child(trial: Trial, role: str, *, last_phase: str) -> list[Facts]:
-    """Run one half of the journey and return its phases; it is killed in what follows ``last_phase``, if anything does."""
+    """Run one child process and return its phases. If it goes on after ``last_phase``, it is killed there."""
     command = [sys.executable, "-m", "benchmarks.bigger_than_ram", "--child", role, json.dumps(asdict(trial))]
     phases: list[Facts] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as child:
@@ -201,12 +201,12 @@ def run_child(trial: Trial, role: str, *, last_phase: str) -> list[Facts]:
             raise
     wanted = -signal.SIGKILL if role == "train" else 0
     if code != wanted or not phases or phases[-1]["phase"] != last_phase:
-        sys.exit(f"the process that was to {role} ended with {code}, not {wanted}")
+        sys.exit(f"the {role} process ended with {code}, not {wanted}")
     return phases
 
 
 def choose_shape(states: int, free_disk: int) -> tuple[int, int]:
-    """Return hidden size and layers of a GPT with ``states`` bytes of states or a bit more, or of the largest that fits."""
+    """Return hidden size and layers of a GPT with at least ``states`` bytes of states, or of the largest that fits."""
     gpt = load_gpt()
     hidden = gpt.config_for(states // _STORED, _VOCABULARY, 1024).hidden
     hidden = max(gpt.HEAD_WIDTH, hidden // gpt.HEAD_WIDTH * gpt.HEAD_WIDTH)
@@ -221,7 +221,7 @@ def read_ram() -> int:
 
 
 def judge(trial: Trial, phases: list[Facts]) -> Facts:
-    """Return what the whole journey shows."""
+    """Return the verdict over all phases."""
     losses = {process: [facts["loss"] for facts in phases if facts["process"] == process and "loss" in facts]
               for process in ("train", "resume")}  # fmt: skip
     peak = max(facts["peak_rss_anon_above_base"] for facts in phases)
@@ -242,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", default=".", help="folder on a local disk")
     parser.add_argument("--states-gib", type=float, default=1.5 * read_ram() / 2**30, help="16 bytes per parameter")
-    parser.add_argument("--budget", default="3GiB", help="of everything, RAM as device memory included")
+    parser.add_argument("--budget", default="3GiB", help="device and host memory together")
     parser.add_argument("--reserve-mib", type=int, default=256, help="of the budget, for Python and its graphs")
     parser.add_argument("--tokens", type=int, default=512, help="per step")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

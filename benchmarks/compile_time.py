@@ -3,10 +3,10 @@
     python -m benchmarks.compile_time
     python -m benchmarks.compile_time --layers 4 16 --hidden 128 --json compile_time.jsonl
 
-Each depth is measured in a process of its own with an empty cache, so that everything is compiled: ``compile_seconds`` is
-what Inductor took, ``num_structures`` how many segments it compiled, ``first_step_seconds`` all of it with capture, planning
-and the step itself. JSON lines go to standard output, or to ``--json``. The compile seconds should grow by less than 10 %
-from the first depth to the last; the growth is in the last line.
+Each depth is measured in its own process with an empty cache, so that everything is compiled. ``compile_seconds`` is the
+time in Inductor, ``num_structures`` the number of segments that it compiled, and ``first_step_seconds`` the total with
+capture, planning and the step itself. JSON lines go to standard output, or to ``--json``. The compile seconds should grow
+by less than 10 % from the first depth to the last; the last line has the growth.
 """
 
 import argparse
@@ -26,12 +26,12 @@ _TIMEOUT_SECONDS = 1800
 
 
 def measure(layers: int, hidden: int, threads: int) -> dict[str, Any]:
-    """Run the first step of a GPT in this process, which should be fresh; return what took how long."""
+    """Run the first step of a GPT in this process, which should be fresh; return its timings."""
     import torch
 
     import zinf_compile
     from benchmarks.accuracy_models import load_gpt
-    from zinf_compile.runtime import segments
+    from zinf_compile.runtime.execute import segments
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ python -m pip install --no-deps --no-build-isolation -q -e . || exit 1
 timeout 240 python -m pytest -m gpu -q -ra > "$OUT/tests.txt" 2>&1
 tail -15 "$OUT/tests.txt"
 if command -v compute-sanitizer > /dev/null; then
-    timeout 120 compute-sanitizer --tool memcheck python -m pytest -m gpu -q tests/runtime/test_kernels.py \
+    timeout 120 compute-sanitizer --tool memcheck python -m pytest -m gpu -q tests/runtime/optim/test_kernels.py \
         > "$OUT/memcheck.txt" 2>&1
     tail -3 "$OUT/memcheck.txt"
 fi

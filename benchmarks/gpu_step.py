@@ -1,18 +1,18 @@
-"""What does training cost on a GPU with parameters and optimizer states on the host, over having the memory for all of them?
+"""How much slower is training on a GPU with parameters and optimizer states on the host than with all in device memory?
 
     python -m benchmarks.gpu_step
     python -m benchmarks.gpu_step --only 1.5B --tokens 16384 --json gpu.jsonl
 
-For each GPT, each in a process of its own and one after the other:
+For each GPT, in separate processes, one after the other:
 
     memory    all in device memory: torch.compile, bfloat16 autocast, fused AdamW, where it fits
-    zinf      parameters and optimizer states on the host, in a quarter of the device memory that ``memory`` took
+    zinf      parameters and optimizer states on the host, with a quarter of the device memory that ``memory`` used
     fsdp2     FSDP2 on one rank with CPUOffloadPolicy, bfloat16 parameters in compute, fused AdamW
 
-JSON lines go to standard output, or to ``--json``: one for each run with the seconds of its steps and the device memory it
-took, and for each model the ratios, of which zinf over memory is wanted to be at most 1.10. First come the rates of the
-machine: copies through the link that training uses over plain pinned copies (at least 0.90 wanted), and our kernels' bytes
-per second over those of a copy on the device (at least 0.85). ``--device cpu`` runs all but the rates, as a rehearsal.
+JSON lines go to standard output, or to ``--json``: one per run with the seconds of its steps and its device memory, and
+one per model with the ratios. The target for zinf over memory is at most 1.10. The first lines are rates of the machine:
+copies through the link that training uses over plain pinned copies (target: at least 0.90), and the bandwidth of our
+kernels over that of a copy on the device (at least 0.85). ``--device cpu`` runs all but the rates, as a dry run.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _WARM_UP_STEPS = 3
 _VOCABULARY = 32_000
 _CONTESTANTS = ("memory", "zinf", "fsdp2")
 _BYTES = 2**28  # of a copy whose rate is measured
-_ELEMENTS = 2**26  # of a chunk that a kernel is measured on
+_ELEMENTS = 2**26  # of the chunk on which a kernel is measured
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _fill(model: Any) -> None:
 def _train(
     shape: Shape, tokens: int, device: str, rounds: int, loss_of: Callable[[Any], Any], optimizer: Any
 ) -> list[float]:
-    """Return the seconds of some steps behind those that compile."""
+    """Return the seconds of some steps, after warm-up steps that compile."""
     import torch
 
     batch = max(1, tokens // shape.sequence)
@@ -96,7 +96,7 @@ def _train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()  # as a loop that prints it: the step before has ended on the device by then
+        loss.item()  # synchronises, as a loop that prints the loss does: the previous step has ended on the device
         seconds.append(time.perf_counter() - start)
     return seconds[_WARM_UP_STEPS:]
 
@@ -180,13 +180,13 @@ def run_fsdp2(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_rates() -> list[dict[str, Any]]:
-    """Return how copies over the link and kernels compare with what the machine gives."""
+    """Return how fast copies over the link and kernels are, compared with plain copies on the same machine."""
     import torch
 
-    from zinf_compile.runtime import kernels
-    from zinf_compile.runtime.cuda import CudaDevice
-    from zinf_compile.runtime.host_memory import PinnedMemory
-    from zinf_compile.runtime.link import Link
+    from zinf_compile.runtime.device.cuda import CudaDevice
+    from zinf_compile.runtime.optim import kernels
+    from zinf_compile.runtime.storage.host_memory import PinnedMemory
+    from zinf_compile.runtime.transfer.link import Link
 
     def usual(call: Callable[[], object]) -> float:
         call()
@@ -208,11 +208,11 @@ def measure_rates() -> list[dict[str, Any]]:
     )
     ways = {
         "host -> device": (
-            lambda: link.bring(here, there, behind=link.mark()).landed.result(),
+            lambda: link.bring(here, there, behind=link.mark()).done.result(),
             lambda: there.copy_(plain, non_blocking=True),
         ),
         "device -> host": (
-            lambda: link.take(there, here).left.result(),
+            lambda: link.take(there, here).done.result(),
             lambda: plain.copy_(there, non_blocking=True),
         ),
     }
@@ -231,7 +231,7 @@ def measure_rates() -> list[dict[str, Any]]:
     factors = torch.ones(2, device="cuda")
     codes, scales = kernels.quantize(full)
     calls = {
-        # Bytes per element: what each reads and writes.
+        # Bytes that each kernel reads and writes per element.
         "fused_adamw": (28, lambda: kernels.fused_adamw(full, *states, narrow, compute, factors, scalars)),
         "pack_gradient": (6, lambda: kernels.pack_gradient(full)),
         "quantize": (5, lambda: kernels.quantize(full)),
@@ -287,10 +287,10 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAME", nargs="+", choices=sorted(SHAPES), default=["1.5B", "7B", "13B"])
     parser.add_argument("--contestants", nargs="+", choices=_CONTESTANTS, default=list(_CONTESTANTS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the lines to a file, not to standard output")
-    parser.add_argument("--tokens", type=int, default=16_384, help="of a step: enough to hide what moves")
+    parser.add_argument("--tokens", type=int, default=16_384, help="per step; enough to hide transfers behind compute")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--device-memory", default="24GiB", help="of zinf, where memory was not run or did not fit")
+    parser.add_argument("--device-memory", default="24GiB", help="of zinf, if memory was not run or did not fit")
     parser.add_argument("--host-memory", default="100GiB")
     parser.add_argument("--compute", choices=["aten", "inductor"], default="inductor")
     parser.add_argument("--child", choices=_CONTESTANTS, help=argparse.SUPPRESS)

@@ -1,15 +1,15 @@
-"""Question: does the engine reach what the disk gives, at the block sizes that the store uses?
+"""Question: does the engine reach the bandwidth of the disk, at the block sizes that the store uses?
 
-Four threads of the engine against fio with four jobs (psync, O_DIRECT), or against four dd where there is no fio. Both
-sides move the same blocks over preallocated files of the same size that the engine's own calls wrote before: reading
-extents that were allocated and never written is no read at all. Rounds alternate (A B A B) and each side is timed from
-its first transfer to its last (fio by the bandwidth it reports), so start-up counts for neither.
+Four threads of the engine against fio with four jobs (psync, O_DIRECT), or against four dd processes if fio is not
+installed. Both sides move the same blocks over preallocated files of the same size. The engine has written both files
+before, because reading allocated but unwritten extents does not reach the disk. Rounds alternate (A B A B), and each
+side is timed from its first transfer to its last (fio by the bandwidth it reports), so start-up is not counted.
 
     python -m benchmarks.io --nvme /mnt/nvme --gib 2
 
 prints one JSON line per operation and block size; ``ratio`` is the median over rounds of engine over reference, and the
-target is at least 0.95. Both sides' buffers lie in 2 MiB pages where the kernel has them. On a machine that does other
-work at the same time, ask for more rounds.
+target is at least 0.95. Both sides' buffers are in 2 MiB pages if the kernel supports them. On a busy machine, use more
+rounds.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zinf_compile.errors import ConfigError, StoreError
-from zinf_compile.runtime.nvme.posix import PosixEngine
-from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.ir.errors import ConfigError, StoreError
+from zinf_compile.runtime.storage.nvme.posix import PosixEngine
+from zinf_compile.runtime.storage.staging import StagingPool
 
 NUM_THREADS = 4
 BLOCK_BYTES = (1 << 20, 4 << 20, 16 << 20)
@@ -51,7 +51,7 @@ class Case:
 
 
 def measure_engine(engine: PosixEngine, pool: StagingPool, case: Case) -> float:
-    """Bytes per second of four threads, each over its own quarter of the file, again and again until time is up."""
+    """Bytes per second of four threads, each repeating over its own quarter of the file until time is up."""
     quarter = case.file_bytes // NUM_THREADS
     ready = threading.Barrier(NUM_THREADS)
     starts, ends, moved, failures = [], [], [], []
@@ -86,7 +86,7 @@ def measure_engine(engine: PosixEngine, pool: StagingPool, case: Case) -> float:
 
 
 def make_fio_command(path: Path, case: Case) -> list[str]:
-    """Four fio jobs, each over its own quarter of ``path``, for the same time; the buffers stay as they are."""
+    """Four fio jobs, each over its own quarter of ``path``, for the same time; buffers are not refilled."""
     quarter = case.file_bytes // NUM_THREADS
     return [
         *("fio", "--name=reference", f"--filename={path}", "--allow_file_create=0", f"--rw={case.operation}"),
@@ -124,7 +124,7 @@ def make_dd_command(path: Path, case: Case, worker: int) -> list[str]:
 
 
 def measure_dd(path: Path, case: Case) -> float:
-    """All bytes over the longest time that one of the four dd reports."""
+    """All bytes divided by the longest time that one of the four dd processes reports."""
     running = [
         subprocess.Popen(
             make_dd_command(path, case, worker), stderr=subprocess.PIPE, text=True, env={**os.environ, "LC_ALL": "C"}
@@ -142,7 +142,7 @@ def measure_dd(path: Path, case: Case) -> float:
 
 
 def write_reference(path: Path, file_bytes: int) -> None:
-    """A named file made as the engine makes its own: fallocate, then direct writes by four threads."""
+    """Create a file the way the engine does: fallocate, then direct writes by four threads."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, file_bytes)
@@ -171,7 +171,7 @@ def write_all(file_bytes: int, write: Callable[[int, memoryview], object]) -> No
 
 
 def compare(engine: PosixEngine, path: Path, case: Case, num_rounds: int) -> dict[str, object]:
-    """Alternate both sides for ``num_rounds`` after one round that does not count."""
+    """Alternate both sides for ``num_rounds``, after one warm-up round."""
     reference = "fio" if shutil.which("fio") else "dd"
     measure_reference = measure_fio if reference == "fio" else measure_dd
     command = make_fio_command(path, case) if reference == "fio" else make_dd_command(path, case, 0)
@@ -202,8 +202,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="does the engine reach what the disk gives?")
     parser.add_argument("--nvme", required=True, help="a folder on the disk to measure")
     parser.add_argument("--gib", type=float, default=2.0, help="size of each side's file")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time of one measurement (fio; dd runs once over)")
-    parser.add_argument("--rounds", type=int, default=9, help="how often both sides are measured, in turn")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time of one measurement (fio; dd makes one pass)")
+    parser.add_argument("--rounds", type=int, default=9, help="how often both sides are measured")
     arguments = parser.parse_args()
     file_bytes = int(arguments.gib * (1 << 30)) // REGION_ALIGN * REGION_ALIGN
     if file_bytes <= 0 or arguments.rounds < 1:

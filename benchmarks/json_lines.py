@@ -1,19 +1,19 @@
-"""Lines of JSON that benchmarks give, each with the command that gave it."""
+"""JSON lines that benchmarks print, each with the command that printed it."""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-_PATHS = {"--nvme": "DIR", "--folder": "DIR", "--json": "FILE"}  # of one machine, of no use on another
+_PATHS = {"--nvme": "DIR", "--folder": "DIR", "--json": "FILE"}  # paths of one machine, meaningless on another
 
 
 def command_line(benchmark: str) -> str:
-    """Return how this process was called as ``python -m benchmarks.NAME``, with DIR and FILE for paths of the machine."""
+    """Return the command line of this process as ``python -m benchmarks.NAME ...``, with paths replaced by DIR and FILE."""
     given = sys.argv[1:]
     options = ["", *given]
-    told = [_PATHS.get(option, argument) for option, argument in zip(options, given, strict=False)]
-    return " ".join([f"python -m benchmarks.{benchmark}", *told])
+    shown = [_PATHS.get(option, argument) for option, argument in zip(options, given, strict=False)]
+    return " ".join([f"python -m benchmarks.{benchmark}", *shown])
 
 
 class JsonLines:
@@ -23,7 +23,7 @@ class JsonLines:
         self._command, self._file = command_line(benchmark), file
 
     def note(self, line: dict[str, Any]) -> None:
-        """Write a line, with the command."""
+        """Write a line together with the command."""
         text = json.dumps({"command": self._command, **line})
         if self._file is None:
             print(text, flush=True)

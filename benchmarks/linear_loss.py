@@ -1,9 +1,9 @@
-"""Question: what does the loss of a language model cost when its logits never exist whole?
+"""Question: what does the loss of a language model cost if the full logits are never materialised?
 
 Forward and backward of ``cross_entropy(linear(hidden, weight), target)`` in plain PyTorch against
-``zinf_compile.linear_loss.linear_cross_entropy``, in one pass and with logits made again, in one process, round by round
-(A B A B). The floor is the time of the three products that all need, over the same tiles of rows. Peaks are the most that
-the process takes beyond what it held before; ``activations`` leaves out the gradients, which all give back.
+``linear_cross_entropy``, in one pass and with recomputed logits, in one process, in alternating rounds (A B A B). The
+floor is the time of the three matrix products that every variant needs, over the same tiles of rows. Peaks are memory
+above what the process held before; ``activations`` excludes the gradients, which every variant returns.
 
     python -m benchmarks.linear_loss --dtype bfloat16 --hidden 1024
 
@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zinf_compile.linear_loss import linear_cross_entropy
-from zinf_compile.runtime.op_impls import register
+from zinf_compile.passes.transforms.tiling.linear_loss import linear_cross_entropy
+from zinf_compile.runtime.execute.op_bodies import register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ def read_status(field: str) -> int:
 
 
 def measure(make_loss: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Measured:
-    """Run forward and backward once; the peak is the kernel's own."""
+    """Run forward and backward once; the peak is the kernel's VmHWM."""
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again at what is held now
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current RSS
     before, start = read_status("VmRSS"), time.perf_counter()
     loss = make_loss()
     gradients = torch.autograd.grad(loss, leaves)
@@ -56,7 +56,7 @@ def measure(make_loss: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Meas
 
 
 def measure_floor(hidden: Tensor, weight: Tensor, tile_rows: int) -> float:
-    """Return the seconds of the three products, tile by tile, into memory that is there."""
+    """Return the seconds of the three matrix products, tile by tile, into preallocated memory."""
     hidden, weight = hidden.detach(), weight.detach()
     logits = hidden.new_zeros(tile_rows, weight.shape[0])
     of_weight = torch.zeros_like(weight)
@@ -70,7 +70,7 @@ def measure_floor(hidden: Tensor, weight: Tensor, tile_rows: int) -> float:
 
 
 def distance(measured: Tensor, reference: Tensor) -> float:
-    """Return how far apart two tensors are, relative to the reference."""
+    """Return the relative error of a tensor."""
     return (
         torch.linalg.vector_norm((measured - reference).float()) / torch.linalg.vector_norm(reference.float())
     ).item()

@@ -1,13 +1,13 @@
 """Question: what does one optimizer step cost, and where does its time go?
 
-``kernel``: the compiled AdamW over one chunk in RAM, beside torch's own: its fused kernel on float32 gradients, and what
-the streamed step does where there is no compiled kernel (widen the gradient, update, round to the compute copy). Both
-sides run in turn on memory of their own; a line gives the median over rounds, and the best.
+``kernel``: our compiled AdamW over one chunk in RAM, against torch's fused kernel on float32 gradients, and against what
+the streamed step does without a compiled kernel (widen the gradient, update, round to the compute copy). The sides
+alternate, each on its own memory; a line has the median over rounds, and the best.
 
-``step``: the streamed AdamW step of a model in a store, alone, beside its bounds, which are measured in turn with it.
-``update`` is the compiled kernel over plain tensors of the same sizes; for states on nvme ``disk`` is four threads that
-call the engine with the blocks of the streamed step, in its mix of reads and writes, and do nothing else. ``ratio`` is
-the longer of these bounds over the seconds that the step took; its target is at least 0.9. Bytes are the kernel's counts.
+``step``: the streamed AdamW step of a model in a store, against two lower bounds measured in the same rounds. ``update``
+is the compiled kernel over plain tensors of the same sizes. ``disk``, for states on nvme, is four threads that only call
+the engine with the blocks of the streamed step, in its mix of reads and writes. ``ratio`` is the longer of the bounds
+over the seconds of the step; its target is at least 0.9. Bytes are as counted by the operating system.
 
     python -m benchmarks.optimizer_step --only kernel
     python -m benchmarks.optimizer_step --only step --nvme DIR
@@ -35,10 +35,10 @@ import zinf_compile
 from benchmarks.io import NUM_THREADS
 from benchmarks.json_lines import command_line
 from benchmarks.out_of_core import disk_bytes
-from zinf_compile.runtime.fused_adamw import Kernel, find_kernel
-from zinf_compile.runtime.nvme.posix import PosixEngine
-from zinf_compile.runtime.shadow import shadow_step
-from zinf_compile.runtime.staging import StagingPool
+from zinf_compile.runtime.optim.fused_adamw import Kernel, find_kernel
+from zinf_compile.runtime.optim.shadow import shadow_step
+from zinf_compile.runtime.storage.nvme.posix import PosixEngine
+from zinf_compile.runtime.storage.staging import StagingPool
 
 _MIB = 2**20
 _CHUNK_BLOCKS = (4 * _MIB, 4 * _MIB, 4 * _MIB, 2 * _MIB)  # of 2^20 parameters: master copy, moments, and bfloat16
@@ -48,7 +48,7 @@ Answer = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How all questions are measured."""
+    """Settings shared by all measurements."""
 
     threads: tuple[int, ...]
     rounds: int
@@ -59,7 +59,7 @@ class Settings:
 
 
 def measure_kernel(settings: Settings) -> Iterator[Answer]:
-    """Yield one answer per number of threads, flavour of AdamW and pair of dtypes."""
+    """Yield one answer per number of threads, AdamW variant and pair of dtypes."""
     for threads in settings.threads:
         torch.set_num_threads(threads)
         for fused in (True, False):
@@ -77,7 +77,7 @@ def measure_kernel(settings: Settings) -> Iterator[Answer]:
 
 
 def _make_sides(size: int, threads: int, *, fused: bool, narrow: torch.dtype | None) -> dict[str, Callable[[], Any]]:
-    """Return one update of a chunk by the compiled kernel and by torch, each on memory of its own."""
+    """Return functions that update a chunk by the compiled kernel and by torch, each on its own memory."""
     optimizer = torch.optim.AdamW([torch.zeros(1)], fused=fused)
     (group,) = optimizer.param_groups
     gradient = torch.randn(size).to(narrow or torch.float32)
@@ -112,7 +112,7 @@ def _find_kernel(optimizer: torch.optim.Optimizer, gradient: torch.dtype, comput
 
 
 def _compare(sides: dict[str, Callable[[], Any]], settings: Settings) -> dict[str, float]:
-    """Return the rate of each side: median over rounds in which they take turns, and the best."""
+    """Return the rate of each side, the median and the best over alternating rounds."""
     seconds = _take_turns(sides, settings.rounds)
     rate = settings.elements / 1e9
     return {name: rate / statistics.median(taken) for name, taken in seconds.items()} | {
@@ -127,7 +127,7 @@ def _take_turns(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, l
         for name, run in sides.items():
             start = time.perf_counter()
             run()
-            if round_index >= 2:  # the first ones touch the memory
+            if round_index >= 2:  # the first rounds fault the memory in
                 seconds[name].append(time.perf_counter() - start)
     return seconds
 
@@ -137,7 +137,7 @@ def measure_step(settings: Settings) -> Iterator[Answer]:
     threads = max(settings.threads)
     torch.set_num_threads(threads)
     for home in ("nvme", "host"):
-        update = _make_update(settings, threads)  # first: what is there before the model counts as no tier's memory
+        update = _make_update(settings, threads)  # before the model: memory held by then counts for no tier
         model, optimizer = _train_once(settings, home)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
@@ -180,7 +180,7 @@ def _train_once(settings: Settings, home: str) -> tuple[nn.Module, torch.optim.O
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(settings.width, settings.width, bias=False) for _ in range(settings.layers)))
     one = settings.width**2
-    # Staging of 96 MiB is enough for full chunks. What host_memory has beside it is for homes.
+    # Staging of 96 MiB is enough for full chunks. The rest of host_memory is for homes.
     host = 2 * 96 * 2**20 if home == "nvme" else 18 * one * settings.layers + 2 * 192 * 2**20
     zinf_compile.optimize(
         model,
@@ -218,7 +218,7 @@ def _make_update(settings: Settings, threads: int) -> Callable[[], None]:
 
 
 def _make_disk_side(settings: Settings, read: int, written: int) -> Callable[[], None]:
-    """Return calls of an engine that move as many bytes as a step, in the blocks of its chunks, and nothing else."""
+    """Return a function that only moves the bytes of a step through an engine, in the block sizes of its chunks."""
     engine = PosixEngine(settings.nvme)
     num_chunks = -(-max(read, written) // sum(_CHUNK_BLOCKS))
     engine.reserve(num_chunks * sum(_CHUNK_BLOCKS))
@@ -230,7 +230,7 @@ def _make_disk_side(settings: Settings, read: int, written: int) -> Callable[[],
     pool = StagingPool(NUM_THREADS * max(_CHUNK_BLOCKS))
 
     def move(reads_until: int, writes_until: int) -> None:
-        """Read and write blocks in turn, each from the front of the file up to an offset."""
+        """Alternate reads and writes of blocks, each from the start of the file up to an offset."""
         calls = (
             (call, offset, nbytes)
             for offset, nbytes in blocks
@@ -253,7 +253,7 @@ def _make_disk_side(settings: Settings, read: int, written: int) -> Callable[[],
             for future in [threads.submit(work) for _ in range(NUM_THREADS)]:
                 future.result()
 
-    move(0, engine.nbytes)  # reading what was never written is no read at all
+    move(0, engine.nbytes)  # write first: reads of unwritten extents do not reach the disk
     return partial(move, read, written)
 
 
@@ -264,10 +264,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(QUESTIONS), help="one question instead of all")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
-    parser.add_argument("--rounds", type=int, help="60 of a chunk, 9 of a whole step")
+    parser.add_argument("--rounds", type=int, help="default: 60 for a chunk, 9 for a whole step")
     parser.add_argument("--elements", type=int, default=2**20, help="of the chunk")
     parser.add_argument("--layers", type=int, default=32, help="of the model that steps")
-    parser.add_argument("--width", type=int, default=2048, help="of its layers, which have its square of parameters")
+    parser.add_argument("--width", type=int, default=2048, help="of a layer, which has width * width parameters")
     parser.add_argument("--nvme", default=".", help="folder on a local disk")
     args = parser.parse_args()
     command = command_line("optimizer_step")

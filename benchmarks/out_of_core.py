@@ -9,9 +9,9 @@ Prints one JSON line per question:
              imported, beside the two budgets it was given (an eighth of the model states together); and the bytes that
              a step moves over the disk, as the kernel counts them, over what the plan says.
 ``time``     seconds per step out of core over plain PyTorch in memory: the same model, dtypes, recompute and fused AdamW,
-             in one process, in turns of three steps. A turn out of core begins and ends with an optimizer step in flight,
-             whatever is left of it is waited for between turns. ``floor`` is the larger of the in-memory time and the bytes
-             moved over the disk bandwidth measured at start; ``ratio_to_floor`` says how far the rest is from it.
+             in one process, in alternating turns of three steps. A turn out of core begins and ends with an optimizer step
+             in flight; waiting for it between turns is not timed. ``floor`` is the larger of in-memory time and the bytes
+             moved over the disk bandwidth measured at start; ``ratio_to_floor`` is the step out of core over that.
 ``peer``     the same training by DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, run by ``benchmarks/peers``.
 """
 
@@ -31,13 +31,13 @@ from pathlib import Path
 from types import ModuleType
 
 from benchmarks.json_lines import command_line
-from zinf_compile.errors import CapacityError
-from zinf_compile.plans import Plan
-from zinf_compile.terms import Tier
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.plan import Plan
 
 _ROOT = Path(__file__).resolve().parents[1]
 _STATE_BYTES = (
-    18  # per parameter: fp32 master, two fp32 moments, bf16 copy, bf16 gradient, and fp32 gradient's other half
+    18  # per parameter: fp32 master, two fp32 moments, bf16 copy, bf16 gradient, and 2 more for an fp32 gradient
 )
 _BUDGET_SHARE = 8  # device and host budgets together are an eighth of the model states
 _HOST_SHARE = 0.25  # of both budgets
@@ -88,7 +88,7 @@ def disk_bytes() -> tuple[int, int]:
 
 
 class PeakSampler:
-    """The highest anonymous RSS seen by a thread that looks every few milliseconds."""
+    """The highest anonymous RSS seen by a thread that samples it every few milliseconds."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -149,7 +149,7 @@ def out_of_core(case: Case) -> tuple[Step, object]:
         host_memory=host,
         reserve_memory=case.reserve,
         nvme=case.nvme,
-        compute="aten",  # as what it is compared with
+        compute="aten",  # eager ops, like the reference
         compute_dtype=torch.bfloat16,
         recompute=True,
         overlap_step=case.step != "synchronous",
@@ -197,7 +197,7 @@ def in_memory(case: Case) -> Step:
 
 
 def measure_memory(case: Case, steps: int) -> dict[str, object]:
-    """Train out of core in this process, which should be fresh; return its peak beside the budgets."""
+    """Train out of core in this process, which should be fresh; return its peak and the budgets."""
     import torch
 
     import zinf_compile
@@ -235,15 +235,15 @@ def measure_memory(case: Case, steps: int) -> dict[str, object]:
         "disk_bytes_per_parameter": sum(moved) / num_parameters,
         "counted_over_planned": [
             counted / planned
-            for counted, planned in zip(moved, planned_bytes(zinf_compile.report(model).plans[0]), strict=True)
+            for counted, planned in zip(moved, planned_bytes(zinf_compile.report(model).plans[0].plan), strict=True)
         ],
         "last_loss": loss,
     }
 
 
 def planned_bytes(plan: Plan) -> tuple[int, int]:
-    """Return the bytes that one training step reads from and writes to nvme, as the plan has it."""
-    gathered = sum(transfer.nbytes for transfer in plan.transfers if transfer.source is Tier.NVME)
+    """Return the bytes that one training step reads from and writes to nvme according to the plan."""
+    gathered = sum(transfer.nbytes for transfer in plan.gathers if transfer.source is Tier.NVME)
     sunk = sum(sink.nbytes for sink in plan.sinks if sink.destination is Tier.NVME)
     return gathered + plan.step.nbytes_read, sunk + plan.step.nbytes_written
 
@@ -256,7 +256,7 @@ def seconds_per_step(step: Step, turn: list[tuple[object, object]]) -> float:
 
 
 def measure_time(case: Case, rounds: int) -> dict[str, object]:
-    """Take steps in memory and out of core in turn; return medians and their ratio."""
+    """Alternate steps in memory and out of core; return medians and their ratio."""
     import torch
 
     import zinf_compile
@@ -275,7 +275,7 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
     for _ in range(rounds):
         turn = [next(source) for _ in range(_STEPS_A_TURN)]
         times["in_memory"].append(seconds_per_step(plain, turn))
-        step(*next(source))  # so that one is in flight, as in training
+        step(*next(source))  # leaves an optimizer step in flight, as in training
         before = disk_bytes()
         times["out_of_core"].append(seconds_per_step(step, turn))
         moved = [total + after - first for total, first, after in zip(moved, before, disk_bytes(), strict=True)]
@@ -350,7 +350,7 @@ def main() -> None:
     parser.add_argument("--reserve-mib", type=int, default=208, help="of the device budget, for Python and its graphs")
     parser.add_argument("--share", type=float, default=_BUDGET_SHARE, help="model states over both budgets together")
     parser.add_argument("--step", choices=("overlapped", "synchronous", "in_backward"), default="overlapped")
-    parser.add_argument("--sweep", action="store_true", help="also 512, 1024 and 4096 tokens per step")
+    parser.add_argument("--sweep", action="store_true", help="measure 512, 1024 and 4096 tokens per step as well")
     parser.add_argument("--only", choices=("memory", "time", "peer"))
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with deepspeed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -388,7 +388,7 @@ def main() -> None:
         for tokens in dict.fromkeys([args.tokens, *([512, 1024, 2048, 4096] if args.sweep else [])]):
             print(json.dumps({"command": command, **in_child(case_of(tokens), "time", args.rounds)}), flush=True)
     if args.peer:
-        for mmap_threshold in (0, 2**20):  # its fast end, and the small one
+        for mmap_threshold in (0, 2**20):  # DeepSpeed's fastest and smallest settings
             answer = measure_peer(case, args.peer, args.rounds, mmap_threshold)
             print(json.dumps({"command": command, "mmap_threshold": mmap_threshold, **answer}), flush=True)
 

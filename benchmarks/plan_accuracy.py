@@ -1,16 +1,15 @@
-"""Is the plan's promise kept? Predicted beside measured, for every model of ``accuracy_models.py`` within three budgets.
+"""How accurate are plans? Predicted against measured, for every model of ``accuracy_models.py`` within three budgets.
 
     python -m benchmarks.plan_accuracy --nvme DIR
     python -m benchmarks.plan_accuracy --nvme DIR --only llama --json llama.jsonl
 
-Before each model the machine is measured, as ``zinf doctor`` does it, in a process of its own: a shared machine is
-another from one quarter of an hour to the next. Then the model trains in a fresh process for each of three budgets: all of
-it in memory; the least device memory it can do with and a host budget of a quarter of its states; half-way in between.
-Some steps are timed. Some more are watched by a thread that samples memory every millisecond, by the rule of
-``zinf_compile.report``, whose peaks are then compared.
+Before each model the machine is measured as by ``zinf doctor``, in its own process, because the speed of a shared machine
+changes within minutes. Then the model trains in a fresh process for each of three budgets: everything in memory; the
+least feasible device memory with a host budget of a quarter of the states; and half-way in between. Some steps are timed.
+In some more, a thread samples memory every millisecond the way ``zinf_compile.report`` does, and the peaks are compared.
 
-JSON lines go to standard output, or to ``--json``: one for each model and budget, the last one with medians. The table on
-standard error shows measured over predicted: a peak over 1.00 is a broken promise.
+JSON lines go to standard output, or to ``--json``: one for each model and budget, and a last one with medians. The table
+on standard error shows measured over predicted: no peak may be over 1.00.
 """
 
 import argparse
@@ -33,17 +32,17 @@ from rich.table import Table
 
 from benchmarks.accuracy_models import MODELS
 from benchmarks.json_lines import JsonLines
-from zinf_compile.terms import Phase, Tier
+from zinf_compile.ir.glossary import Phase, Tier
 
 _ROOT = Path(__file__).resolve().parents[1]
 _GIB = 2**30
-_AMPLE = 8 * _GIB  # of device and host each: more than any of the models needs
-_HOST_SHARE = 4  # the tight host budget is a fourth of what the states take there
-_WARM_UP_STEPS = 4  # captures, first touch of optimizer state, and what is planned again
+_AMPLE = 8 * _GIB  # of device and host each: more than any model needs
+_HOST_SHARE = 4  # the tight host budget is a quarter of the states
+_WARM_UP_STEPS = 4  # capture, first touch of optimizer state, planning again
 _WATCHED_STEPS = 2
 _SAMPLE_SECONDS = 0.001
 _TIMEOUT_SECONDS = 300
-BUDGETS = ("memory", "tight", "between")  # the first says what the others are
+BUDGETS = ("memory", "tight", "between")  # the other two are derived from the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +59,11 @@ class Case:
 
 
 def measure_machine(nvme: str, threads: int) -> None:
-    """Measure this machine as ``zinf doctor`` does, and keep the profile even if others are busy on it."""
+    """Measure this machine as ``zinf doctor`` does, and keep the profile even if the machine is busy."""
     import torch
 
     from zinf_compile.cli.doctor import diagnose
-    from zinf_compile.runtime.measured import keep_measured
+    from zinf_compile.runtime.calibration.measured import keep_measured
 
     torch.set_num_threads(threads)
     diagnosis = diagnose(Path(nvme), again=True)
@@ -74,7 +73,7 @@ def measure_machine(nvme: str, threads: int) -> None:
 
 @contextlib.contextmanager
 def watched(sample: Callable[[], None]) -> Iterator[None]:
-    """Sample memory from a thread as often as it gets to it."""
+    """Sample memory from a background thread."""
     stop = threading.Event()
 
     def run() -> None:
@@ -91,13 +90,13 @@ def watched(sample: Callable[[], None]) -> Iterator[None]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Train one model in this process, which should be fresh; return what was predicted and what was measured."""
+    """Train one model in this process, which should be fresh; return predictions and measurements."""
     import torch
 
     import zinf_compile
-    from zinf_compile.runtime.slots import record_of
-    from zinf_compile.simulate import simulate
-    from zinf_compile.simulation.several_graphs import share_updates
+    from zinf_compile.passes.planner.simulator.several_graphs import share_updates
+    from zinf_compile.passes.planner.simulator.simulate import simulate
+    from zinf_compile.runtime.params.records import record_of
 
     torch.set_num_threads(case.threads)
     torch.manual_seed(0)
@@ -109,9 +108,9 @@ def measure(case: Case) -> dict[str, Any]:
         device_memory=case.device_memory,
         host_memory=case.host_memory,
         nvme=case.nvme,
-        compute="aten",  # whose seconds and bytes plans predict
+        compute="aten",  # plans predict the seconds and bytes of eager ops
         compute_dtype=entry.compute_dtype,
-        remake_plan=False,  # what was measured is not to become the prediction
+        remake_plan=False,  # the prediction must not be updated from the measurement
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -131,7 +130,7 @@ def measure(case: Case) -> dict[str, Any]:
     timed = zinf_compile.report(model)
     record = record_of(next(model.parameters()))
     assert record is not None
-    with watched(record.store.sample_memory):
+    with watched(record.store.held.sample):
         for _ in range(_WATCHED_STEPS):
             step()
         zinf_compile.synchronize(model)
@@ -160,7 +159,9 @@ def measure(case: Case) -> dict[str, Any]:
             phase.phase: [phase.predicted_seconds, phase.measured_seconds, phase.count - before.get(phase.phase, 0)]
             for phase in timed.phases
         },
-        "predicted_stall_seconds": sum(simulate(each).stall_seconds for each in share_updates(report.step_plans)),
+        "predicted_stall_seconds": sum(
+            simulate(each).stall_seconds for each in share_updates([each.plan for each in report.step_plans])
+        ),
         "min_device_memory": max(
             each.what_if(host_memory=tight_host(states)).min_device_memory() for each in report.step_plans
         ),
@@ -179,7 +180,7 @@ def tight_host(state_nbytes: int) -> int:
 
 
 def budgets_of(ample: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return the device and host budgets of the other two, from what the first came to."""
+    """Return the device and host budgets of the other two cases, from the results of the first."""
     least, host = ample["min_device_memory"], tight_host(ample["state_bytes"])
     full = {tier: ample["predicted_peaks"][tier] for tier in (Tier.DEVICE, Tier.HOST)}
     return {
@@ -189,7 +190,7 @@ def budgets_of(ample: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def in_child(environment: dict[str, str], **options: Any) -> dict[str, Any]:
-    """Return what a fresh process answers; what it says when it fails, for a case."""
+    """Return the result of a fresh process; for a case, its error message if it fails."""
     command = [sys.executable, "-m", "benchmarks.plan_accuracy", "--child", json.dumps(options)]
     ended = subprocess.run(
         command, capture_output=True, text=True, cwd=_ROOT, env=environment, timeout=_TIMEOUT_SECONDS, check=False
@@ -201,7 +202,7 @@ def in_child(environment: dict[str, str], **options: Any) -> dict[str, Any]:
 
 
 def ratios(line: dict[str, Any]) -> dict[str, float]:
-    """Return measured over predicted: of the peak of each tier that is used, and of the step."""
+    """Return measured over predicted, for the peak of each used tier and for the step."""
     peaks = {
         tier: line["measured_peaks"][tier] / predicted
         for tier, predicted in line["predicted_peaks"].items()
@@ -211,7 +212,7 @@ def ratios(line: dict[str, Any]) -> dict[str, float]:
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians over all cases, and what was exceeded."""
+    """Return the medians over all cases, and the cases that exceeded their predicted peak."""
     cases = [line for line in lines if line["question"] == "case"]
     found = [ratios(line) for line in cases]
     return {
@@ -292,7 +293,7 @@ def main() -> None:
         lines.append(line)
         out.note(line)
 
-    with tempfile.TemporaryDirectory() as cache:  # the kept profile of this machine stays as it is
+    with tempfile.TemporaryDirectory() as cache:  # do not overwrite this machine's cached profile
         environment = {**os.environ, "XDG_CACHE_HOME": cache}
         for name in args.only:
             note(in_child(environment, nvme=nvme, threads=args.threads))
@@ -301,7 +302,7 @@ def main() -> None:
                 if budget not in args.budgets and budget != "memory":
                     continue
                 if budget not in budgets:
-                    continue  # the first has failed, and is in the table
+                    continue  # the first case has failed, and is in the table
                 device, host = budgets[budget]
                 case = Case(
                     model=name,

@@ -1,17 +1,17 @@
-"""Question: how long does planning take, how much memory, and what does the plan of the largest models say?
+"""Question: how long does planning the largest models take, how much memory, and what does the plan predict?
 
     python -m benchmarks.plan_scale
     python -m benchmarks.plan_scale --only 1T-16
 
 The transformers of the ZeRO-Infinity paper (Fig. 2a: 1.01, 10.05 and 101.47 T parameters, sequences of 1024) are planned
-for its DGX-2 nodes with float16 compute, each in a fresh process, as ``zinf plan gpt --world N`` does it. Where a device of
-32 GiB does not hold a layer, or the activation checkpoints, there is a line with ``refused``, and a second one that plans
-the same for devices as large as ``what_if`` says. Those do not exist.
+for its DGX-2 nodes with float16 compute, each in a fresh process, as by ``zinf plan gpt --world N``. If a layer, or the
+activation checkpoints, do not fit a device of 32 GiB, there is a line with ``refused``, and a second line with the plan
+for hypothetical devices of the size that ``what_if`` recommends.
 
-One JSON line each. ``seconds`` are of building the model on meta and planning it, and ``cpu_seconds`` what that takes of the
-processors; targets are 60 s and 4 GiB of peak RSS.
-``tflops_per_device`` counts what the graph computes, recomputation included, at the simulated time; the paper measured 49
-for 0.5 to 5 T and 34 for 20 T on 512 devices. ``smallest_num_nodes`` is how many nodes the planned model needs.
+One JSON line each. ``seconds`` is the wall time and ``cpu_seconds`` the CPU time of building the model on meta and planning
+it; targets are 60 s and 4 GiB of peak RSS. ``tflops_per_device`` is the FLOP of the graph, recomputation included, over the
+simulated time; the paper measured 49 for 0.5 to 5 T and 34 for 20 T on 512 devices. ``smallest_num_nodes`` is the least
+number of nodes on which the model fits.
 """
 
 import argparse
@@ -29,15 +29,14 @@ import zinf_compile
 from benchmarks.json_lines import command_line
 from benchmarks.out_of_core import read_status
 from zinf_compile.cli.planned_models import Sizes, find_model
-from zinf_compile.errors import CapacityError
-from zinf_compile.hardware import Hardware
-from zinf_compile.hardware_io import load_hardware
-from zinf_compile.hardware_rates import with_rates
-from zinf_compile.passes.planning.planner import Request, does_fit
-from zinf_compile.plans import Plan
-from zinf_compile.simulate import simulate
-from zinf_compile.simulation.summary import tell_bound
-from zinf_compile.terms import Tier
+from zinf_compile.hardware.profile_io import load_hardware
+from zinf_compile.hardware.rates import with_rates
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.hardware import Hardware
+from zinf_compile.passes.planner.search.planner import Request, does_fit
+from zinf_compile.passes.planner.simulator.simulate import simulate
+from zinf_compile.passes.planner.simulator.summary import tell_bound
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SEQUENCE = 1024
@@ -48,7 +47,7 @@ Answer = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model on so many ranks, and the device it is planned for if 32 GiB do not do."""
+    """A model on a number of ranks, and the device memory to plan for if 32 GiB are not enough."""
 
     layers: int
     hidden: int
@@ -69,7 +68,7 @@ CASES = {
 
 
 def plan_case(case: Case, hardware: Hardware) -> Iterator[Answer]:
-    """Yield the line of a case on some hardware, or of why it was refused."""
+    """Yield the line of a case on some hardware, or a line that says why it was refused."""
     start = _Start(time.perf_counter(), time.process_time())
     sizes = Sizes(layers=case.layers, hidden=case.hidden, heads=case.heads, batch=case.batch, seq=_SEQUENCE)
     subject = find_model("gpt", sizes)
@@ -81,7 +80,8 @@ def plan_case(case: Case, hardware: Hardware) -> Iterator[Answer]:
         yield {"refused": str(error), **_measured(start)}
         return
     measured = _measured(start)
-    step_seconds = simulate(plan).step_seconds
+    assert plan.request is not None
+    step_seconds = simulate(plan.plan).step_seconds
     yield {
         **measured,
         "num_parameters": sum(parameter.numel() for parameter in subject.model.parameters()),
@@ -91,10 +91,10 @@ def plan_case(case: Case, hardware: Hardware) -> Iterator[Answer]:
         "host_peak": plan.tier(Tier.HOST).predicted_peak,
         "nvme_peak": plan.tier(Tier.NVME).predicted_peak,
         "step_seconds": step_seconds,
-        "phases": {str(phase): seconds for phase, seconds in simulate(plan).phase_seconds},
+        "phases": {str(phase): seconds for phase, seconds in simulate(plan.plan).phase_seconds},
         "tflops_per_device": _flops(plan) / step_seconds / 1e12,
-        "bound_by": tell_bound(simulate(plan)),
-        "smallest_num_nodes": smallest_num_nodes(_request(plan)),
+        "bound_by": tell_bound(simulate(plan.plan)),
+        "smallest_num_nodes": smallest_num_nodes(plan.request),
     }
 
 
@@ -111,20 +111,15 @@ def _measured(start: _Start) -> Answer:
     }
 
 
-def _request(plan: Plan) -> Request:
-    assert isinstance(plan.request, Request)
-    return plan.request
-
-
-def _flops(plan: Plan) -> int:
-    graphs = _request(plan).candidates
-    graph = next(graph for graph in graphs if graph.policy is plan.activations.policy)
+def _flops(plan: zinf_compile.Plan) -> int:
+    assert plan.request is not None
+    graph = next(graph for graph in plan.request.candidates if graph.policy is plan.activations.policy)
     return sum(op.num_flops for op in graph.ops)
 
 
 def smallest_num_nodes(request: Request) -> int:
     """Return the least number of nodes on which the request fits, all their devices being ranks."""
-    low, high = 0, _MOST_NODES  # too few, and enough
+    low, high = 0, _MOST_NODES  # low is too few, high is enough
     while high - low > 1:
         middle = (low + high) // 2
         num_ranks = middle * request.hardware.devices_per_node
@@ -143,8 +138,8 @@ def run_in_child(name: str, *options: str) -> list[Answer]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(CASES), help="one case instead of all")
-    parser.add_argument("--here", action="store_true", help="in this process, whose peak counts")
-    parser.add_argument("--what-if", metavar="SIZE", help="with devices of so much memory")
+    parser.add_argument("--here", action="store_true", help="run in this process and measure its peak")
+    parser.add_argument("--what-if", metavar="SIZE", help="device memory to plan for")
     args = parser.parse_args()
     names = tuple(CASES) if args.only is None else (args.only,)
     if args.here:

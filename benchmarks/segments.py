@@ -1,11 +1,11 @@
-"""Is compute in segments as fast as op by op? Both train the same model in one process, a few steps each, in turn.
+"""Is compute in segments as fast as op by op? Both train the same model in one process, alternating every few steps.
 
     python -m benchmarks.segments
     python -m benchmarks.segments --only llama --json segments.jsonl
 
-The models are those of ``accuracy_models.py``, all in memory. Each model has a fresh process, whose first steps, with what
-they compile, are not timed. JSON lines go to standard output, or to ``--json``: one for each model with the seconds of its
-steps, and a last one with the median of the ratios: segments over ops, at most 1.0 wanted.
+The models are those of ``accuracy_models.py``, all in memory. Each model has a fresh process, whose first steps, which
+compile, are not timed. JSON lines go to standard output, or to ``--json``: one for each model with the seconds of its
+steps, and a last one with the median of the ratios, segments over ops. The target is at most 1.0.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.accuracy_models import MODELS
 from benchmarks.json_lines import JsonLines
 
 _ROOT = Path(__file__).resolve().parents[1]
-_AMPLE = "8GiB"  # of device and host each: more than any of the models needs
+_AMPLE = "8GiB"  # of device and host each: more than any model needs
 _WARM_UP_STEPS = 2
 _TIMEOUT_SECONDS = 900
 

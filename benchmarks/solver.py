@@ -1,19 +1,19 @@
-"""Question: how close does the planner come to the best plan there is, and how far beyond what anybody could write down?
+"""Question: how close does the planner come to the optimal plan, and how much better is it than simple baselines?
 
     python -m benchmarks.solver
     python -m benchmarks.solver --only baselines --models gpt llama
 
-``exact``: small models, captured as ``zinf_compile.plan`` does it, within three budgets and with a synchronous step. The
-exact solver (HiGHS, over all homes and issue ticks) gives a time that no plan is faster than, and where it can a plan.
-``over_bound`` is the simulated step of the planner's plan over that bound, 1 or more; ``over_exact`` that over the exact
-plan's, where there is one. The bound is the least of those of all candidates, recomputing or not.
+``exact``: small models, captured as by ``zinf_compile.plan``, within three budgets and with a synchronous step. The exact
+solver (HiGHS, over all homes and issue ticks) gives a lower bound on the step time, and a plan if it can. ``over_bound``
+is the simulated step of the planner's plan over that bound, 1 or more; ``over_exact`` is the same over the exact plan's
+step, if there is one. The bound is the minimum over all candidates, with or without recomputation.
 
 ``baselines``: the models of ``accuracy_models.py`` within three budgets. ``over_baseline`` is the planner's step over that
-of the best plan with all parameters on one tier, activations kept or recomputed; 1 or less, or a promise is broken. Where no
-such plan fits the budget it is null.
+of the best plan with all parameters on one tier, activations kept or recomputed. It must be at most 1, and is null if no
+such plan fits the budget.
 
-Both are simulated, for the preset in ``hardware``; nothing is run. Budgets: ``share`` times the least device memory the
-planner can do with, and a quarter of the states on the host. One JSON line each, and one with medians at the end.
+Both are simulated, for the preset in ``hardware``; nothing is run. Budgets: ``share`` times the least device memory with
+which the planner finds a plan, and a quarter of the states on the host. One JSON line each, and a last one with medians.
 """
 
 import argparse
@@ -34,10 +34,11 @@ from torch import nn
 import zinf_compile
 from benchmarks.accuracy_models import MODELS
 from benchmarks.json_lines import command_line
-from zinf_compile.passes.planning.baselines import baseline_plans
-from zinf_compile.passes.planning.exact import plan_exactly
-from zinf_compile.passes.planning.planner import Request, make_plan, minimum_device_memory
-from zinf_compile.simulate import simulate
+from benchmarks.oracles.baselines import baseline_plans
+from benchmarks.oracles.exact import plan_exactly
+from zinf_compile.ir.plan import Plan
+from zinf_compile.passes.planner.search.planner import Request, make_plan, minimum_device_memory
+from zinf_compile.passes.planner.simulator.simulate import simulate
 
 _HARDWARE = "laptop-16g"
 _SHARES = (1.0, 1.5, 2.5)  # of the least device memory
@@ -49,7 +50,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Small:
-    """A model that the exact solver can take, on meta, and what it is called with."""
+    """A model on meta that is small enough for the exact solver, and its inputs."""
 
     model: nn.Module
     inputs: object
@@ -77,7 +78,7 @@ SMALL: dict[str, Callable[[], Small]] = {
 
 
 def capture(model: nn.Module, inputs: object, **options: object) -> Request:
-    """Return what a model is planned with on the hardware, with a host budget of a share of its states."""
+    """Return the planning request of a model on the hardware, with a host budget that is a share of its states."""
     request = zinf_compile.plan(model, inputs, hardware=_HARDWARE, **options).request
     assert isinstance(request, Request)
     states = sum(
@@ -88,7 +89,7 @@ def capture(model: nn.Module, inputs: object, **options: object) -> Request:
 
 
 def within_budgets(request: Request) -> Iterator[tuple[Answer, Request]]:
-    """Yield the request within each budget, and what to say about it."""
+    """Yield the request for each budget, with the fields of its line."""
     least = minimum_device_memory(request)
     for share in _SHARES:
         config = replace(request.config, device_memory=int(least * share))
@@ -97,7 +98,7 @@ def within_budgets(request: Request) -> Iterator[tuple[Answer, Request]]:
 
 
 def compare_with_exact(name: str, *, seconds: float) -> Iterator[Answer]:
-    """Yield a line for each budget of a small model; the solver gets so many seconds for each candidate."""
+    """Yield a line for each budget of a small model; the solver gets ``seconds`` for each candidate."""
     with torch.device("meta"):
         small = SMALL[name]()
     for said, request in within_budgets(capture(small.model, small.inputs, overlap_step=False)):
@@ -160,7 +161,7 @@ def summarize(lines: Iterable[Answer]) -> Answer:
     return summary
 
 
-def _with_seconds(plan: zinf_compile.Plan) -> tuple[zinf_compile.Plan, float]:
+def _with_seconds(plan: Plan) -> tuple[Plan, float]:
     return plan, simulate(plan).step_seconds
 
 
@@ -171,7 +172,7 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 @contextmanager
 def _stdout_on_stderr() -> Iterator[None]:
-    """Keep standard output to JSON lines: HiGHS prints to it past Python."""
+    """Keep standard output to JSON lines: HiGHS prints to the file descriptor, past ``sys.stdout``."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -186,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("exact", "baselines"), help="one question instead of both")
     parser.add_argument("--models", nargs="+", choices=[*SMALL, *MODELS], default=[*SMALL, *MODELS])
-    parser.add_argument("--seconds", type=float, default=30.0, help="the solver's, for each candidate and budget")
+    parser.add_argument("--seconds", type=float, default=30.0, help="solver's limit for each candidate and budget")
     args = parser.parse_args()
     command = command_line("solver")
     lines: list[Answer] = []

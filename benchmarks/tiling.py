@@ -1,11 +1,11 @@
 """Question: how much larger may one operator be when it is tiled, and what does tiling cost where it is not needed?
 
-``ladder``: the largest hidden size of an MLP, hidden to four times hidden and back, that trains within a device budget when
-each weight is gathered in 1, 2, 4, .. tiles. It is searched for by planning, then trained for a step, whose peak is
-measured. A weight grows with the square of the hidden size: at best 4 times as many tiles allow twice the hidden size.
+``ladder``: the largest hidden size of an MLP (hidden to four times hidden and back) that trains within a device budget if
+each weight is gathered in 1, 2, 4, .. tiles. The size is found by planning; then two steps are trained to measure the
+peak. A weight grows with the square of the hidden size: at best, 4 times as many tiles allow twice the hidden size.
 
-``time``: forward and backward of that MLP in 4 tiles against none, with homes on the host and room for both, in one process,
-round by round (A B A B).
+``time``: forward and backward of that MLP in 4 tiles against untiled, with homes on the host and room for both weights, in
+one process, in alternating rounds (A B A B).
 
     python -m benchmarks.tiling --only ladder --device-memory 24MiB
     python -m benchmarks.tiling --only time --hidden 1024
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile.errors import CapacityError
-from zinf_compile.terms import Tier
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import Tier
 
 _STEP = 64  # hidden sizes are multiples of it
-_TOKENS = 16  # of the ladder: activations are to be small beside weights
+_TOKENS = 16  # of the ladder: keeps activations small compared with weights
 
 
 class Mlp(nn.Module):
@@ -44,7 +44,7 @@ class Mlp(nn.Module):
 
 
 def build(hidden: int, num_tiles: int, device_memory: str | int) -> Mlp:
-    """Return an optimized MLP, all of whose weights are gathered in so many tiles."""
+    """Return an optimized MLP whose weights are each gathered in ``num_tiles`` tiles."""
     with torch.device("meta"):
         model = Mlp(hidden)
     tiles = {"up.weight": num_tiles, "down.weight": num_tiles}
@@ -61,7 +61,7 @@ def build(hidden: int, num_tiles: int, device_memory: str | int) -> Mlp:
 
 
 def does_fit(hidden: int, num_tiles: int, device_memory: str) -> bool:
-    """Return whether an MLP can be planned within the budget: its first call is refused otherwise, before it runs."""
+    """Return whether an MLP can be planned within the budget. If not, its first call raises before anything runs."""
     model = None
     try:
         model = build(hidden, num_tiles, device_memory)
@@ -76,7 +76,7 @@ def does_fit(hidden: int, num_tiles: int, device_memory: str) -> bool:
 
 
 def largest_hidden(num_tiles: int, device_memory: str, start: int) -> int:
-    """Return the largest hidden size that fits, from one that does."""
+    """Return the largest hidden size that fits, given one that does."""
     low, high = start // _STEP, 2 * start // _STEP
     while does_fit(high * _STEP, num_tiles, device_memory):
         low, high = high, 2 * high
@@ -87,7 +87,7 @@ def largest_hidden(num_tiles: int, device_memory: str, start: int) -> int:
 
 
 def train_step(hidden: int, num_tiles: int, device_memory: str) -> dict[str, object]:
-    """Train for two steps; return the promised and the measured peak of the device."""
+    """Train for two steps; return the predicted and the measured peak of the device."""
     model = build(hidden, num_tiles, device_memory)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     losses = []
@@ -129,7 +129,7 @@ def run_once(model: Mlp, x: Tensor) -> float:
 
 
 def measure_time(hidden: int, tokens: int, rounds: int) -> dict[str, object]:
-    """Return what 4 tiles cost: the median of the ratios of neighbouring runs."""
+    """Return the overhead of 4 tiles: the median of the ratios of neighbouring runs."""
     weight = 16 * hidden**2
     device_memory = 4 * weight + 40 * tokens * hidden * 4  # not all resident: both weights and a gradient are 3
     models = [build(hidden, num_tiles, device_memory) for num_tiles in (1, 4)]
@@ -138,7 +138,7 @@ def measure_time(hidden: int, tokens: int, rounds: int) -> dict[str, object]:
     for turn in range(rounds + 2):
         for model, found in zip(models, seconds, strict=True):
             took = run_once(model, x)
-            if turn >= 2:  # the first ones capture and warm up
+            if turn >= 2:  # the first turns capture and warm up
                 found.append(took)
     moved = [sum(route.nbytes for route in zinf_compile.report(model).moved) for model in models]
     return {

@@ -1,4 +1,4 @@
-// AdamW over a chunk in one pass: 14 bytes read and 14 written for each element, nothing in between.
+// AdamW over a chunk in one pass: 14 bytes read and 14 written per element, no intermediate buffers.
 #include "bfloat16.cuh"
 
 struct Update {
@@ -18,7 +18,7 @@ __device__ inline float update_one(float gradient, float& mean, float& square, f
     return master * update.shrink + update.negative_step_size * (mean / denominator);
 }
 
-// factors: what gradients are multiplied by, one after the other: clipping's, and 1 / the loss scale.
+// factors: gradients are multiplied by each in order: the clipping factor, and 1 / loss scale.
 extern "C" __global__ void __launch_bounds__(256) zinf_fused_adamw(
     float* __restrict__ master, float* __restrict__ mean, float* __restrict__ square,
     const unsigned short* __restrict__ gradient, unsigned short* __restrict__ compute,

@@ -1,8 +1,9 @@
-// A float32 gradient to bfloat16, with what clipping and loss scaling ask of it, in one pass: 4 bytes read, 2 written.
+// Converts a float32 gradient to bfloat16, and computes its squared norm (for clipping) and whether it is finite (for loss
+// scaling), in one pass: 4 bytes read, 2 written per element.
 #include "bfloat16.cuh"
 
-// partials: one sum of squares for each block of threads; whoever adds them up in order gets the same bits every time.
-// is_not_finite: 0 before, 1 behind it if some element is infinite or no number.
+// partials: one sum of squares per thread block; adding them up in order gives the same bits every time.
+// is_not_finite: must be 0 before the launch; 1 after it if any element is infinite or NaN.
 extern "C" __global__ void __launch_bounds__(256) zinf_pack_gradient(
     const float* __restrict__ gradient, unsigned short* __restrict__ packed, double* __restrict__ partials,
     int* __restrict__ is_not_finite, long long num_elements) {

@@ -1,10 +1,10 @@
-// Block-wise int8: of every 2048 values the largest magnitude is 127. 4 bytes become 1, and a scale for each block.
+// Block-wise int8: in every block of 2048 values the largest magnitude maps to 127. 4 bytes become 1, plus a scale per block.
 
 constexpr int kBlock = 2048;
 constexpr unsigned kInfinity = 0x7f800000u, kNoNumber = 0x7fc00000u;  // NVRTC has no INFINITY and NAN
 
-// scales: the step between two codes; NaN for a block in which some value is not finite, whose codes are 0: all of it comes
-// back as NaN, and nothing is hidden.
+// scales: the step between two codes. A block with a value that is not finite has scale NaN and codes 0, so that all of it
+// dequantizes to NaN.
 extern "C" __global__ void __launch_bounds__(256) zinf_quantize(
     const float* __restrict__ values, signed char* __restrict__ codes, float* __restrict__ scales,
     long long num_elements) {
@@ -27,11 +27,11 @@ extern "C" __global__ void __launch_bounds__(256) zinf_quantize(
         const float scale = is_finite ? largest[0] / 127.0f : __uint_as_float(kNoNumber);
         if (threadIdx.x == 0) scales[block] = scale;
         for (long long index = begin + threadIdx.x; index < end; index += blockDim.x) {
-            // A block of values so small that their scale is 0 comes back as 0.
+            // A block of values so small that their scale underflows to 0 dequantizes to 0.
             float code = is_finite && scale > 0 ? rintf(values[index] / scale) : 0;
             codes[index] = static_cast<signed char>(fminf(127, fmaxf(-127, code)));
         }
-        __syncthreads();  // before the next block overwrites what others still read
+        __syncthreads();  // before the next block overwrites what other threads still read
     }
 }
 

@@ -20,7 +20,7 @@ def save_plan(path: Path) -> Plan:
 
 
 def take_picture(page: Path, picture: Path) -> None:
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--timeout=20000"]
     command += [f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={picture}", page.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
 

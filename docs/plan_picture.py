@@ -51,7 +51,8 @@ def make_plan() -> zinf_compile.Plan:
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         (plan,) = zinf_compile.report(model).plans
         zinf_compile.close(model)
-    return replace(plan, hardware=replace(plan.hardware, name="a machine with 2 cores"))
+    hardware = replace(plan.hardware, name="a machine with 2 cores")
+    return replace(plan, plan=replace(plan.plan, hardware=hardware))
 
 
 def draw(text: str) -> str:

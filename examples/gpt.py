@@ -1,7 +1,7 @@
 """A GPT in plain PyTorch: pre-norm blocks, rotary positions, causal attention, a GELU MLP four times as wide.
 
-Nothing here knows how it will be trained: in memory, or in pieces with parameters, gradients and optimizer state on a
-disk. The module may be built under ``torch.device("meta")``; `GPT.init_weights` fills it once it has memory.
+The code does not depend on how it is trained: in memory, or with parameters, gradients and optimizer state on a disk.
+The module may be built under ``torch.device("meta")``; `GPT.init_weights` initialises it once it has memory.
 """
 
 import math
@@ -79,7 +79,7 @@ class GPT(nn.Module):
         self.init_weights(seed)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = F.rms_norm(self.embed(tokens), (self.config.hidden,))  # at 0.02 the first block would drown it
+        x = F.rms_norm(self.embed(tokens), (self.config.hidden,))  # embeddings of scale 0.02 are too small
         cos, sin = rotary_angles(tokens.shape[1], self.config.hidden // self.config.heads, x)
         for block in self.blocks:
             x = block(x, cos, sin)
@@ -90,8 +90,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Ones for norms, normal(0, 0.02) for the rest; what writes to the residual is scaled by 1/sqrt(2 layers), as
-        in GPT-2. The numbers are drawn on the CPU, so they are the same on every device. Nothing happens on meta."""
+        """Ones for norms, normal(0, 0.02) for the rest; projections into the residual are scaled by 1/sqrt(2 layers), as
+        in GPT-2. Values are drawn on the CPU, so they are the same on every device. Does nothing on meta."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
@@ -112,13 +112,13 @@ def rotary_angles(seq: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + width / 2) of the last dimension by the angle of its position."""
+    """Rotate each pair (i, i + width / 2) of the last dimension by the angle of its position."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 def num_parameters(config: GPTConfig, *, tied: bool = False) -> int:
-    """How many parameters `GPT` with this config has: no tensor is made."""
+    """How many parameters `GPT` with this config has. Creates no tensors."""
     block = 12 * config.hidden**2 + 2 * config.hidden
     tables = (1 if tied else 2) * config.vocab_size * config.hidden
     return tables + config.layers * block + config.hidden
@@ -148,8 +148,8 @@ def generate(
 ) -> Tensor:
     """Continue ``tokens`` [batch, n] by ``num_new`` sampled tokens; temperature 0 takes the likeliest.
 
-    Every call of the model has the one shape [batch, config.seq], filled up on the right (attention is causal, so what
-    follows a position does not reach it): a compiled model is compiled once. There is no key-value cache.
+    Every call of the model has the same shape [batch, config.seq], padded on the right (attention is causal, so padding
+    does not affect earlier positions), so a compiled model is compiled once. There is no key-value cache.
     """
     seq = model.config.seq
     for _ in range(num_new):

@@ -7,9 +7,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import fx
 
-from zinf_compile.errors import VerifyError
-from zinf_compile.plans import ActivationSwap, GatherTransfer, Plan
-from zinf_compile.terms import ActivationPolicy
+from zinf_compile.ir.errors import VerifyError
+from zinf_compile.ir.glossary import ActivationPolicy
+from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.slices import Slice
+from zinf_compile.ir.transfers import Transfer
 
 Inputs = TypeVar("Inputs")
 
@@ -57,7 +59,7 @@ class TileHandle:
     """How a graph names consecutive rows of a stored parameter: the number that its gather takes, and which rows."""
 
     param: int
-    num_rows: int
+    rows: Slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +67,9 @@ class TileInputs:
     """What TILE passes read: the tiles of each parameter that is tiled, in order, by the parameter's own number."""
 
     tiles: Mapping[int, Sequence[TileHandle]] = field(default_factory=dict)
-    fuses_losses: bool = False  # linear layers with the cross-entropy of their logits
-    makes_logits_again: bool = False  # in backward, also where it would take little to hold gradients until then
-    chain_tiles: int = 1  # of rows, for MLPs and other chains of layers
+    fuses_losses: bool = False  # fuse linear layers with the cross-entropy of their logits
+    recomputes_logits: bool = False  # recompute logits in backward, even if gradients are small
+    chain_tiles: int = 1  # number of row tiles of MLPs and other chains of layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +80,15 @@ class JointInputs:
     narrowed: Mapping[int, torch.dtype] = field(
         default_factory=dict
     )  # gathers that move this narrower dtype, by parameter
-    added_at_home: Container[int] = frozenset()  # whose gradients of several uses are not summed on the device
-    made_again: frozenset[str] = frozenset()  # names of forward ops that backward runs again
+    added_at_home: Container[int] = frozenset()  # parameters whose gradient contributions are not summed on the device
+    recomputed: frozenset[str] = frozenset()  # names of forward ops that backward recomputes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentInputs:
     """What SEGMENT passes read: the block of each node, and the number under which the runtime knows a segment.
 
-    Of the parameters that are ``apart`` a segment reads those that are gathered next to each other, and no others.
+    A segment reads several parameters of ``apart`` only if they are gathered next to each other.
     """
 
     blocks: Mapping[fx.Node, str]
@@ -105,22 +107,23 @@ class LowerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What we know of a node, kept under ``node.meta[NODE_FACTS]``."""
+    """Our facts about a node, kept under ``node.meta[NODE_FACTS]``."""
 
     tick: int | None = None  # of a node of the captured graph; None for one that lowering inserted
     parameter: str | None = None  # of a gather or a store_grad
-    transfer: GatherTransfer | ActivationSwap | None = None  # of an issue_gather or an issue_swap_in
+    transfer: Transfer | None = None  # of an issue_gather or an issue_swap_in
     value: str | None = None  # of an input of backward: the saved value that it is, or is a view of
 
 
 NODE_FACTS = "zinf"
-TILE = "zinf_tile"  # in ``node.meta["custom"]``, which AOTAutograd hands on: the piece of a chain that a node is in
+TILE = "zinf_tile"  # in ``node.meta["custom"]``, which AOTAutograd preserves: the number of a node's tile in its chain
 SEGMENT = "zinf_segment"  # of a run_segment: the graph module of what it runs
+BLOCK = "zinf_block"  # of a run_segment: the block it is a part of
 _NOTHING_KNOWN = NodeFacts()
 
 
 def node_facts(node: fx.Node) -> NodeFacts:
-    """Return our facts of a node; a node we know nothing of has none set."""
+    """Return our facts about a node; all are None for a node without any."""
     facts = node.meta.get(NODE_FACTS, _NOTHING_KNOWN)
     assert isinstance(facts, NodeFacts)
     return facts

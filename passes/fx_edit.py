@@ -10,10 +10,10 @@ from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from zinf_compile.ops import ALL_OPS
+from zinf_compile.ir.ops import ALL_OPS
 
 _NOT_IN_NAMES = re.compile(r"\W+")
-_UNSAFE_VIEWS = (  # they say that they make new storage, and never do
+_UNSAFE_VIEWS = (  # their schemas declare new storage, but they always return views
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten.unsafe_split.Tensor,
     torch.ops.aten.unsafe_split_with_sizes.default,
@@ -60,14 +60,14 @@ def set_values_again(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Set ``meta["val"]`` of some calls, given in order, after their arguments have changed."""
     fake_mode = _fake_mode_of(graph)
     for node in nodes:
-        node.meta.pop("tensor_meta", None)  # tracing left it, and it would say otherwise
+        node.meta.pop("tensor_meta", None)  # left by tracing, and now outdated
         set_value(node, fake_mode)
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return a graph module with its own copy of the graph, whose nodes have their own ``meta``.
 
-    ``generate_code`` makes it one to run: most copies are looked at only, and generating Python takes long.
+    ``generate_code`` generates its Python code, which is slow; most copies are only analysed and never run.
     """
     copied = fx.Graph()
     results = copied.graph_copy(graph_module.graph, val_map={})
@@ -76,7 +76,7 @@ def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def generate_code(graph_module: fx.GraphModule) -> None:
-    """Generate the Python of a graph module now: at its first run it would take memory that is the device's."""
+    """Generate the Python code of a graph module now: at its first run, this would use memory of the device budget."""
     _LazyGraphModule.force_recompile(graph_module)
 
 
@@ -120,7 +120,7 @@ def _as_node(argument: object) -> fx.Node | None:
 
 
 def dump_graph(graph: fx.Graph) -> str:
-    """Return a graph as text, one line a node, ``name = target(args)``, as passes write it in their docstrings."""
+    """Return a graph as text, one line per node, ``name = target(args)``, the format of the docstrings of passes."""
     return "".join(f"{_dump_node(node)}\n" for node in graph.nodes)
 
 

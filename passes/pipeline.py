@@ -12,22 +12,22 @@ from zinf_compile.passes.contract import (
     run_pipeline,
 )
 from zinf_compile.passes.fx_edit import generate_code
-from zinf_compile.passes.joint.fold_casts import FOLD_CASTS
-from zinf_compile.passes.joint.merge_gradients import MERGE_GRADIENTS
-from zinf_compile.passes.joint.place_stores import PLACE_STORES
-from zinf_compile.passes.joint.tag_recompute import TAG_RECOMPUTE
-from zinf_compile.passes.lowering.bind_outputs import BIND_OUTPUTS
-from zinf_compile.passes.lowering.box_inputs import BOX_INPUTS
-from zinf_compile.passes.lowering.release_transfers import RELEASE_TRANSFERS
-from zinf_compile.passes.lowering.sink_gradients import SINK_GRADIENTS
-from zinf_compile.passes.lowering.start_transfers import START_TRANSFERS
-from zinf_compile.passes.lowering.swap_activations import SWAP_ACTIVATIONS
-from zinf_compile.passes.prepare.insert_gathers import INSERT_GATHERS
 from zinf_compile.passes.properties import VALUES_KNOWN
-from zinf_compile.passes.segments.make_segments import MAKE_SEGMENTS
-from zinf_compile.passes.tiling.fuse_linear_loss import FUSE_LINEAR_LOSSES
-from zinf_compile.passes.tiling.tile_chains import TILE_CHAINS
-from zinf_compile.passes.tiling.tile_parameters import TILE_PARAMETERS
+from zinf_compile.passes.transforms.joint.fold_casts import FOLD_CASTS
+from zinf_compile.passes.transforms.joint.merge_gradients import MERGE_GRADIENTS
+from zinf_compile.passes.transforms.joint.place_stores import PLACE_STORES
+from zinf_compile.passes.transforms.joint.tag_recompute import TAG_RECOMPUTE
+from zinf_compile.passes.transforms.lowering.bind_outputs import BIND_OUTPUTS
+from zinf_compile.passes.transforms.lowering.box_inputs import BOX_INPUTS
+from zinf_compile.passes.transforms.lowering.release_transfers import RELEASE_TRANSFERS
+from zinf_compile.passes.transforms.lowering.sink_gradients import SINK_GRADIENTS
+from zinf_compile.passes.transforms.lowering.start_transfers import START_TRANSFERS
+from zinf_compile.passes.transforms.lowering.swap_activations import SWAP_ACTIVATIONS
+from zinf_compile.passes.transforms.prepare.insert_gathers import INSERT_GATHERS
+from zinf_compile.passes.transforms.segments.make_segments import MAKE_SEGMENTS
+from zinf_compile.passes.transforms.tiling.fuse_linear_loss import FUSE_LINEAR_LOSSES
+from zinf_compile.passes.transforms.tiling.tile_chains import TILE_CHAINS
+from zinf_compile.passes.transforms.tiling.tile_parameters import TILE_PARAMETERS
 
 PREPARE: tuple[Pass[PrepareInputs], ...] = (INSERT_GATHERS,)
 
@@ -56,7 +56,7 @@ LOWER: tuple[Pass[LowerInputs], ...] = (
 
 
 def prepare_graph(graph_module: fx.GraphModule, inputs: PrepareInputs) -> None:
-    """Edit a torch-level graph in place until autograd may see it."""
+    """Edit a torch-level graph in place so that autograd can trace it."""
     run_pipeline(graph_module, PREPARE, inputs)
 
 
@@ -66,17 +66,17 @@ def tile_graph(graph_module: fx.GraphModule, inputs: TileInputs) -> None:
 
 
 def edit_joint_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
-    """Edit a joint graph in place until the partitioner may split it."""
+    """Edit a joint graph in place so that the partitioner can split it."""
     run_pipeline(graph_module, JOINT, inputs)
 
 
 def edit_inference_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
-    """Edit a graph without backward in place until it may be analysed."""
+    """Edit a graph without backward in place so that it can be analysed."""
     run_pipeline(graph_module, INFERENCE, inputs)
 
 
 def edit_backward_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
-    """Edit the backward graph that the partitioner made, in place, until it may be analysed."""
+    """Edit the backward graph from the partitioner in place so that it can be analysed."""
     run_pipeline(graph_module, SPLIT, inputs)
 
 
@@ -86,6 +86,6 @@ def segment_graph(graph_module: fx.GraphModule, inputs: SegmentInputs) -> None:
 
 
 def lower_graph(graph_module: fx.GraphModule, inputs: LowerInputs) -> None:
-    """Edit a forward or backward graph in place until it says what the plan says, and may be run."""
+    """Edit a forward or backward graph in place so that it carries out the plan, and generate its code."""
     run_pipeline(graph_module, LOWER, inputs, given=frozenset({VALUES_KNOWN}))
     generate_code(graph_module)

@@ -1,12 +1,12 @@
-"""What may be said of a graph, each with the check that proves it."""
+"""Properties of graphs, each with its check."""
 
 import operator
 from collections import Counter
 
 from torch import fx
 
-from zinf_compile.errors import VerifyError
-from zinf_compile.ops import (
+from zinf_compile.ir.errors import VerifyError
+from zinf_compile.ir.ops import (
     GATHER,
     ISSUE_GATHER,
     ISSUE_SWAP_IN,
@@ -30,14 +30,14 @@ def _check_values_known(graph_module: fx.GraphModule) -> None:
 
 
 def _check_parameters_gathered(graph_module: fx.GraphModule) -> None:
-    """No parameter is a plain input any more."""
+    """No op reads a parameter as a plain input any more."""
     for node in graph_module.graph.find_nodes(op="placeholder"):
         if node.meta.get("is_parameter", False) and node.users:
             raise VerifyError(f"parameter placeholder '{node.name}' is still read by '{next(iter(node.users)).name}'")
 
 
 def _check_one_gradient_each(graph_module: fx.GraphModule) -> None:
-    """No parameter's gradient is stored twice in one backward, unless by parts that are told apart."""
+    """No parameter's gradient is stored twice in one backward, unless in parts with different numbers."""
     seen: dict[object, fx.Node] = {}
     for node in graph_module.graph.find_nodes(op="call_function", target=STORE_GRAD):
         stored = node.args[1:]
@@ -78,7 +78,7 @@ def _check_gradients_sunk(graph_module: fx.GraphModule) -> None:
 
 
 def _check_transfers_started(graph_module: fx.GraphModule) -> None:
-    """Every gather left is of a resident parameter, and every wait follows the issue it depends on."""
+    """Every remaining gather is of a resident parameter, and every wait depends on an issue."""
     for node in graph_module.graph.nodes:
         if node.target is WAIT_GATHER and node.args[0].target is not ISSUE_GATHER:
             raise VerifyError(f"wait '{node.name}' does not depend on an issue_gather but on '{node.args[0]}'")
@@ -100,7 +100,7 @@ def _check_transfers_released(graph_module: fx.GraphModule) -> None:
 
 
 def _check_swaps_gone(graph_module: fx.GraphModule) -> None:
-    """A value that leaves is waited for once, and from then on neither it nor a view of it is read or returned."""
+    """An offload is waited for once; after that neither the value nor a view of it is read or returned."""
     position = {node: index for index, node in enumerate(graph_module.graph.nodes)}
     for token in graph_module.graph.find_nodes(op="call_function", target=SWAP_OUT):
         waits = [user for user in token.users if user.target is WAIT_SWAP_OUT]
@@ -108,7 +108,7 @@ def _check_swaps_gone(graph_module: fx.GraphModule) -> None:
             raise VerifyError(f"'{token.name}' is waited for {len(waits)} times instead of once")
         for reader in _readers(token.args[0]):
             if position[reader] > position[waits[0]]:
-                raise VerifyError(f"'{reader.name}' reads '{token.args[0].name}' when it is gone")
+                raise VerifyError(f"'{reader.name}' reads '{token.args[0].name}' after it was offloaded")
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

@@ -1,43 +1,108 @@
-"""What all tests share: one compute thread a process, ops one by one, and a Dynamo that has forgotten the models before."""
+"""What all tests share: one compute thread per process, op-by-op compute, and a reset of Dynamo after each test."""
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-# Before torch is imported, and for child processes too: OpenMP threads that spin take the cores from the other workers.
+# Set before torch is imported, and inherited by child processes: spinning OpenMP threads slow down other workers.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+os.environ.setdefault("ZINF_QUIET", "1")  # hide the progress messages of first calls
+
+
+# Fixtures that tests of several folders share, and the profile of hypothesis for `make test-long`.
+pytest_plugins = (
+    "tests.support.examples",
+    "tests.support.hand_made_plans",
+    "tests.support.planner_inputs",
+    "tests.support.stored_models",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c() -> None:
+    """Restore Ctrl-C for tests of interrupts: shells start background processes with SIGINT ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_collections() -> None:
-    """Captures make cycles by the thousand, and objects that stay by the million: looks at the young take a fifth of it."""
+    """Collect garbage less often: captures allocate millions of objects, and collections take a fifth of their time."""
     gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _op_by_op() -> Iterator[None]:
-    """Compute with the bits of plain PyTorch, and compile nothing, where a test does not say otherwise."""
-    from zinf_compile import config  # imports torch
+    """Default to op-by-op compute: bitwise equal to plain PyTorch, and nothing is compiled."""
+    from zinf_compile.ir import config  # imports torch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "DEFAULT_COMPUTE", "aten")
+        patch.setattr(config, "DEFAULT_RESERVE", 0)  # memory of the test process does not count against budgets
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _measured_once(_op_by_op: None) -> Iterator[None]:
+    """Measure each kind of device and disk only once: a measurement takes as long as the test of a small model."""
+    if (session := sys.modules.get("zinf_compile.driver.session")) is None:  # planner tests do not import it
+        yield
+        return
+    measure, measured = session.measure_hardware, {}
+
+    def measure_once(store: Any, dtypes: Any) -> Any:
+        if store.device.torch_device.type != "cpu":  # on a GPU, measuring also chooses the path from the disk
+            return measure(store, dtypes)
+        key = (type(store.device), type(store.engine), store.device.memory.unified, frozenset(dtypes))
+        if key not in measured:
+            measured[key] = measure(store, dtypes)
+        return measured[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "measure_hardware", measure_once)
+        yield
+
+
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each model measure its machine, as it does outside of tests."""
+    from zinf_compile.driver import session  # imports torch
+    from zinf_compile.runtime.calibration.calibrate import measure_hardware
+
+    monkeypatch.setattr(session, "measure_hardware", measure_hardware)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_traces(_op_by_op: None) -> Iterator[None]:
+    """Trace each graph once, even if several tests capture it."""
+    if "zinf_compile.passes.capture.aot" not in sys.modules:
+        yield
+        return
+    from tests.support.shared_traces import SharedTraces, is_sharing_wanted
+
+    if not is_sharing_wanted():
+        yield
+        return
+    with SharedTraces().sharing():
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _settled_heap() -> None:
-    """Let the collector pass over what is there already, a million objects of torch's: each look at them takes 0.2 s."""
+    """Freeze existing objects, a million of them torch's: scanning them takes 0.2 s per full collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
-    """Dynamo compiles one code object 8 times and runs it eagerly from then on; all nn.Sequential have one forward."""
+    """Reset Dynamo: after 8 compiles of a code object it runs eagerly, and all nn.Sequential share one forward."""
     yield
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.reset()

@@ -37,7 +37,7 @@ _OPTIMIZER_TENSORS = 4  # master parameter, momentum, variance, gradient of one 
 
 
 class Model(NamedTuple):
-    """What the configuration needs to know of the model, read from a copy without storage."""
+    """What the configuration needs to know about the model, read from a copy on meta."""
 
     parameters: int
     largest_parameter: int
@@ -70,8 +70,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--build", choices=("partitioned", "memory"), default="partitioned",
-                        help="partitioned: under deepspeed.zero.Init, never whole in memory; memory: whole, then "
-                        "handed over")  # fmt: skip
+                        help="partitioned: under deepspeed.zero.Init, never whole in memory; memory: built whole, then "
+                        "partitioned")  # fmt: skip
     tuning = parser.add_argument_group("tuning (elements, not bytes, unless the name says so)")
     tuning.add_argument("--sub-group-size", type=int, default=26_000_000)
     tuning.add_argument("--buffer-count", type=int, default=12, help="parameter swap buffers, each of the largest size")
@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def set_environment(threads: int) -> None:
-    """Environment of a world of one rank; before torch is imported, because OpenMP reads it once."""
+    """Set the environment of a world of one rank. Call it before torch is imported, because OpenMP reads it once."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -113,10 +113,10 @@ def set_environment(threads: int) -> None:
 
 
 def set_mmap_threshold(nbytes: int) -> None:
-    """Makes malloc give every block of at least ``nbytes`` its own mapping, returned to the system when freed.
+    """Make malloc give every block of at least ``nbytes`` its own mapping, returned to the system when freed.
 
-    glibc raises its threshold to 32 MiB by itself. Parameters, gradients and activations then share a heap whose holes
-    cost DeepSpeed half of its peak; 1 MiB avoids that, at the price of touching fresh pages for every large tensor.
+    glibc raises its threshold to 32 MiB by itself. Parameters, gradients and activations then share a heap, whose
+    fragmentation is half of DeepSpeed's peak. 1 MiB avoids that, at the price of fresh page faults for every large tensor.
     """
     m_mmap_threshold = -3  # <malloc.h>
     if nbytes and not ctypes.CDLL(None).mallopt(m_mmap_threshold, nbytes):
@@ -181,7 +181,7 @@ def zero3_config(arguments: argparse.Namespace, model: Model, folder: Path | Non
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.batch,
         "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": True},  # fp32 master parameters and states; gradients rest in bf16
+        "bf16": {"enabled": True},  # fp32 master parameters and states; gradients are kept in bf16
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000_000,
@@ -220,10 +220,10 @@ def zero3_config(arguments: argparse.Namespace, model: Model, folder: Path | Non
 
 
 def checkpoint_blocks(model: torch.nn.Module, layers: int) -> None:
-    """Recomputes each block in backward.
+    """Recompute each block in backward.
 
-    Reentrant on purpose: the other variant keeps detached views of the recomputed weights, and with NVMe offload those
-    are swap buffers, which change owner before backward reads them.
+    Reentrant on purpose: the non-reentrant variant keeps detached views of the recomputed weights. With NVMe offload those
+    are swap buffers, which are reused before backward reads them.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -233,11 +233,11 @@ def checkpoint_blocks(model: torch.nn.Module, layers: int) -> None:
 
 
 def initialize_partitioned(model: torch.nn.Module) -> None:
-    """Runs the model's own ``init_weights(seed=0)``, one gathered parameter at a time.
+    """Run the model's own ``init_weights(seed=0)``, one gathered parameter at a time.
 
-    The model's constructor has already called it, to no effect: by then every parameter was partitioned and empty. With
-    this, all builds and all peers start from the same numbers. A model without ``init_weights`` keeps those its modules
-    drew (in bf16, so not those of an fp32 build).
+    The model's constructor has already called it, to no effect, because every parameter was partitioned and empty by then.
+    This way all builds and all peers start from the same values. A model without ``init_weights`` keeps the values that its
+    modules drew (in bf16, so not those of an fp32 build).
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
@@ -247,7 +247,7 @@ def initialize_partitioned(model: torch.nn.Module) -> None:
 
     def gathered_parameters() -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in named_parameters():
-            with GatheredParameters([parameter], modifier_rank=0):  # rank 0 writes; the change goes back to its tier
+            with GatheredParameters([parameter], modifier_rank=0):  # rank 0 writes; the value goes back to its tier
                 yield name, parameter
 
     model.named_parameters = gathered_parameters  # type: ignore[method-assign]  # of this instance, for one call
@@ -387,7 +387,7 @@ def train(arguments: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
         "base_rss_bytes": base_rss,
         "peak_rss_bytes": max(setup_peak_rss, *peaks),
         "peak_rss_setup_bytes": setup_peak_rss,
-        "peak_rss_per_step_bytes": peaks,  # warm-up steps first: Adam's states are made in the first
+        "peak_rss_per_step_bytes": peaks,  # warm-up steps included: Adam's states are created in the first
         "peak_anonymous_bytes": max(setup_anonymous.peak_bytes, step_anonymous.peak_bytes),
         "peak_anonymous_steps_bytes": step_anonymous.peak_bytes,
         "read_bytes_per_step": reads[arguments.warmup :],

@@ -1,4 +1,4 @@
-"""Which parameters a graph only ever reads through a cast to one narrower dtype, as ``torch.autocast`` inserts them."""
+"""Finds parameters that a graph reads only through casts to one narrower dtype, as ``torch.autocast`` inserts them."""
 
 import operator
 from collections import defaultdict
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zinf_compile.ops import GATHER
+from zinf_compile.ir.ops import GATHER
 from zinf_compile.passes.fx_edit import view_source
 
 _CAST = torch.ops.aten._to_copy.default
@@ -15,14 +15,14 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastReads:
-    """The casts that read a gathered value, and the views between the gather and them, each after what it views."""
+    """The casts that read a gathered value, and the views between gather and casts, each after its source."""
 
     views: tuple[fx.Node, ...]
     casts: tuple[fx.Node, ...]
 
 
 def find_narrow_reads(graph: fx.Graph) -> dict[int, torch.dtype]:
-    """Return, by the id of the parameter, the one dtype to which every read of it is cast, if that is a narrower one."""
+    """Return, by parameter id, the dtype to which all reads of it are cast, if there is one and it is narrower."""
     own: dict[int, torch.dtype] = {}
     read: dict[int, set[torch.dtype]] = defaultdict(set)
     for gather in graph.find_nodes(op="call_function", target=GATHER):
@@ -35,9 +35,9 @@ def find_narrow_reads(graph: fx.Graph) -> dict[int, torch.dtype]:
 
 
 def find_cast_reads(gather: fx.Node) -> CastReads | None:
-    """Return the casts that all ways from a gather end in; None if anything else reads it.
+    """Return the casts that are the only readers of a gather, directly or through views; None if anything else reads it.
 
-    A cast counts if it keeps the layout, and if its result stays in the graph: the caller may write to what it gets.
+    A cast counts if it keeps the layout and its result is not returned: the caller could write to it.
     """
     views: list[fx.Node] = []
     casts: list[fx.Node] = []
@@ -56,7 +56,7 @@ def find_cast_reads(gather: fx.Node) -> CastReads | None:
 
 
 def _is_view(node: fx.Node, source: fx.Node) -> bool:
-    """Return whether a node is a view of another, or one of several, that does not depend on the dtype."""
+    """Return whether a node is a view of another (or one of several views) that does not depend on the dtype."""
     if node.target is operator.getitem:
         return True
     return view_source(node) is source and node.target is not torch.ops.aten.view.dtype

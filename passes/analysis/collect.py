@@ -1,6 +1,6 @@
-"""Forward and backward graphs to GraphFacts: ticks, ops, live ranges, uses of parameters, gradients.
+"""Turns forward and backward graphs into GraphFacts: ticks, ops, live ranges, uses of parameters, gradients.
 
-Numbers every node with its tick (``NodeFacts``), by which lowering finds it again.
+Every node is numbered with its tick (``NodeFacts``); lowering finds nodes by it.
 """
 
 from collections.abc import Mapping
@@ -10,28 +10,30 @@ from typing import Any
 import torch
 from torch import fx
 
-from zinf_compile.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
-from zinf_compile.ops import GATHER, RUN_SEGMENT, STORE_GRAD
+from zinf_compile.ir.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
+from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, dtype_name
+from zinf_compile.ir.ops import GATHER, RUN_SEGMENT, STORE_GRAD
+from zinf_compile.ir.schedule import Schedule
+from zinf_compile.ir.sizes import Size
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops, count_workspace, unwrap_call
 from zinf_compile.passes.analysis.idle import find_idle
 from zinf_compile.passes.analysis.modules import blocks_of_nodes
+from zinf_compile.passes.analysis.out_forms import has_out_form
 from zinf_compile.passes.analysis.peaks import REORDERING, peak_inside
 from zinf_compile.passes.analysis.repeatable import is_repeatable
 from zinf_compile.passes.analysis.shapes import GraphShapes, find_sources, symbols_in
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
 from zinf_compile.passes.contract import NODE_FACTS, SEGMENT, NodeFacts, node_facts
-from zinf_compile.passes.out_forms import has_out_form
-from zinf_compile.sizes import Size
-from zinf_compile.terms import ActivationPolicy, LiveRange, dtype_name
 
-# Of a graph's result, beside it and its gradient: what losses of eager PyTorch were seen to hold at once. None of ``sum()``,
-# one of a mean squared error, two of a cross entropy, three of one of two classes with logits, four of ``square().mean()``.
+# How many copies of a graph's output a loss of eager PyTorch holds at once, besides the output and its gradient.
+# Measured: none for ``sum()``, one for a mean squared error, two for a cross entropy, three for a binary cross entropy
+# with logits, four for ``square().mean()``.
 _COPIES_OUTSIDE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedGraph:
-    """A forward graph, and its backward graph if it is trained. The first ``num_outputs`` forward outputs are the user's."""
+    """A forward graph, and its backward graph for training. The first ``num_outputs`` forward outputs are the user's."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
@@ -42,12 +44,12 @@ class CapturedGraph:
 def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[int, str]) -> GraphFacts[Size]:
     """Return the facts of a captured graph, with sizes in the symbols of its shapes.
 
-    ``param_names`` maps the ids in its gathers to names. UnsupportedError for a size that values decide.
+    ``param_names`` maps the ids in its gathers to names. Raises UnsupportedError for a size that depends on values.
     """
     graphs = [captured.forward.graph] + ([captured.backward.graph] if captured.backward is not None else [])
     _number_nodes(graphs, param_names)
-    forward_nodes = list(captured.forward.graph.nodes)
     nodes = [node for graph in graphs for node in graph.nodes]
+    schedule = Schedule.of_one_graph(len(captured.forward.graph.nodes), len(nodes))
     roots = _join_roots(captured)
     if captured.backward is not None:
         _name_saved(captured.backward.graph, roots)
@@ -55,10 +57,9 @@ def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[in
     return GraphFacts(
         name=name,
         policy=captured.policy,
-        num_forward_ticks=len(forward_nodes),
-        num_ticks=len(nodes),
+        schedule=schedule,
         ops=_collect_ops(nodes, roots, shapes),
-        values=_collect_values(captured, nodes, roots, shapes),
+        values=_collect_values(captured, nodes, schedule, roots, shapes),
         uses=_collect_uses(nodes, roots),
         gradients=tuple(_gradient(node, param_names[node.args[1]]) for node in nodes if node.target is STORE_GRAD),
         symbols=shapes.symbols,
@@ -87,7 +88,7 @@ def _number_nodes(graphs: list[fx.Graph], param_names: Mapping[int, str]) -> Non
 
 
 def _join_roots(captured: CapturedGraph) -> dict[fx.Node, StorageRoot]:
-    """Return storage roots over both graphs: a saved value in backward leads back to the forward node that made it."""
+    """Return storage roots over both graphs: the root of a saved value in backward is the forward node that computed it."""
     roots = find_roots(captured.forward.graph)
     if captured.backward is None:
         return roots
@@ -100,7 +101,7 @@ def _join_roots(captured: CapturedGraph) -> dict[fx.Node, StorageRoot]:
 
 
 def _name_saved(backward: fx.Graph, roots: Mapping[fx.Node, StorageRoot]) -> None:
-    """Note at every input of backward that is a saved value, or a view of one, which value that is."""
+    """Record the value behind every backward input that is a saved value or a view of one."""
     for node in backward.find_nodes(op="placeholder"):
         if roots[node].node is not node:
             node.meta[NODE_FACTS] = replace(node_facts(node), value=roots[node].name)
@@ -130,7 +131,7 @@ def _collect_ops(
 
 
 def _describe_op(node: fx.Node, tick: int, block: str, shapes: GraphShapes) -> OpFact[Size]:
-    """Return the fact of an op, without what it reads; of a segment, with those of what it runs."""
+    """Return the fact of an op, without its reads; for a segment, with the facts of the ops it runs."""
     call = unwrap_call(node)
     inside = node.meta[SEGMENT].graph.nodes if node.target is RUN_SEGMENT else ()
     inner = tuple(_describe_op(each, tick, block, shapes) for each in inside if each.op == "call_function")
@@ -148,22 +149,26 @@ def _describe_op(node: fx.Node, tick: int, block: str, shapes: GraphShapes) -> O
 
 
 def _collect_values(
-    captured: CapturedGraph, nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot], shapes: GraphShapes
+    captured: CapturedGraph,
+    nodes: list[fx.Node],
+    schedule: Schedule,
+    roots: Mapping[fx.Node, StorageRoot],
+    shapes: GraphShapes,
 ) -> tuple[ValueFact[Size], ...]:
-    """Return what compute allocates. Not counted: gathered parameters, and what the caller passes in and keeps."""
+    """Return the values that compute allocates: not gathered parameters, nor inputs that the caller keeps."""
     forward_inputs = set(captured.forward.graph.find_nodes(op="placeholder"))
     saved = {roots[node] for node in _saved_nodes(captured)}
     results = _output_args(captured.forward.graph)[: captured.num_outputs]
     if captured.backward is not None:
         results += _output_args(captured.backward.graph)
     returned = {roots[node] for node in results if isinstance(node, fx.Node)}
-    idle = find_idle(nodes, roots, saved, len(captured.forward.graph.nodes))
+    idle = find_idle(nodes, roots, saved, schedule)
     births: dict[StorageRoot, int] = {}
     ends: dict[StorageRoot, int] = {}
     for node in nodes:
         root = roots.get(node)
         if root is not None:
-            births.setdefault(root, _tick(root.node))  # which makes all of its results, before any is taken out
+            births.setdefault(root, _tick(root.node))  # all results exist before any is unpacked
             ends[root] = max(ends.get(root, 0), _tick(node) + 1)
         for used in node.all_input_nodes:
             ends[roots[used]] = max(ends[roots[used]], _tick(node) + 1)
@@ -182,7 +187,7 @@ def _collect_values(
                 saved=is_saved,
                 bindable=not (is_saved or is_returned or root.path)
                 and has_out_form(root.node)
-                # what lowering computes its size from at run time
+                # lowering computes its size from these at run time
                 and symbols_in(root.node.meta["val"]) <= shown[root.node.graph],
                 idle=None if is_returned else idle.get(root),
             )
@@ -192,9 +197,10 @@ def _collect_values(
 
 
 def _workspaces(nodes: list[fx.Node], shapes: GraphShapes) -> list[ValueFact[Size]]:
-    """Return what nodes allocate and free again.
+    """Return the memory that nodes allocate and free again while they run.
 
-    That is all between inputs and results of a segment; and with convolutions, a copy of every tensor in another layout.
+    For a segment: everything between its inputs and results. For a convolution: a copy of every tensor in another
+    layout.
     """
     counted: dict[fx.Node, Size] = {
         node: shapes.size(peak_inside(node.meta[SEGMENT].graph)) for node in nodes if node.target is RUN_SEGMENT
@@ -212,10 +218,10 @@ def _workspaces(nodes: list[fx.Node], shapes: GraphShapes) -> list[ValueFact[Siz
 
 
 def _count_outside(captured: CapturedGraph, roots: Mapping[fx.Node, StorageRoot]) -> Size:
-    """Return the bytes that a loss outside of the graph holds between forward and backward, beside what it is given.
+    """Return the bytes that a loss outside the graph holds between forward and backward, besides its inputs.
 
-    They are told by the gradients that come from there. A graph that gets the gradient of a single number has computed its
-    loss itself.
+    They are estimated from the gradients that the graph receives. A graph that receives the gradient of a single number
+    has computed its loss itself.
     """
     if captured.backward is None:
         return 0
@@ -229,7 +235,7 @@ def _count_outside(captured: CapturedGraph, roots: Mapping[fx.Node, StorageRoot]
 
 
 def _collect_uses(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) -> tuple[UseFact, ...]:
-    """Return the ticks at which each parameter's bytes are read, directly or through a view. Making a view reads none."""
+    """Return the ticks at which each parameter is read, directly or through a view. Creating a view is not a read."""
     ticks: dict[tuple[str, str], set[int]] = {}
     for node in nodes:
         for used in node.all_input_nodes if node.op != "output" else ():

@@ -1,10 +1,10 @@
-"""What one op costs: floating-point operations by torch's own formulas, and bytes read and written.
+"""The cost of one op: floating-point operations by torch's own formulas, and bytes read and written.
 
-Both are in torch's symbols where shapes have some: the formulas are plain arithmetic on sizes, whatever those are.
+Both may contain torch's symbols, since the formulas are plain arithmetic on sizes.
 
-Ops that torch's partitioner wraps, so that they draw the same random numbers twice, are looked into::
+The partitioner wraps ops that must draw the same random numbers twice; costs are those of the op inside::
 
-    attention_1 = run_and_save_rng_state(attention, query, key, value, ..)       gives the state, and what attention gives
+    attention_1 = run_and_save_rng_state(attention, query, key, value, ..)       returns the state and attention's result
     attention_2 = run_with_rng_state(state, attention, query, key, value, ..)
 """
 
@@ -16,13 +16,13 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from zinf_compile.ir.sizes import Size
 from zinf_compile.passes.analysis.storages import raw_size, tensor_nbytes
 from zinf_compile.passes.fx_edit import view_source
-from zinf_compile.sizes import Size
 
 
 class Call(NamedTuple):
-    """What a node calls in the end, with what, and what that gives."""
+    """The op that a node calls, unwrapped: its target, arguments and result."""
 
     target: fx.node.Target
     args: tuple[Any, ...]
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 def unwrap_call(node: fx.Node) -> Call:
-    """Return the call of a node, or the one that it wraps."""
+    """Return the call of a node, or the call that it wraps."""
     value = node.meta.get("val")
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return Call(node.target, node.args, node.kwargs, value)
@@ -49,7 +49,7 @@ def unwrap_call(node: fx.Node) -> Call:
 def count_flops(node: fx.Node) -> Size:
     """Return the floating-point operations of a node by torch's flop registry; 0 for ops it has no formula for.
 
-    Torch counts causal attention as if nothing were masked; its kernels leave out the half that is.
+    Torch counts causal attention as if nothing were masked; kernels skip the masked half, so half is counted here.
     """
     call = unwrap_call(node)
     packet = getattr(call.target, "_overloadpacket", None)
@@ -75,7 +75,7 @@ def _is_causal(call: Call) -> bool:
 
 
 def count_bytes_accessed(node: fx.Node) -> Size:
-    """Return the bytes of a node's tensor inputs and outputs; 0 for views and for what does no work."""
+    """Return the bytes of a node's tensor inputs and outputs; 0 for views and other ops that do no work."""
     if (
         node.op != "call_function"
         or view_source(node) is not None
@@ -86,9 +86,9 @@ def count_bytes_accessed(node: fx.Node) -> Size:
 
 
 def count_workspace(node: fx.Node) -> Size:
-    """Return the bytes that a kernel takes which copies each of its tensors into another layout, and scratch beside.
+    """Return the temporary bytes of a kernel that copies each of its tensors to another layout, with scratch memory.
 
-    The scratch is counted as large as the outputs: with oneDNN's convolutions, on 2 threads, it was less.
+    Scratch is counted as large as the outputs; oneDNN's convolutions used less, on 2 threads.
     """
     return _add_nbytes([*(arg.meta.get("val") for arg in node.all_input_nodes), *2 * (node.meta.get("val"),)])
 
@@ -107,44 +107,44 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    """Return the FLOPs of two products for every query head: with the keys, and of the weights with the values."""
+    """Return the FLOPs of two products per query head: queries with keys, and attention weights with values."""
     batch, heads, num_queries, width = query.shape
     return 2 * batch * heads * num_queries * key.shape[2] * (width + value.shape[3])
 
 
 def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    """Return the FLOPs of five products: the scores again, and the gradients of weights, values, queries and keys."""
+    """Return the FLOPs of five products: recomputed scores, and gradients of weights, values, queries and keys."""
     batch, heads, num_queries, width = query.shape
     return 2 * batch * heads * num_queries * key.shape[2] * (3 * width + 2 * value.shape[3])
 
 
 def _logits_flops(hidden: Tensor, weight: Tensor, *_: object, **__: object) -> int:
-    """Return the FLOPs of the product that makes the logits."""
+    """Return the FLOPs of the product that computes the logits."""
     return 2 * hidden.shape[0] * weight.numel()
 
 
 def _logits_with_gradients_flops(hidden: Tensor, weight: Tensor, *others: object, **__: object) -> int:
-    """Return those, and of one product for each of the gradients of hidden states and weight, if it is wanted."""
+    """Return the FLOPs of the logits, and of one product for each wanted gradient (hidden states, weight)."""
     wanted = others[-1]
     assert isinstance(wanted, list | tuple)
     return _logits_flops(hidden, weight) * (1 + sum(wanted[:2]))
 
 
 def _logits_backward_flops(*arguments: Any, **__: object) -> int:
-    """Return the same for backward, which has five tensors of sums before the layer."""
+    """Return the same for backward, whose arguments begin with five tensors of sums."""
     return _logits_with_gradients_flops(*arguments[5:])
 
 
 def _grouped_product_flops(left: Tensor, right: Tensor, *_: object, **__: object) -> int:
-    """Return the FLOPs of products of groups, which one side may hold as stretches of one dimension, experts' rows say.
+    """Return the FLOPs of a grouped product. One side may hold the groups as slices of one dimension (rows per expert).
 
-    The stretches sum to that dimension. Only where both sides have a dimension for the groups, each is a product of all.
+    The slices add up to that dimension. If both sides have a group dimension, every group is a full product.
     """
     num_groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
     return 2 * num_groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
-# Torch's registry has the attention kernels of CUDA, and not that of the CPU; and no products of groups.
+# Torch's registry has the attention kernels of CUDA, but not the CPU's, and no grouped products.
 _FORMULAS: dict[object, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped_product_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,

@@ -7,6 +7,8 @@ from torch import fx
 
 _ROOT = re.compile(r"^[LG]\[['\"]\w+['\"]\]\.?")
 _INDEXED = re.compile(r"(?:\._modules)?\[['\"]?(\w+)['\"]?\]")
+# Prefixes by which Dynamo names the captured model: a bound method, a wrapper, a module's own call.
+_WAY_TO_MODEL = re.compile(r"^(?:(?:__self__|_modules|_orig_mod)(?:\.|$))+")
 
 
 def module_path(node: fx.Node) -> str:
@@ -15,25 +17,25 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = next(reversed(stack.values()))[0]
-    path = _INDEXED.sub(r".\1", _ROOT.sub("", path))
-    return path.removeprefix("_modules.").removeprefix(".").removeprefix("_orig_mod.")
+    path = _INDEXED.sub(r".\1", _ROOT.sub("", path)).removeprefix(".")
+    return _WAY_TO_MODEL.sub("", path)
 
 
 def blocks_of_nodes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
-    """Return the block of each node of a forward graph, or of that and its backward; "model" where none is known."""
+    """Return the block of each node of a forward graph, or of forward and backward; "model" if unknown."""
     blocks: dict[fx.Node, str] = {}
     block = ""
-    of_forward: dict[int | None, str] = {}  # blocks of forward ops, by the number that their backward ops have too
+    of_forward: dict[int | None, str] = {}  # of forward ops, by the sequence number shared with backward
     begins_backward = False
     for node in nodes:
         path, number = module_path(node), node.meta.get("seq_nr")
         if path:
             block = block_of(path)
             begins_backward &= node.op != "call_function"
-        elif node.op == "placeholder":  # what the caller gives is in no block
+        elif node.op == "placeholder":  # inputs are in no block
             blocks[node] = "model"
             continue
-        elif begins_backward:  # that of the loss, behind inputs of all modules
+        elif begins_backward:  # the gradient of the loss, whose inputs come from all modules
             block = of_forward.get(number, block)
         # Any other op without a module of its own belongs to the run of ops around it.
         begins_backward |= node.op == "output"

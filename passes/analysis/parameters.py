@@ -1,13 +1,14 @@
-"""A model's parameter to its fact."""
+"""Turns a model's parameter into its fact."""
 
-import torch
 from torch.nn import Parameter
 
-from zinf_compile.facts import ParameterFact
+from zinf_compile.ir.copies import Encoding, StateSpec, element_states
+from zinf_compile.ir.facts import ParameterFact
+from zinf_compile.ir.glossary import dtype_name
+from zinf_compile.ir.slices import Slice
 from zinf_compile.passes.analysis.modules import block_of
-from zinf_compile.terms import dtype_name
 
-_ADAM_MOMENTS = 2  # of the master's dtype: what is assumed until the optimizer is known
+_ADAM_STATES = ("exp_avg", "exp_avg_sq")  # in the master's dtype: assumed until the optimizer is known
 
 
 def analyze_parameter(
@@ -15,26 +16,24 @@ def analyze_parameter(
     parameter: Parameter,
     *,
     compute_dtype: str | None,
-    state_nbytes: int | None = None,
-    is_apart: bool = False,
+    states: tuple[StateSpec, ...] | None = None,
+    unified: bool = True,
 ) -> ParameterFact:
-    """Return the fact of one parameter, which is not looked at beyond its shape, dtype and ``requires_grad``.
+    """Return the fact of one parameter, from its shape, dtype and ``requires_grad``; its values are not read.
 
-    ``compute_dtype`` is that of floating-point compute copies, None the parameter's own. ``state_nbytes`` is what the
-    optimizer keeps of it, None what Adam would. ``is_apart`` is for a device with memory of its own.
+    ``compute_dtype`` is the dtype of floating-point compute copies; None means the parameter's own. ``states`` are
+    its optimizer states; None assumes Adam's. ``unified`` says whether the device computes in the host's memory.
     """
     dtype = dtype_name(parameter.dtype)
     gathered = compute_dtype if compute_dtype and parameter.is_floating_point() else dtype
-    master_nbytes = parameter.numel() * parameter.dtype.itemsize
+    master, shape = Encoding(dtype=dtype), tuple(parameter.shape)
     return ParameterFact(
         name=name,
+        slice=Slice.of_whole(name, shape),
         block=block_of(name),
-        num_elements=parameter.numel(),
-        dtype=dtype,
-        compute_dtype=gathered,
-        master_nbytes=master_nbytes,
-        compute_nbytes=parameter.numel() * getattr(torch, gathered).itemsize,
-        state_nbytes=_ADAM_MOMENTS * master_nbytes if state_nbytes is None else state_nbytes,
+        master=master,
+        compute=Encoding(dtype=gathered),
+        states=element_states(_ADAM_STATES, shape, master) if states is None else states,
         trainable=parameter.requires_grad,
-        is_apart=is_apart,
+        unified=unified,
     )

@@ -1,6 +1,6 @@
-"""The bytes that a segment takes beside what goes in and comes out, if it ran op by op.
+"""Estimates the bytes that a segment needs besides its inputs and results: what it would need op by op.
 
-Compiled it fuses ops and frees inputs early, and was not seen to take more. Nothing proves that it cannot.
+A compiled segment fuses ops and frees inputs early. It was never observed to need more, but this is not proven.
 """
 
 from collections import Counter
@@ -11,17 +11,17 @@ import sympy
 import torch
 from torch import fx
 
+from zinf_compile.ir.sizes import Size
 from zinf_compile.passes.analysis.costs import count_workspace
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots
-from zinf_compile.sizes import Size
 
 REORDERING = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 def peak_inside(graph: fx.Graph) -> Size:
-    """Return the most bytes that are live at once between inputs and results, by the order of the graph.
+    """Return the most intermediate bytes that are live at once, in graph order.
 
-    Results count from where they are made. The bytes are in torch's symbols where shapes have some.
+    Results count from where they are computed. The bytes may contain torch's symbols.
     """
     roots = find_roots(graph)
     given = set(graph.find_nodes(op="placeholder"))
@@ -53,7 +53,7 @@ def peak_inside(graph: fx.Graph) -> Size:
 
 
 def _terms(nbytes: Size) -> dict[Any, int]:
-    """Return a number of bytes as the products of symbols that it is a sum of, with the factor of each."""
+    """Return a number of bytes as a sum: the factor of each product of symbols."""
     if isinstance(nbytes, int):
         return {1: nbytes}
     expression: Any = nbytes
@@ -61,7 +61,7 @@ def _terms(nbytes: Size) -> dict[Any, int]:
 
 
 def _keep_largest(sums: list[Counter[Any]], found: Counter[Any]) -> list[Counter[Any]]:
-    """Return the sums, and one more, without those that are never more than another of them."""
+    """Return the sums and ``found``, without any sum that another one equals or exceeds for all values of symbols."""
     if any(_is_within(found, each) for each in sums):
         return sums
     return [*(each for each in sums if not _is_within(each, found)), found]

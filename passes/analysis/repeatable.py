@@ -1,4 +1,4 @@
-"""Which ops give the same result when they run again."""
+"""Which ops may be recomputed: they give the same result when they run again."""
 
 import operator
 
@@ -6,17 +6,17 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-# The keys under which torch's partitioner reads tags, and users' checkpoint regions write them.
+# Keys of the tags that users' checkpoint regions write and torch's partitioner reads.
 RECOMPUTE = "recompute"
 REGION = "ac_graph_id"
 
-_KNOWN = ("aten", "prims")  # of others nobody knows what they do beside their result: they may gather, send or count
+_KNOWN = ("aten", "prims")  # other ops may have side effects: they may gather, send or count
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Return whether backward may run a node again.
+    """Return whether backward may recompute a node.
 
-    It is one of torch's own ops, writes and draws nothing, and its user has said nothing about it.
+    It is one of torch's own ops, has no side effects, draws no random numbers, and is not tagged by the user.
     """
     if node.op != "call_function" or REGION in node.meta:
         return False
@@ -31,7 +31,7 @@ def is_repeatable(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether a node's result differs from call to call. Attention without dropout is marked so, and is not."""
+    """Return whether a node's result differs from call to call. Attention without dropout is tagged random, but is not."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     for position, argument in enumerate(node.target._schema.arguments):

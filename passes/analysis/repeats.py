@@ -1,22 +1,23 @@
-"""Facts of a deep model from those of a shallow one, by repeating what its two middle blocks have in common.
+"""Extrapolates the facts of a shallow model to a deep one, by repeating its two middle blocks.
 
-A run of alike blocks is captured with ``NUM_TEMPLATES`` of them: the first, two in the middle, and the last. In the facts of
-the whole model every further middle block looks as those two do, as seen from its neighbours::
+Of a run of identical blocks ``NUM_TEMPLATES`` are captured: the first, two in the middle, and the last. In the facts of
+the whole model every further middle block relates to its neighbours as those two do::
 
-    captured   0   1   2   3                    every tick of 1 has its like in 2, the same distance from its block
-    expanded   0   1   1'  1''  1'''  2   3     backwards in backward
+    captured   0   1   2   3                    every tick of 1 has a counterpart in 2, at the same distance from its block
+    expanded   0   1   1'  1''  1'''  2   3     in reverse order in backward
 
-Nothing is taken on trust: whoever expands facts first shows that the facts of one block more are what expanding gives.
+Callers check the result: they capture one block more, and compare its facts with the expanded ones.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from zinf_compile.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
-from zinf_compile.sizes import Size
-from zinf_compile.terms import LiveRange
+from zinf_compile.ir.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
+from zinf_compile.ir.glossary import LiveRange, Phase
+from zinf_compile.ir.schedule import Schedule
+from zinf_compile.ir.sizes import Size
 
 NUM_TEMPLATES = 4
 _FIRST, _MIDDLE, _NEXT, _LAST = range(NUM_TEMPLATES)
@@ -24,25 +25,25 @@ _FIRST, _MIDDLE, _NEXT, _LAST = range(NUM_TEMPLATES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Consecutive alike blocks of one list of modules: ``container.first`` and so on."""
+    """Consecutive identical blocks of one module list: ``container.first`` and so on."""
 
     container: str
     first: int
     num_blocks: int
 
     def block_in(self, path: str) -> int | None:
-        """Return which block of the run a module or parameter path lies in, counted from 0; None if in none."""
+        """Return the index in the run of the block that a module or parameter path is in; None if it is in none."""
         index = self._index(path)
         return None if index is None or not 0 <= index - self.first < self.num_blocks else index - self.first
 
     def move(self, path: str, distance: int) -> str:
-        """Return a path in the container with its number raised by ``distance``."""
+        """Return a path in the container with its index increased by ``distance``."""
         index = self._index(path)
         prefix = f"{self.container}." if self.container else ""
         return path.replace(f"{prefix}{index}", f"{prefix}{index + distance}", 1) if index is not None else path
 
     def is_behind(self, path: str) -> bool:
-        """Return whether a path lies in the container, behind the run."""
+        """Return whether a path is in the container, after the run."""
         index = self._index(path)
         return index is not None and index >= self.first + self.num_blocks
 
@@ -53,13 +54,13 @@ class Run:
 
 
 class NotRepeatedError(Exception):
-    """The blocks of a run do not look alike in the facts; the message says where."""
+    """The blocks of a run differ in the facts; the message says where."""
 
 
 def expand_run(facts: GraphFacts[Size], run: Run, num_blocks: int) -> GraphFacts[Size]:
     """Return the facts of the graph with ``num_blocks`` blocks in the run, from those with ``NUM_TEMPLATES``.
 
-    Names of nodes are made up: ``mm_7@5`` is the like of ``mm_7`` in block 5. Raises NotRepeatedError.
+    Names of added nodes are derived: ``mm_7@5`` is the counterpart of ``mm_7`` in block 5. Raises NotRepeatedError.
     """
     return _Expansion(facts, replace(run, num_blocks=NUM_TEMPLATES), num_blocks).expand()
 
@@ -75,31 +76,49 @@ def expand_runs(facts: GraphFacts[Size], runs: Sequence[Run], depths: Sequence[i
     return facts
 
 
+def whole_name(path: str, runs: Sequence[Run], num_blocks: int) -> str:
+    """Return the path in the whole model of a path in the model with ``num_blocks`` blocks of each run.
+
+    A path in a middle block, which stands for many, stays as it is. ``runs`` are as in the whole model, in module order.
+    """
+    for index in reversed(range(len(runs))):
+        run = runs[index]
+        before = sum(other.num_blocks - num_blocks for other in runs[:index] if other.container == run.container)
+        captured = replace(run, first=run.first - before, num_blocks=num_blocks)
+        if captured.block_in(path) == num_blocks - 1 or captured.is_behind(path):
+            path = captured.move(path, run.num_blocks - num_blocks)
+    return path
+
+
 def without_names(facts: GraphFacts[Size]) -> GraphFacts[Size]:
     """Return facts in which nodes have no names, to compare two captures of different depth."""
     return replace(
         facts,
-        ops=tuple(replace(op, name="", op=_kind(op)) for op in facts.ops),
+        ops=tuple(map(_without_name, facts.ops)),
         values=tuple(replace(value, name="") for value in facts.values),
     )
 
 
+def _without_name(op: OpFact[Size]) -> OpFact[Size]:
+    return replace(op, name="", op=_kind(op), inner=tuple(map(_without_name, op.inner)))
+
+
 class _Place(NamedTuple):
-    """Where a new tick is from: a tick of the captured facts, and for a middle block which one of the new."""
+    """The origin of a new tick: a tick of the captured facts and, in a middle block, the number of the new block."""
 
     tick: int
     block: int | None
 
 
 class _Owner(NamedTuple):
-    """Who refers to a tick: the block it was captured in, if any, and for a middle block which one of the new it is."""
+    """What refers to a tick: the captured block, if any, and for a middle block the number of the new block."""
 
     captured: int | None
     block: int | None
 
 
 class _Expansion:
-    """One run of one graph: where its blocks' ticks are, and where they come to be."""
+    """One run of one graph: the ticks of its blocks, before and after expanding."""
 
     def __init__(self, facts: GraphFacts[Size], run: Run, num_blocks: int) -> None:
         self._facts, self._run, self._num_blocks = facts, run, num_blocks
@@ -125,19 +144,19 @@ class _Expansion:
 
     @property
     def _copies(self) -> range:
-        """Return the new blocks that are made from the first middle one; the one behind them is the second."""
+        """Return the new blocks that are copies of the first middle one; the second middle block follows them."""
         return range(1, self._num_blocks - 2)
 
     def _check_middle(self) -> None:
-        """Raise unless the two middle blocks have the same ops, but for where each stands and what it reads."""
+        """Raise unless the two middle blocks have the same ops, apart from their ticks and what they read."""
         for pair in zip(self._ticks[_MIDDLE], self._ticks[_NEXT], strict=True):
             op, like = (self._facts.ops[tick] for tick in pair)
-            kinds = [replace(item, tick=0, name="", op=_kind(item), module="", inputs=()) for item in (op, like)]
+            kinds = [_without_place(item) for item in (op, like)]
             if kinds[0] != kinds[1] or self._renamed(op.module, _NEXT) != self._renamed(like.module, _NEXT):
                 raise NotRepeatedError(f"{op.name} and {like.name} differ")
 
     def _lay_out(self) -> Iterable[_Place]:
-        """Yield what stands at each new tick: copies ascend where the captured middle blocks do, and descend likewise."""
+        """Yield what is at each new tick. Copies are in the order of the captured middle blocks, ascending or descending."""
         segments = [
             (block, [tick for tick, _ in ticks])
             for block, ticks in groupby(enumerate(self._block_of), key=lambda item: item[1])
@@ -157,35 +176,43 @@ class _Expansion:
 
     def expand(self) -> GraphFacts[Size]:
         facts = self._facts
-        values: dict[int, list[ValueFact[Size]]] = {}  # by the tick that makes them
+        values: dict[int, list[ValueFact[Size]]] = {}  # by the tick that computes them
         for value in facts.values:
             values.setdefault(value.live.start, []).append(value)
+        ticks = facts.schedule.ticks(Phase.FORWARD)
+        num_forward = sum(place.tick in ticks for place in self._places)
         new_values = [value for new, place in enumerate(self._places) for value in self._values_at(new, place, values)]
         return replace(
             facts,
-            num_forward_ticks=self._num_forward_ticks(),
-            num_ticks=len(self._places),
+            schedule=Schedule.of_one_graph(num_forward, len(self._places)),
             ops=tuple(self._op_at(new, place) for new, place in enumerate(self._places)),
-            values=tuple(sorted(new_values, key=lambda value: (value.live.start, value.name))),
+            values=tuple(sorted(new_values, key=lambda value: value.live.start)),  # of one tick in the order captured
             uses=tuple(sorted(self._uses(), key=lambda use: (use.parameter, use.dtype))),
             gradients=tuple(sorted(self._gradients(), key=lambda gradient: gradient.tick)),
         )
-
-    def _num_forward_ticks(self) -> int:
-        return sum(place.tick < self._facts.num_forward_ticks for place in self._places)
 
     def _op_at(self, new: int, place: _Place) -> OpFact[Size]:
         op, like = self._facts.ops[place.tick], None
         if place.block is not None:
             op, like = (self._facts.ops[tick] for tick in self._pair(place.tick))
+        owner = self._owner(place)
+        if like is not None and op.inner:
+            inputs = self._resolve_results(op.inputs, like.inputs, owner)
+        else:
+            inputs = self._resolve_all(op.inputs, like.inputs if like else None, owner)
+        return replace(self._moved(op, like, new, place), inputs=inputs)
+
+    def _moved(self, op: OpFact[Size], like: OpFact[Size] | None, new: int, place: _Place) -> OpFact[Size]:
+        """Return an op, and the ops inside a segment, renamed for its new tick; its inputs are unchanged."""
         name = self._node_name(op.name, like.name if like else None, place.block)
+        likes = [None] * len(op.inner) if like is None else like.inner
         return replace(
             op,
             tick=new,
             name=name,
             op=name if op.op == op.name else op.op,
             module=self._renamed(op.module, place.block),
-            inputs=self._resolve_all(op.inputs, like.inputs if like else None, self._owner(place)),
+            inner=tuple(self._moved(each, other, new, place) for each, other in zip(op.inner, likes, strict=True)),
         )
 
     def _values_at(
@@ -195,7 +222,7 @@ class _Expansion:
         ours = values.get(ticks[0], ())
         likes = values.get(ticks[1], ()) if ticks[1] is not None else [None] * len(ours)
         if len(ours) != len(likes):
-            raise NotRepeatedError(f"two blocks of {self._run.container} make different numbers of values")
+            raise NotRepeatedError(f"two blocks of {self._run.container} compute different numbers of values")
         owner = self._owner(place)
         for value, like in zip(ours, likes, strict=True):
             if like is not None and _size_of(value) != _size_of(like):
@@ -209,7 +236,7 @@ class _Expansion:
             )
 
     def _idle(self, value: ValueFact[Size], like: ValueFact[Size] | None, owner: _Owner) -> LiveRange | None:
-        """Return the new idle range of a value: from behind its last use in forward to the next."""
+        """Return the new idle range of a value: from after its last use in forward to its next use."""
         idle, other = value.idle, like.idle if like is not None else None
         if idle is None:
             return None
@@ -233,24 +260,24 @@ class _Expansion:
                 yield replace(gradient, parameter=name, tick=tick)
 
     def _namesakes(self, parameter: str) -> Iterable[tuple[str, str, _Owner]]:
-        """Yield the names that stand for a captured parameter in the whole model, its like, and the block of each."""
+        """Yield the names of a captured parameter in the whole model, its counterpart, and the block of each."""
         captured = self._run.block_in(parameter)
         if captured == _MIDDLE:
             for block in range(1, self._num_blocks - 1):
                 yield self._run.move(parameter, block - 1), self._run.move(parameter, 1), _Owner(_MIDDLE, block)
-        elif captured != _NEXT:  # told with its like
+        elif captured != _NEXT:  # handled with its counterpart
             yield self._renamed(parameter, None), "", _Owner(captured, None)
 
     def _owner(self, place: _Place) -> _Owner:
         return _Owner(self._block_of[place.tick], place.block)
 
     def _pair(self, tick: int) -> tuple[int, int]:
-        """Return the tick in the first of the middle blocks, and the one that it is like in the second."""
+        """Return the tick in the first of the middle blocks, and its counterpart in the second."""
         position = self._position[tick]
         return self._ticks[_MIDDLE][position], self._ticks[_NEXT][position]
 
     def _resolve(self, tick: int, like: int | None, owner: _Owner) -> int:
-        """Return the new tick that ``owner`` means by a captured one; ``like`` is what the second middle block means."""
+        """Return the new tick of a captured one as seen by ``owner``; ``like`` is what the second middle block sees."""
         target = self._block_of[tick]
         if owner.block is None:
             neighbour = {_FIRST: 1, _LAST: self._num_blocks - 2}.get(owner.captured)  # type: ignore[arg-type]  # None is no key
@@ -260,10 +287,15 @@ class _Expansion:
                 return self._middle[neighbour, self._position[tick]]
             return self._fixed[tick]
         if like is None:
-            raise NotRepeatedError(f"{self._facts.ops[tick].name} has no like in the next block")
-        like_target = self._block_of[like]
+            raise NotRepeatedError(f"{self._facts.ops[tick].name} has no counterpart in the next block")
         if tick == like and target not in (_MIDDLE, _NEXT):
             return self._fixed[tick]
+        return self._resolve_relative(tick, like, owner)
+
+    def _resolve_relative(self, tick: int, like: int, owner: _Owner) -> int:
+        """Return the new tick, at the same distance from the owner's block as ``tick`` and ``like`` have from theirs."""
+        target, like_target = self._block_of[tick], self._block_of[like]
+        assert owner.block is not None
         if target is None or like_target is None:
             raise NotRepeatedError(f"{self._facts.ops[tick].name} and {self._facts.ops[like].name} are not alike")
         distance = target - _MIDDLE
@@ -276,7 +308,7 @@ class _Expansion:
         return self._middle[block, self._position[tick if target in (_MIDDLE, _NEXT) else like]]
 
     def _resolve_all(self, ticks: Sequence[int], likes: Sequence[int] | None, owner: _Owner) -> tuple[int, ...]:
-        """Return the new ticks that ``owner`` means, sorted; what is outside of all blocks means every copy of a block."""
+        """Return the new ticks as seen by ``owner``, sorted; an owner outside all blocks sees every copy of a block."""
         if owner.block is not None:
             if likes is None or len(ticks) != len(likes):
                 raise NotRepeatedError(f"two blocks of {self._run.container} read different numbers of values")
@@ -293,8 +325,43 @@ class _Expansion:
                 found.append(self._resolve(tick, None, owner))
         return tuple(sorted(found))
 
+    def _resolve_results(self, ticks: Sequence[int], likes: Sequence[int], owner: _Owner) -> tuple[int, ...]:
+        """Return the new ticks of what a segment in a middle block reads, sorted.
+
+        A segment returns several results at one tick. So a block may read a tick for two reasons: it is in the neighbouring
+        block, and it computes something that all blocks read::
+
+            block 1 reads 2 and 3        block 2 reads 3, its neighbour, which also computes what all of them read
+        """
+        shared = {tick for tick in ticks if tick in likes and self._block_of[tick] not in (_MIDDLE, _NEXT)}
+        found = {self._fixed[tick] for tick in shared}
+        ours = self._by_distance(ticks, _MIDDLE, shared)
+        theirs = self._by_distance(likes, _NEXT, shared)
+        for distance in ours.keys() | theirs.keys():
+            pair = ours.get(distance, []), theirs.get(distance, [])
+            alone = [[tick for tick in each if tick not in shared] for each in pair]
+            if len(alone[0]) > len(alone[1]):
+                alone[1] = pair[1]
+            elif len(alone[0]) < len(alone[1]):
+                alone[0] = pair[0]
+            if len(alone[0]) != len(alone[1]):
+                raise NotRepeatedError(f"two blocks of {self._run.container} read different numbers of values")
+            found |= {self._resolve_relative(tick, like, owner) for tick, like in zip(*alone, strict=True)}
+        return tuple(sorted(found))
+
+    def _by_distance(self, ticks: Sequence[int], block: int, shared: Container[int]) -> dict[int, list[int]]:
+        """Return ticks by their distance in blocks from a captured block; ticks outside all blocks must be ``shared``."""
+        found: dict[int, list[int]] = {}
+        for tick in ticks:
+            target = self._block_of[tick]
+            if target is not None:
+                found.setdefault(target - block, []).append(tick)
+            elif tick not in shared:
+                raise NotRepeatedError(f"{self._facts.ops[tick].name} has no counterpart in the next block")
+        return found
+
     def _renamed(self, path: str, block: int | None) -> str:
-        """Return a captured path as it is in the whole model; one in a middle block becomes that of ``block``."""
+        """Return a captured path as it is in the whole model; a path in a middle block is moved to ``block``."""
         new = self._new_paths.get((path, block))
         if new is None:  # a block has many ops in each of its modules
             new = self._new_paths[path, block] = self._rename(path, block)
@@ -304,7 +371,7 @@ class _Expansion:
         captured = self._run.block_in(path)
         if captured in (_MIDDLE, _NEXT):
             if block is None:
-                raise NotRepeatedError(f"{path} is not only in its own block")
+                raise NotRepeatedError(f"{path} is used outside its own block")
             return self._run.move(path, block - captured)
         moves = captured == _LAST or self._run.is_behind(path)
         return self._run.move(path, self._num_blocks - NUM_TEMPLATES) if moves else path
@@ -320,10 +387,11 @@ class _Expansion:
 def _find_blocks(facts: GraphFacts[Size], run: Run) -> list[int | None]:
     """Return the captured block of each tick, or None.
 
-    A backward input belongs to the block that saved it, or else that reads it. What stands between every two neighbouring
-    blocks, such as what the model itself does in its loop, belongs to the one before it.
+    A backward input belongs to the block that saved it, or else to the one that reads it. Ops between neighbouring
+    blocks, such as those of the model's own loop, belong to the block before them.
     """
-    forward = {op.name: run.block_in(op.module) for op in facts.ops[: facts.num_forward_ticks]}
+    ticks = facts.schedule.ticks(Phase.FORWARD)
+    forward = {op.name: run.block_in(op.module) for op in facts.ops[: ticks.stop]}
     readers: dict[int, set[int | None]] = {}
     for op in facts.ops:
         for tick in op.inputs:
@@ -332,7 +400,7 @@ def _find_blocks(facts: GraphFacts[Size], run: Run) -> list[int | None]:
     for op in facts.ops:
         if op.op == "output":
             blocks.append(None)
-        elif op.op == op.name and op.tick >= facts.num_forward_ticks:
+        elif op.op == op.name and op.tick not in ticks:
             read_in = readers.get(op.tick, set())
             blocks.append(forward.get(op.name, next(iter(read_in)) if len(read_in) == 1 else None))
         else:
@@ -340,7 +408,7 @@ def _find_blocks(facts: GraphFacts[Size], run: Run) -> list[int | None]:
     segments = [(block, len(list(ticks))) for block, ticks in groupby(blocks)]
 
     def is_between(index: int, length: int) -> set[int | None]:
-        """Return the two neighbours that a stretch of so many ticks stands between; none if it is something else."""
+        """Return the two blocks that a stretch of ``length`` ticks lies between; empty if it does not lie between blocks."""
         if not 0 < index < len(segments) - 1 or segments[index] != (None, length):
             return set()
         return {segments[index - 1][0], segments[index + 1][0]}
@@ -354,6 +422,11 @@ def _find_blocks(facts: GraphFacts[Size], run: Run) -> list[int | None]:
         )
         found += [segments[index - 1][0] if joins else block] * length
     return found
+
+
+def _without_place(op: OpFact[Size]) -> OpFact[Size]:
+    inner = tuple(map(_without_place, op.inner))
+    return replace(op, tick=0, name="", op=_kind(op), module="", inputs=(), inner=inner)
 
 
 def _kind(op: OpFact[Size]) -> str:

@@ -1,7 +1,8 @@
-"""The symbols in a graph's shapes: readable names for them, and which input shows the value of each.
+"""The symbols in a graph's shapes: readable names for them, and the input that each can be read from.
 
-Torch writes sizes as sympy expressions in symbols such as ``s27``, with division functions of its own. Facts have plain
-sympy in named symbols: ``batch`` is the first dimension of every input, ``sequence`` the second of those of whole numbers.
+Torch writes sizes as sympy expressions in symbols such as ``s27``, with its own division functions. Facts use plain
+sympy with named symbols: ``batch`` is the first dimension of every input, ``sequence`` the second dimension of integer
+inputs.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,12 +15,12 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy import functions
 
-from zinf_compile.errors import UnsupportedError
-from zinf_compile.sizes import ShapeSymbol, Size, size_symbol
+from zinf_compile.ir.errors import UnsupportedError
+from zinf_compile.ir.sizes import ShapeSymbol, Size, size_symbol
 
 _BATCH, _SEQUENCE = "batch", "sequence"
 
-# Torch's functions of sizes, none of which is ever negative, in plain sympy.
+# Torch's functions of sizes, in plain sympy. Sizes are never negative.
 _PLAIN: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (functions.FloorDiv, lambda a, b: sympy.floor(a / b)),
     (functions.CleanDiv, lambda a, b: a / b),
@@ -46,7 +47,7 @@ _PLAIN: tuple[tuple[Any, Callable[..., Any]], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeSource:
-    """The input of a graph that shows a symbol's value: a whole number, or a tensor by one of its dimensions."""
+    """The graph input from which a symbol's value is read: an integer, or one dimension of a tensor."""
 
     symbol: Any  # torch's sympy symbol
     position: int
@@ -59,7 +60,7 @@ class SizeSource:
 
 
 def find_sources(graph: fx.Graph) -> tuple[SizeSource, ...]:
-    """Return where the inputs show each symbol, whole numbers first; symbols that no input shows are left out."""
+    """Return the source of each symbol, integers first; symbols that no input has are left out."""
     numbers, dimensions = [], []
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
@@ -80,13 +81,13 @@ def symbols_in(value: object) -> set[Any]:
 
 
 def _changing_sizes(value: object) -> list[torch.SymInt]:
-    """Return the sizes in symbols that stand for shapes, not for values."""
+    """Return the symbolic sizes whose symbols stand for shapes, not for values."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
     return [size for size in sizes if isinstance(size, torch.SymInt) and size.node.hint is not None]
 
 
 def _find_hints(graph: fx.Graph) -> dict[Any, int]:
-    """Return every symbol that is by itself a size of some value in a graph, with what it was at capture."""
+    """Return every symbol that is itself a size of some value in a graph, with its value at capture."""
     values = (value for node in graph.nodes for value in tree_leaves(node.meta.get("val")))
     return _hints(size for value in values for size in _changing_sizes(value))
 
@@ -95,12 +96,12 @@ class GraphShapes:
     """The symbols of one captured graph, by the inputs of its forward, and its sizes in terms of them."""
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph | None = None) -> None:
-        """``backward`` is only needed to ask for sizes in it."""
+        """``backward`` is only needed for sizes in it."""
         placeholders = forward.find_nodes(op="placeholder")
         self._sources = find_sources(forward)
         self._names = _name_symbols(placeholders, [source.symbol for source in self._sources])
         shown = {symbol for node in placeholders for symbol in symbols_in(node.meta.get("val"))}
-        # A random state, say: no input has it in any way, so it is what it was at capture.
+        # For example a random state: no input has this symbol, so it keeps its value at capture.
         constants = {
             symbol: sympy.Integer(hint)
             for graph in (forward, backward)
@@ -115,9 +116,9 @@ class GraphShapes:
         )
 
     def read(self, inputs: list[Any]) -> dict[str, int]:
-        """Return the value of every symbol in the inputs of a call; of dimensions with one name, the largest.
+        """Return the value of every symbol in the inputs of a call; for dimensions with the same name, the largest.
 
-        None is less than 1: a dimension of 0 needs no more room, and a whole number that is no dimension may be anything.
+        All are at least 1: a dimension of 0 needs no memory, and an integer that is not a dimension may have any value.
         """
         sizes: dict[str, int] = {}
         for source in self._sources:
@@ -126,9 +127,9 @@ class GraphShapes:
         return sizes
 
     def size(self, size: Size) -> Size:
-        """Return a size that torch gave in its own symbols and functions as one in named symbols and plain sympy.
+        """Return a size with torch's symbols and functions as one with named symbols and plain sympy.
 
-        UnsupportedError for one in a symbol that no input shows.
+        UnsupportedError for a symbol that no input has.
         """
         if isinstance(size, int):
             return size
@@ -146,9 +147,7 @@ class GraphShapes:
         for function, plain in _PLAIN:
             size = size.replace(function, plain)
         names = [self._names[symbol] for symbol in size.free_symbols if symbol in self._names]
-        if len(names) > len(
-            set(names)
-        ):  # what has one name may differ in a call: the largest counts, and nothing less it
+        if len(names) > len(set(names)):  # dimensions with the same name may differ in a call: the largest counts
             size = size.replace(lambda part: part.is_Add, _without_negative_terms)
         size = size.xreplace(self._renamed)
         plain_size: Size = int(size) if size.is_Integer else size
@@ -160,7 +159,7 @@ def _without_negative_terms(total: Any) -> Any:
 
 
 def _at_hint(value: object) -> Any:
-    """Return an input as it was at capture; of a tensor its shape alone, on the meta device."""
+    """Return an input with its sizes at capture; a tensor is returned on the meta device."""
     if isinstance(value, torch.SymInt):
         return int(value.node.hint)
     if isinstance(value, torch.Tensor):
@@ -169,9 +168,9 @@ def _at_hint(value: object) -> Any:
 
 
 def _name_symbols(placeholders: list[fx.Node], symbols: list[Any]) -> dict[Any, str]:
-    """Return a name for each symbol; what dimensions of different size could claim goes to none of them.
+    """Return a name for each symbol; a name that dimensions of different sizes would share is given to none of them.
 
-    Dynamo has a symbol for each dimension of each input, also where all have the same batch.
+    Dynamo has a symbol for each dimension of each input, even if all have the same batch size.
     """
     tensors = [node.meta["val"] for node in placeholders if isinstance(node.meta.get("val"), torch.Tensor)]
     firsts = _hints(tensor.shape[0] for tensor in tensors if tensor.dim() > 0)
@@ -185,13 +184,13 @@ def _name_symbols(placeholders: list[fx.Node], symbols: list[Any]) -> dict[Any, 
 
 
 def _hints(sizes: Iterable[object]) -> dict[Any, int]:
-    """Return the symbols that are sizes by themselves, with what they were at capture."""
+    """Return the symbols that are themselves sizes, with their values at capture."""
     changing = (size for size in sizes if isinstance(size, torch.SymInt))
     return {symbol: int(size.node.hint) for size in changing if (symbol := _symbol(size)) is not None}
 
 
 def _symbol(size: object) -> Any:
-    """Return torch's symbol that a size is; None for a fixed or a composed one, and for what is no size."""
+    """Return the symbol that a size consists of; None for a fixed or composed size, and for other objects."""
     expression = size.node.expr if isinstance(size, torch.SymInt) else None
     return expression if expression is not None and expression.is_Symbol else None
 

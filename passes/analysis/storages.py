@@ -1,4 +1,4 @@
-"""Which nodes share storage: views, in-place results and unpacked tuples lead back to the node that allocated."""
+"""Finds which nodes share storage: views, in-place results and unpacked tuples point to the node that allocated it."""
 
 import operator
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from zinf_compile.errors import UnsupportedError
-from zinf_compile.ops import GATHER
+from zinf_compile.ir.errors import UnsupportedError
+from zinf_compile.ir.ops import GATHER
+from zinf_compile.ir.sizes import Size
 from zinf_compile.passes.fx_edit import view_source
-from zinf_compile.sizes import Size
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRoot:
-    """The node that allocated a storage, and the way to it through the tuples the node returns."""
+    """The node that allocated a storage, and the indices of the storage in the tuples that the node returns."""
 
     node: fx.Node
     path: tuple[int, ...] = ()
@@ -27,7 +27,7 @@ class StorageRoot:
 
     @property
     def name(self) -> str:
-        """Return how facts and plans name the value: ``mm_1``, or ``max_1.0`` for the first of several results."""
+        """Return the name of the value in facts and plans: ``mm_1``, or ``max_1.0`` for the first of several results."""
         return ".".join([self.node.name, *map(str, self.path)])
 
     @property
@@ -46,7 +46,7 @@ class StorageRoot:
 
 
 def raw_size(size: int | torch.SymInt) -> Size:
-    """Return a size as an int, or as torch's expression in its own symbols; UnsupportedError if values decide it."""
+    """Return a size as an int, or as torch's expression in its own symbols; UnsupportedError if it depends on values."""
     if isinstance(size, int):
         return size
     expression: Any = size.node.expr
@@ -71,7 +71,7 @@ def tensor_nbytes(tensor: torch.Tensor) -> Size:
 
 
 def find_roots(graph: fx.Graph) -> dict[fx.Node, StorageRoot]:
-    """Return the root of each node; that of one that returns several tensors stands for the tuple, and has no bytes."""
+    """Return the root of each node. The root of a node that returns several tensors is the tuple, which has no bytes."""
     roots: dict[fx.Node, StorageRoot] = {}
     for node in graph.nodes:
         if node.op == "output":

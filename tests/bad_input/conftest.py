@@ -1,7 +1,6 @@
-"""What the tests of bad input share: an optimizable model, and the proof that a refused one is untouched."""
+"""Fixtures for the tests of bad input: an optimizable model, and a check that a refused model is untouched."""
 
 import copy
-import faulthandler
 import gc
 import os
 import threading
@@ -13,21 +12,12 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-
-@pytest.fixture(autouse=True)
-def guard() -> Iterator[None]:
-    """One compute thread, and a traceback instead of a test run that never ends."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(100, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    torch.set_num_threads(num_threads)
+from tests.support.guard import guard as guard
 
 
 @pytest.fixture
 def model() -> nn.Sequential:
-    """Return a model of two weights of 160 KB, more than what is always kept in memory."""
+    """Return a model with two weights of 160 KB, too large to be always kept in memory."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(200, 200), nn.Tanh(), nn.Linear(200, 200))
 
@@ -40,9 +30,9 @@ def train(model: nn.Module) -> None:
 
 @pytest.fixture
 def stays_plain() -> Callable[[nn.Module], AbstractContextManager[None]]:
-    """Check that a model after the block is what it was before: same objects, same values, and it trains alone.
+    """Check that the block leaves a model as it was: same objects, same values, and it trains by itself.
 
-    No thread, descriptor or file may be left either.
+    The block may leave no thread, descriptor or file.
     """
 
     @contextmanager

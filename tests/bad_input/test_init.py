@@ -1,4 +1,4 @@
-"""First values that cannot be had: each is refused with everything that is wrong, and the model stays as it was."""
+"""Initial values that cannot be provided: the error lists everything that is wrong, and the model stays as it was."""
 
 import json
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zinf_compile
-from zinf_compile.errors import CapacityError, CheckpointError, ConfigError, StoreError, UnsupportedError
-from zinf_compile.runtime import weight_files
+from zinf_compile.ir.errors import CapacityError, CheckpointError, ConfigError, StoreError, UnsupportedError
+from zinf_compile.weights import weight_files
 
 StaysPlain = Callable[[nn.Module], AbstractContextManager[None]]
 BUDGETS: dict[str, Any] = {"device_memory": "8MiB", "host_memory": "8MiB", "capture": False}
 
 
 class Scale(nn.Module):
-    """A parameter and two buffers, and nobody who would fill them."""
+    """A parameter and a buffer, without ``reset_parameters``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_a_reset_that_leaves_something_out(stays_plain: StaysPlain) -> None:
 
 
 def test_a_reset_that_fails(stays_plain: StaysPlain) -> None:
-    """After it the same model can be given values in another way, and trains."""
+    """After the failure the same model can be initialised in another way, and trains."""
     model = on_meta(linear, nn.Tanh, lambda: nn.BatchNorm1d(200), lambda: FailingReset(200, 200))
     refused(model, "reset", RuntimeError, "no numbers today", stays_plain)
     model[3] = on_meta(linear)[0]
@@ -130,8 +130,8 @@ def test_everything_that_does_not_fit_a_file_is_told_at_once(tmp_path: Path, sta
         "x": torch.ones(1),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    told = refused(model, tmp_path, ConfigError, f"Sequential cannot be filled from {tmp_path}", stays_plain)
-    assert told.splitlines()[1:] == [
+    message = refused(model, tmp_path, ConfigError, f"Sequential cannot be filled from {tmp_path}", stays_plain)
+    assert message.splitlines()[1:] == [
         "  '0.weight' is [200, 100] in model.safetensors, [200, 200] in the model",
         "  '1.scale' is missing",
         "  '2.bias' is missing",

@@ -1,6 +1,8 @@
-"""Models and calls that cannot be used: each is refused by name, and changes nothing."""
+"""Models and calls that cannot be used: each is refused by name, and nothing changes."""
 
+import gc
 import json
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 import zinf_compile
-from zinf_compile.errors import ConfigError, PlanFileError, StoreError, UnsupportedError
+from zinf_compile.ir.errors import ConfigError, DeviceCapacityError, PlanFileError, StoreError, UnsupportedError
 
 StaysPlain = Callable[[nn.Module], AbstractContextManager[None]]
 BUDGETS = {"device_memory": "8MiB", "host_memory": "8MiB", "capture": False}
@@ -110,15 +112,27 @@ def test_training_a_captured_model_after_close(model: nn.Module) -> None:
     zinf_compile.optimize(model, **{**BUDGETS, "capture": True})
     model(torch.ones(2, 200)).sum().backward()
     zinf_compile.close(model)
-    for rows in (2, 3):  # a graph that is there, and one that would have to be captured
+    for rows in (2, 3):  # a captured graph, and one that would have to be captured
         with pytest.raises(StoreError, match="the store of this model is closed"):
             model(torch.ones(rows, 200))
 
 
-def test_a_model_without_parameters() -> None:
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_model_without_parameters(capture: bool) -> None:
     model = nn.Sequential(nn.Tanh(), nn.Flatten())
-    zinf_compile.optimize(model, **BUDGETS)
-    assert torch.equal(model(torch.ones(2, 3)), torch.ones(2, 3).tanh())
+    zinf_compile.optimize(model, **{**BUDGETS, "capture": capture})
+    gc.collect()
+    x = torch.ones(2, 3, requires_grad=True)
+    result = model(x)
+    assert torch.equal(result, x.tanh())
+    assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (result, x.tanh())))
+    assert zinf_compile.report(model).model == "Sequential"
+    with zinf_compile.full_parameters(model):
+        model(x)
+    zinf_compile.synchronize(model)
+    zinf_compile.close(model)
+    with pytest.raises(ConfigError, match="Sequential was optimized already"):
+        zinf_compile.optimize(model, **BUDGETS)
 
 
 def test_an_empty_and_a_scalar_parameter() -> None:
@@ -181,3 +195,40 @@ def test_a_sparse_gradient(capture: bool) -> None:
     assert model[0].weight.grad is None
     assert torch.equal(model[0].weight, before)
     zinf_compile.close(model)
+
+
+class InTwoParts(nn.Module):
+    """A forward that Dynamo captures in two graphs; the second needs more memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).square().sum()
+
+
+def test_the_budget_that_one_of_several_graphs_needs() -> None:
+    """The second graph is captured only after the first has run, so the first error is about the first graph alone."""
+    x, budget, refused = torch.ones(2048, 64), 300 * 2**10, []
+    for _ in range(2):
+        model = zinf_compile.optimize(InTwoParts(), device_memory=budget, host_memory="4MiB", tiles=False)
+        with pytest.raises(DeviceCapacityError) as error:
+            model(x)
+        zinf_compile.close(model)
+        torch._dynamo.reset()
+        refused.append(str(error.value))
+        budget = error.value.needed_nbytes
+    model = zinf_compile.optimize(InTwoParts(), device_memory=budget, host_memory="4MiB", tiles=False)
+    model(x).backward()
+    zinf_compile.close(model)
+    first, last = refused
+    assert re.search(
+        r"; that is for InTwoParts graph 0 alone, which ends at .*test_models\.py:\d+: .*: what the model computes after "
+        r"it is not captured yet, and may need more$",
+        first,
+    )
+    assert last.startswith("InTwoParts graph 1 needs")
+    assert "not captured yet" not in last

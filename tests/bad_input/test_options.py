@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import zinf_compile
-from zinf_compile.errors import CapacityError, ConfigError, ZinfError
-from zinf_compile.runtime.nvme.posix import PosixEngine
+from zinf_compile.ir.errors import CapacityError, ConfigError, ZinfError
+from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 
 StaysPlain = Callable[[nn.Module], AbstractContextManager[None]]
 
@@ -73,7 +73,7 @@ def test_bad_option(
     ],
 )
 def test_good_sizes(text: str | int, nbytes: int) -> None:
-    from zinf_compile.config import make_config
+    from zinf_compile.ir.config import make_config
 
     assert make_config({"device_memory": text, "host_memory": 0}).device_memory == nbytes
 
@@ -191,7 +191,7 @@ def test_a_disk_that_fills_up_while_it_is_reserved(
 
 
 def test_optimizer_state_has_its_room_on_the_disk_from_the_start(model: nn.Module, tmp_path: Path) -> None:
-    from zinf_compile.runtime.slots import record_of
+    from zinf_compile.runtime.params.records import record_of
 
     zinf_compile.optimize(model, nvme=tmp_path, device_memory="8MiB", host_memory="512KiB", capture=False)
     record = record_of(model[0].weight)

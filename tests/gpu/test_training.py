@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import zinf_compile
-from zinf_compile.terms import Tier
+from zinf_compile.ir.glossary import Tier
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig

@@ -1,4 +1,4 @@
-"""Birth and export in bounded memory, in a fresh process: 320 MiB of parameters within budgets of a fifth of that."""
+"""Initialisation and export in bounded memory, in a fresh process: 320 MiB of parameters, budgets of a fifth of that."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 MIB = 2**20
 DEVICE_MEMORY, HOST_MEMORY = 48 * MIB, 16 * MIB
 
-# Resident memory counts every page, those of mapped files too; each stage is measured above what was there before it.
+# Resident memory counts every page, including mapped files. Each stage is measured relative to its beginning.
 SCRIPT = """
 import gc, json, re, sys, threading, time
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_resident_memory_stays_within_the_budgets(stage: str, measured: dict[str
 
 
 def test_saving_a_state_dict_takes_no_memory_of_its_own(measured: dict[str, Any]) -> None:
-    """It reads mapped pages of the store file, which the system takes back when it wants."""
+    """It reads mapped pages of the store file, which the kernel can evict at any time."""
     assert measured["save"]["anonymous"] <= HOST_MEMORY
 
 

@@ -1,4 +1,4 @@
-"""Saving and loading take constant memory, measured in a fresh process: 96 MiB through 4 MiB, past the page cache."""
+"""Saving and loading take constant memory and bypass the page cache: 96 MiB through 4 MiB, in a fresh process."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 MIB = 2**20
 HOST_MEMORY = 8 * MIB  # staging is half of it
-SLACK = 3 * MIB  # thread stacks, names, what Python allocates; far below any of the tensors together
+SLACK = 3 * MIB  # thread stacks, names, Python's allocations; far less than all tensors together
 
 SCRIPT = """
 import ctypes, gc, json, mmap, os, re, sys, threading, time
@@ -101,4 +101,4 @@ def test_memory_does_not_grow_with_the_model(measured: dict[str, Any], call: str
 def test_nothing_stays_in_the_page_cache(measured: dict[str, Any], call: str) -> None:
     if not measured["direct"]:
         pytest.skip("this folder's filesystem refuses O_DIRECT")
-    assert measured[call]["cached"] <= MIB, "the tail of a file at most"
+    assert measured[call]["cached"] <= MIB, "only the tail of a file may stay cached"

@@ -12,13 +12,14 @@ pytestmark = pytest.mark.slow
 
 MIB = 2**20
 DEVICE_MEMORY, HOST_MEMORY = 112 * MIB, 56 * MIB
-RESERVE_MEMORY = 24 * MIB
+RESERVE_MEMORY = 36 * MIB
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-# The baseline is what Python, torch and the graphs of a model this deep hold. The peak is reset once the parameters have
+# The baseline is what Python, torch and the graphs of a model this deep take. The peak is reset once the parameters have
 # left RAM, and again after the first step, which traces and compiles: the bound is about training. Part of the device
-# budget is reserved for what no plan sees: oneDNN keeps half a MiB for each shape of a matrix product it has met (9 MiB
-# here), and the system's allocator rounds.
+# budget is reserved for what plans do not count: Python keeps the captured graphs and the plan (15 MiB here, by
+# tracemalloc), oneDNN keeps half a MiB per shape of a matrix product (9 MiB here), and the heap of the system's allocator
+# varies by up to 12 MiB from run to run.
 SCRIPT = """
 import ctypes, gc, json, os, re, sys, threading, time
 from pathlib import Path
@@ -26,7 +27,7 @@ from pathlib import Path
 folder, examples, result, *budgets = sys.argv[1:]
 device_memory, host_memory, reserve_memory = map(int, budgets)
 sys.path.insert(0, examples)
-import torch, torch._dynamo, zinf_compile, zinf_compile.terms
+import torch, torch._dynamo, zinf_compile, zinf_compile.ir.glossary
 from gpt import GPT, GPTConfig
 
 torch.set_num_threads(2)
@@ -111,11 +112,11 @@ report = zinf_compile.report(model)
 placements = {placement.parameter: placement for placement in plan.placements}
 record["losses"] = losses
 record["planned read"] = plan.step.nbytes_read + sum(
-    transfer.nbytes for transfer in plan.transfers if transfer.source == "nvme"
-) + plan.swapped_nbytes(zinf_compile.terms.Tier.NVME)
+    transfer.nbytes for transfer in plan.gathers if transfer.source == "nvme"
+) + plan.swapped_nbytes(zinf_compile.ir.glossary.Tier.NVME)
 record["planned write"] = plan.step.nbytes_written + sum(
     sink.nbytes for sink in plan.sinks if sink.destination == "nvme"
-) + plan.swapped_nbytes(zinf_compile.terms.Tier.NVME)
+) + plan.swapped_nbytes(zinf_compile.ir.glossary.Tier.NVME)
 record["states"] = sum(
     getattr(placement, role) for placement in plan.placements
     for role in ("compute_nbytes", "master_nbytes", "gradient_nbytes", "optimizer_state_nbytes")

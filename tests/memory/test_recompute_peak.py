@@ -1,10 +1,10 @@
-"""Peaks of a step in which single values are made again stay within what its plan promises, measured in a fresh process."""
+"""Peaks of a step that recomputes single values stay within the plan's prediction, measured in a fresh process."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.memory.forks import forks_of
+from tests.support.forks import forks_of
 
 pytestmark = pytest.mark.slow
 
@@ -13,11 +13,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = """
 from dataclasses import replace
 
-from zinf_compile import program
-from zinf_compile.passes.planning import policies
-from zinf_compile.terms import ActivationPolicy
+from zinf_compile.driver import planning
+from zinf_compile.passes.planner.memory import policies
+from zinf_compile.ir.glossary import ActivationPolicy
 
-planner = program.make_plan
+planner = planning.make_plan
 
 
 def make_plan(request):
@@ -57,7 +57,7 @@ def measure(examples):
     from gpt import GPT, GPTConfig
 
     runs = {"save": train(GPT, GPTConfig, False)}
-    program.make_plan, policies.may_be_faster = make_plan, lambda *_: True
+    planning.make_plan, policies.may_be_faster = make_plan, lambda *_: True
     runs["again"] = train(GPT, GPTConfig, None)
     return runs
 """
@@ -71,7 +71,7 @@ def test_no_peak_is_above_its_prediction() -> None:
     assert again["losses"] == save["losses"]
     for tier, (predicted, measured) in again["tiers"].items():
         assert measured <= predicted, f"{tier}: {measured - predicted} bytes over"
-    # What need not rest is gone from the promise, and from what was measured.
+    # What is recomputed is no longer saved: both the prediction and the measured peak are lower.
     assert again["saved"] < save["saved"]
     predicted, measured = (save["tiers"]["device"][index] - again["tiers"]["device"][index] for index in range(2))
     assert predicted > 0.5 * (save["saved"] - again["saved"])

@@ -1,11 +1,16 @@
-"""The harness of the parity tests: train the same workload in plain PyTorch and under zinf_compile, compare every bit.
+"""The harness of the parity tests: train a workload in plain PyTorch and under zinf_compile, and compare bit by bit.
 
-A workload is a function without arguments that returns a model and the batches to train it on, the same at every call;
-``model(**batch)`` gives the loss, or an output that has it as ``.loss``. A placement says where parameters live:
+A workload is a function without arguments. It returns a model and its batches, the same at every call.
+``model(**batch)`` returns the loss, or an output with a ``.loss``. A placement says where parameters live:
 
-    nvme    parameters, gradients and optimizer state on disk; host memory only stages, the device holds what it must
+    nvme    parameters, gradients and optimizer state on disk; host memory only stages, the device holds the least it can
     host    all of it in host memory
     mixed   some parameters resident on the device, some in host memory, some on disk
+
+A ``way`` says what runs the ops. ``aten`` has the bits of plain PyTorch. Inductor fuses ops and reorders sums, so its runs
+are compared with the same compiled segments when all parameters are resident and nothing moves. The first step of that
+resident run is compared with plain PyTorch, to rounding. Segments depend on what is recomputed, and that depends on the
+budget, unless ``recompute`` is given.
 """
 
 import os
@@ -15,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
+from zlib import crc32
 
 import pytest
 import torch
@@ -22,8 +28,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import zinf_compile
-from tests.fake_device import FakeDevice, on_fake_device
-from tests.parity.traces import (
+from tests.support.fake_device import FakeDevice, on_fake_device
+from tests.support.traces import (
     Batch,
     Loss,
     Trace,
@@ -35,36 +41,60 @@ from tests.parity.traces import (
     plain_loss,
     train,
 )
-from zinf_compile import session as session_module
-from zinf_compile.config import Config, make_config, parse_size
-from zinf_compile.errors import CapacityError
-from zinf_compile.hardware import Hardware
-from zinf_compile.passes.planning import placement as placement_module
-from zinf_compile.reports import Report
-from zinf_compile.runtime.calibrate import measure_hardware
-from zinf_compile.runtime.store import Store
-from zinf_compile.terms import Tier
+from zinf_compile.driver import session as session_module
+from zinf_compile.inspect.reports import Report
+from zinf_compile.ir.config import Config, make_config, parse_size
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.hardware import Hardware
+from zinf_compile.passes.planner.placement import homes as placement_module
+from zinf_compile.runtime.calibration.calibrate import measure_hardware
+from zinf_compile.runtime.native.compiled import find_compiler
+from zinf_compile.runtime.store.store import Store
 
+PLACEMENTS = ("nvme", "host", "mixed")
 _STAGING = 512 * 2**10  # the least a streamed AdamW step needs, with a margin for a separate compute copy
 _PLENTY = 64 * 2**20
-_EVERY_BIT = {"tiles": False}  # within so little memory a loss would be fused with its layer
+_EVERY_BIT = {"tiles": False}  # with so little memory the loss would be fused with its layer, which changes bits
+_ROUNDING = 1e-5  # relative, for float32 sums that Inductor reorders; a wrong value is off by percents
 NEEDS = re.compile(r"needs (\d+(?:\.\d+)? \w+)")
 
 
 def needed_device_memory(error: Exception) -> int:
-    """Return the device budget that a CapacityError asks for; any other error is raised again."""
+    """Return the device budget that a CapacityError asks for; raise any other error again."""
     if not isinstance(getattr(error, "inner_exception", error), CapacityError):
         raise error
     found = NEEDS.search(str(error))
     assert found is not None, str(error)
     needed = parse_size(found[1], option="device_memory")
-    assert needed < 2**20, f"tests of tiny models need {found[1]}, and budgets can be read to a tenth of it"
+    assert needed < 2**20, f"the error asks for {found[1]}: from 1 MiB on, it is rounded too coarsely for a budget"
     return needed + 103  # the message rounds to a tenth of a KiB
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as ``long`` all but one placement for each combination of a test's other parameters.
+
+    The placement that stays changes from combination to combination, and starts at a different one for each test. So each
+    workload and each way to capture meets all placements, though not in the same test.
+    """
+    by_test: dict[tuple[Path, str], dict[Hashable, list[pytest.Item]]] = {}
+    for item in items:
+        given = getattr(item, "callspec", None)
+        if isinstance(item, pytest.Function) and given is not None and "placement" in given.params:
+            others = tuple(sorted((name, repr(value)) for name, value in given.params.items() if name != "placement"))
+            by_test.setdefault((item.path, item.originalname), {}).setdefault(others, []).append(item)
+    for (path, name), combinations in by_test.items():
+        first = crc32(f"{path.name}::{name}".encode())
+        for turn, same in enumerate(combinations.values(), start=first):
+            for index, item in enumerate(same):
+                if index != turn % len(same):
+                    item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Kernels split work by the number of threads, so it is the same for all runs; tensors this small want one."""
+    """Fix the number of threads, by which kernels split work. One is enough for tensors this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,7 +103,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _streams() -> Iterator[None]:
-    """Let all of these tests compute on a device with streams, if the environment asks for that."""
+    """Run all of these tests on a fake device with streams if ZINF_STREAMS is set."""
     if "ZINF_STREAMS" not in os.environ:
         yield
         return
@@ -83,18 +113,18 @@ def _streams() -> Iterator[None]:
 
 @contextmanager
 def on_streams() -> Iterator[FakeDevice]:
-    """Let models that are optimized inside compute on a device with streams, which only tests have."""
+    """Run models that are optimized inside on a fake device with streams."""
 
     def make(options: Mapping[str, object], **given: Any) -> Config:
         return make_config({"device": "cuda", **options}, **given)
 
-    with on_fake_device() as device, mock.patch("zinf_compile.api.make_config", make):
+    with on_fake_device() as device, mock.patch("zinf_compile.frontend.api.make_config", make):
         yield device
 
 
 @pytest.fixture(scope="session")
 def session_cache() -> dict[Any, Any]:
-    """What several tests share: the runs of plain PyTorch, and the smallest budgets."""
+    """Return the results that tests share: runs of plain PyTorch, and smallest budgets."""
     return {}
 
 
@@ -102,7 +132,7 @@ class Parity:
     """Runs workloads and compares them; one per test."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[Any, Any], case: Hashable) -> None:
-        """``case`` is what the plain runs of this test have in common with others of its kind: all but placements."""
+        """``case`` identifies the plain runs that this test shares with others: its parameters without the placement."""
         self._folder = folder
         self._case = case
         self._num_loops = 0
@@ -111,14 +141,14 @@ class Parity:
         self._models: list[nn.Module] = []
         self.has_streams = "ZINF_STREAMS" in os.environ
         self._exits = ExitStack()
-        # These models are tiny: without this all they have would be resident, and half of host memory a home.
+        # These models are tiny. By default they would be resident, and half of host memory would be used for homes.
         monkeypatch.setattr(placement_module, "RESIDENT_THRESHOLD", 0)
         monkeypatch.setattr(Config, "staging_memory", property(lambda config: min(config.host_memory, _STAGING)))
         monkeypatch.setattr(session_module, "measure_hardware", self._measure_once)
 
     def _measure_once(self, store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
-        """Measure the machine for the first of all models alone: it takes as long as a small model's whole test."""
-        key = ("hardware", store.engine is not None, store.device is not None, dtypes)
+        """Measure the machine once for all models: measuring takes as long as a whole test of a small model."""
+        key = ("hardware", store.engine is not None, store.device.memory.unified, dtypes)
         if key not in self._cache:
             self._cache[key] = measure_hardware(store, dtypes)
         return cast(Hardware, self._cache[key])
@@ -130,12 +160,12 @@ class Parity:
     assert_equal = staticmethod(assert_equal)
 
     def on_streams(self) -> FakeDevice:
-        """Let what is optimized from now on compute on a device with streams; return it."""
+        """Use a fake device with streams for models that are optimized from now on; return it."""
         self.has_streams = True
         return self._exits.enter_context(on_streams())
 
     def close(self) -> None:
-        """Check that nothing leaked, and give back files and threads."""
+        """Check that nothing leaked, and close all models."""
         for model in self._models:
             store = next(model.parameters())._zinf_record.store
             store.check_integrity()
@@ -144,7 +174,7 @@ class Parity:
         self._exits.close()
 
     def reference(self, workload: Workload, *, captured: bool, loss: Loss = plain_loss) -> Trace:
-        """Return the run in plain PyTorch: under torch's own ``aot_eager`` backend, or eager. Runs once a session."""
+        """Return the run in plain PyTorch: eager, or captured by torch's ``aot_eager`` backend. It runs once per session."""
         key = (workload, captured, loss)
         if key not in self._cache:
             model, batches = workload()
@@ -152,12 +182,42 @@ class Parity:
             torch._dynamo.reset()
         return self._cache[key]
 
+    def resident_run(self, workload: Workload, loss: Loss = plain_loss, **options: Any) -> Trace:
+        """Return the run of compiled segments with all parameters resident; compare its first step with plain PyTorch."""
+        key = ("resident", workload, loss, *sorted(options.items()))
+        if key not in self._cache:
+            torch._dynamo.reset()
+            model, batches = self._resident(workload, **options)
+            ours = train(model, batches, loss=loss)
+            self._assert_resident(model)
+            plain = self.reference(workload, captured=False, loss=loss)
+            torch.testing.assert_close(ours.losses[0], plain.losses[0], rtol=_ROUNDING, atol=0.0)
+            # Some gradients are sums that cancel, such as that of a bias before batch normalisation: all that is left
+            # is rounding. So the tolerance is relative to the largest gradient of the model.
+            largest = max(float(each.abs().max()) for each in plain.gradients[0].values() if each is not None)
+            for name, gradient in plain.gradients[0].items():
+                mine = ours.gradients[0][name]
+                if gradient is None or mine is None:
+                    assert mine is gradient, name
+                    continue
+                torch.testing.assert_close(mine, gradient, rtol=0.0, atol=_ROUNDING * largest)
+            self._cache[key] = ours
+        return cast(Trace, self._cache[key])
+
+    def assert_segments_ran(self, model: nn.Module) -> None:
+        """Assert that all graphs of a model compute in compiled segments, without fallbacks."""
+        report = zinf_compile.report(model)
+        assert not report.fallbacks, report.fallbacks
+        assert report.plans
+        for plan in report.plans:
+            assert any(op.op == "zinf.run_segment.default" for op in plan.request.captured[0].ops), plan.request.name
+
     def plain_runs(self, workload: Workload, loss: Loss = plain_loss) -> Callable[[bool], Trace]:
-        """Return how to run a workload in plain PyTorch, captured or not, as ``assert_plain`` takes it."""
+        """Return a function that runs a workload in plain PyTorch, captured or not, as ``assert_plain`` takes it."""
         return lambda captured: self.reference(workload, captured=captured, loss=loss)
 
     def budgets(self, workload: Workload, placement: str, **mode: Any) -> dict[str, Any]:
-        """Return the budgets with which a workload's parameters have the homes that a placement says."""
+        """Return budgets that put a workload's parameters on the tiers of a placement."""
         model, _ = workload()
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         if placement == "nvme":
@@ -183,9 +243,9 @@ class Parity:
         loss: Loss = plain_loss,
         **options: Any,
     ) -> int:
-        """Return the device budget that the errors of ``optimize`` and of the first call ask for, to a tenth of a KiB.
+        """Return the least device budget, as the errors of ``optimize`` and of the first call state it, to a tenth of a KiB.
 
-        Of a captured model it is the same for all other ``tiers``. They are a host with plenty of room unless given.
+        A captured model needs the same budget for all ``tiers``. By default there is plenty of host memory and no disk.
         """
         is_of_host = tiers is None or captured
         key = ("device_memory", workload, is_of_host, captured, loss, self.has_streams, *sorted(options.items()))
@@ -199,7 +259,11 @@ class Parity:
                 zinf_compile.optimize(model, device_memory=0, **host)
             budgets = {"device_memory": needed_device_memory(refused.value), **host}
             if captured:
-                self._cache[key] = self._try_capture(model, batches[0], loss, budgets, **options)
+                nbytes = self._try_capture(model, batches[0], loss, budgets, **options)
+                if options.get("compute") == "inductor":  # compiled segments may need more than single ops
+                    budgets["device_memory"] = nbytes
+                    nbytes = self._try_capture(workload()[0], batches[0], loss, budgets, **options)
+                self._cache[key] = nbytes
             else:
                 self._cache[key] = budgets["device_memory"]
         return int(self._cache[key])
@@ -221,6 +285,8 @@ class Parity:
             called = torch.compile(model, backend=backend, options=budgets, dynamic=False)
         try:
             loss(called, batch)
+            for sentence in zinf_compile.report(model).fallbacks:
+                return needed_device_memory(CapacityError(sentence))
         except (CapacityError, BackendCompilerFailed) as error:  # Dynamo wraps what a backend raises
             return needed_device_memory(error)
         finally:
@@ -255,7 +321,11 @@ class Parity:
         """Train a workload in one placement and mode, and compare it with plain PyTorch; return the report."""
         model, batches = self.optimized(workload, placement, captured=captured, loss=loss, **options)
         ours = train(model, batches, loss=loss)
-        self.assert_plain(ours, self.plain_runs(workload, loss), captured=captured)
+        if options.get("compute") == "inductor":
+            self.assert_segments_ran(model)
+            assert_same(ours, self.resident_run(workload, loss, **options))
+        else:
+            self.assert_plain(ours, self.plain_runs(workload, loss), captured=captured)
         report = zinf_compile.report(model)
         self.assert_streamed(report, placement, captured=captured)
         return report
@@ -263,7 +333,7 @@ class Parity:
     def check_compiled(
         self, compiled: Callable[..., Any], model: nn.Module, batches: Sequence[Batch], plain: Callable[[bool], Trace]
     ) -> Report:
-        """Train a model through what ``torch.compile`` made of it, and compare; return the report."""
+        """Train a model through its ``torch.compile``-d form, compare, and return the report."""
         self._models.append(model)
         ours = train(model, batches, loss=lambda _, batch: plain_loss(compiled, batch))
         self.assert_plain(ours, plain, captured=True)
@@ -279,23 +349,27 @@ class Parity:
         captured: bool,
         **options: Any,
     ) -> Report:
-        """Run a training loop of the test's own on an optimized and a plain model, and compare what it recorded."""
+        """Run a test's own training loop on an optimized and a plain model, and compare what it recorded."""
         plain = self._loop_reference(loop, workload)
         model, batches = self.optimized(workload, placement, captured=captured, **options)
         ours = Trace()
         torch.manual_seed(0)
         loop(model, batches, ours)
-        self.assert_plain(ours, plain, captured=captured)
+        if options.get("compute") == "inductor":
+            self.assert_segments_ran(model)
+            assert_same(ours, self._resident_loop(loop, workload, plain(False), **options))
+        else:
+            self.assert_plain(ours, plain, captured=captured)
         report = zinf_compile.report(model)
         if is_streamed:
             self.assert_streamed(report, placement, captured=captured)
         return report
 
     def assert_plain(self, ours: Trace, plain: Callable[[bool], Trace], *, captured: bool) -> None:
-        """Assert that a run has the bits of plain PyTorch, whose run ``plain(False)`` is eager.
+        """Assert that a run has the bits of plain PyTorch: ``plain(False)`` is eager, ``plain(True)`` is captured by torch.
 
-        A captured model may have those of ``plain(True)`` instead, under torch's own capture: it rounds some ops otherwise.
-        Most have both, and an eager run takes no time.
+        A captured model may match either: torch's own capture rounds some ops differently. Most match both, and an eager run
+        is cheap, so it is compared first.
         """
         if not captured or not is_same(ours, plain(False)):
             assert_same(ours, plain(captured))
@@ -303,9 +377,9 @@ class Parity:
     def _loop_reference(
         self, loop: Callable[[nn.Module, Sequence[Batch], Trace], None], workload: Workload
     ) -> Callable[[bool], Trace]:
-        """Return what a loop records in plain PyTorch, captured or not. It runs once for all placements."""
+        """Return a function that records a loop in plain PyTorch, captured or not. It runs once for all placements."""
         self._num_loops += 1
-        is_of_test = "<locals>" in loop.__qualname__  # another function in every test
+        is_of_test = "<locals>" in loop.__qualname__  # a closure is a different function in each test
         name = (self._case, self._num_loops) if is_of_test else loop
 
         def run(captured: bool) -> Trace:
@@ -321,14 +395,42 @@ class Parity:
 
         return run
 
+    def _resident_loop(
+        self,
+        loop: Callable[[nn.Module, Sequence[Batch], Trace], None],
+        workload: Workload,
+        plain: Trace,
+        **options: Any,
+    ) -> Trace:
+        """Return what a loop records in compiled segments with all parameters resident."""
+        torch._dynamo.reset()
+        model, batches = self._resident(workload, **options)
+        trace = Trace()
+        torch.manual_seed(0)
+        loop(model, batches, trace)
+        self._assert_resident(model)
+        torch.testing.assert_close(trace.losses[0], plain.losses[0], rtol=_ROUNDING, atol=0.0)
+        return trace
+
+    def _resident(self, workload: Workload, **options: Any) -> tuple[nn.Module, Sequence[Batch]]:
+        model, batches = workload()
+        budgets = {"device_memory": _PLENTY, "host_memory": _PLENTY, **_EVERY_BIT}
+        return self.optimize(model, **{**options, **budgets}), batches
+
+    def _assert_resident(self, model: nn.Module) -> None:
+        self.assert_segments_ran(model)
+        moved = {route.route: route.nbytes for route in zinf_compile.report(model).moved}
+        assert not moved.get("host -> device"), moved
+        assert not moved.get("nvme -> device"), moved
+
     def check_loop_within(
         self,
         loop: Callable[[nn.Module, Sequence[Batch], Trace], None],
         workload: Workload,
         budgets: Mapping[str, Any],
     ) -> None:
-        """Run a training loop of the test's own, captured within these budgets, and compare with plain PyTorch."""
-        # torch's own backend frees what it saved in the first backward, unless it is told to keep it for another.
+        """Run a test's own training loop, captured within these budgets, and compare it with plain PyTorch."""
+        # With donated buffers, torch's own backend frees what it saved in the first backward, so a second one fails.
         with torch._functorch.config.patch(donated_buffer=False):
             plain = self._loop_reference(loop, workload)
             model, batches = workload()
@@ -338,12 +440,10 @@ class Parity:
             self.assert_plain(ours, plain, captured=True)
 
     def assert_streamed(self, report: Report, placement: str, *, captured: bool) -> None:
-        """Assert that parameters did come from where the placement says, at every use."""
+        """Assert that parameters came from the tiers of the placement at every use."""
         moved = {route.route: route.nbytes for route in report.moved}
         expected = {"nvme": {"nvme"}, "host": {"host"}, "mixed": {"nvme", "host"}}[placement]
-        if (
-            self.has_streams
-        ):  # where residents come from the host when they have been updated, and no master is resident
+        if self.has_streams:  # updated residents are copied from the host again, and no master copy is resident
             assert all(moved.get(f"{tier} -> device", 0) > 0 for tier in expected), f"{placement}: {moved}"
             return
         for tier in ("nvme", "host"):
@@ -352,13 +452,13 @@ class Parity:
         if "nvme" in expected:
             assert moved["host -> nvme"] > 0, moved  # the streamed step
         if not captured or report.graph_breaks or len(report.plans) > 2:
-            return  # of the graphs between breaks, each has room of its own for what it reads
-        if not report.plans:  # Dynamo left the whole forward alone
+            return  # each graph between breaks has its own room for resident parameters
+        if not report.plans:  # Dynamo captured nothing of the forward
             assert report.num_eager_gathers > 0
             return
-        training = [plan for plan in report.plans if plan.num_forward_ticks < plan.num_ticks and plan.uses]
+        training = [plan for plan in report.plans if plan.schedule.is_training and plan.uses]
         assert training
-        assert all(plan.transfers for plan in training)
+        assert all(plan.gathers for plan in training)
         for plan in training:
             homes = {tier: sum(p.compute_nbytes for p in plan.placements if p.compute is tier) for tier in Tier}
             if placement == "mixed":
@@ -371,7 +471,7 @@ class Parity:
 def parity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session_cache: dict[Any, Any], request: pytest.FixtureRequest
 ) -> Iterator[Parity]:
-    """The harness."""
+    """Return the harness."""
     node = request.node
     given = getattr(node, "callspec", None)
     others = {} if given is None else {name: repr(each) for name, each in given.params.items() if name != "placement"}
@@ -381,13 +481,27 @@ def parity(
     harness.close()
 
 
-@pytest.fixture(params=["nvme", "host", "mixed"])
+@pytest.fixture(params=PLACEMENTS)
 def placement(request: pytest.FixtureRequest) -> str:
-    """Where parameters live."""
+    """Return where parameters live."""
     return str(request.param)
+
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler on the PATH")
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "captured": {"captured": True},
+    "eager": {"captured": False},
+    "inductor": {"captured": True, "compute": "inductor", "recompute": False},
+}
+
+
+@pytest.fixture(params=["captured", "eager", pytest.param("inductor", marks=needs_compiler)])
+def way(request: pytest.FixtureRequest) -> Mapping[str, Any]:
+    """Return how a model computes: captured op by op, captured in compiled segments, or eagerly in its own forward."""
+    return WAYS[request.param]
 
 
 @pytest.fixture(params=["captured", "eager"])
 def captured(request: pytest.FixtureRequest) -> bool:
-    """Whether the model is captured, or its own forward runs eagerly."""
+    """Return whether the model is captured; otherwise its own forward runs eagerly."""
     return request.param == "captured"

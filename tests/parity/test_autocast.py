@@ -1,4 +1,4 @@
-"""``torch.autocast`` around the forward or inside of it, and ``GradScaler``: bitwise as around a plain model."""
+"""``torch.autocast`` around and inside the forward, and ``GradScaler``: bitwise equal to plain PyTorch."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile import session as session_module
-from zinf_compile.hardware import Hardware, Rate, make_route
-from zinf_compile.runtime.nvme.engine import whole_sectors
-from zinf_compile.terms import Tier
+from zinf_compile.driver import session as session_module
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.hardware import Hardware, Rate, make_route
+from zinf_compile.runtime.storage.nvme.engine import whole_sectors
 
 STEPS = 5
 WIDTH = 64
@@ -18,7 +18,7 @@ BLOCKS = [f"layers.{index}.weight" for index in range(4)]
 
 @pytest.fixture(autouse=True)
 def _slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Narrower copies are made where they are faster: on this machine they are, whatever the one it runs on measures."""
+    """Use a fixed profile on which narrower copies are faster, whatever this machine would measure."""
     routes = {
         (Tier.DEVICE, Tier.HOST): 4e9,
         (Tier.HOST, Tier.DEVICE): 1e8,
@@ -38,7 +38,7 @@ def _slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Net(nn.Module):
-    """The output is tied to the input: an embedding is not autocast, a matrix product is."""
+    """Tied input and output: autocast casts the matrix product, and leaves the embedding alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 class AutocastInside(Net):
-    """Only its blocks compute in bfloat16, one of them with autocast off again."""
+    """Only the blocks compute in bfloat16, and one of them turns autocast off again."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.embed(x)
@@ -93,12 +93,12 @@ def autocast_loss(model, batch):
 
 
 def host_budget(placement: str) -> dict[str, int]:
-    """Return options with which some narrower copies, and not all, have their home on nvme in the mixed placement."""
+    """Return options that put some narrower copies, but not all, on nvme in the mixed placement."""
     return {"host_memory": 532 * 2**10} if placement == "mixed" else {}
 
 
 def enough_for_both(parity, *, captured: bool) -> int:
-    """Return a device budget in which the graphs with autocast and without fit."""
+    """Return a device budget that fits the graphs with and without autocast."""
     losses = (autocast_loss, parity.plain_loss)
     return max(parity.smallest_device_memory(net, captured=captured, loss=loss) for loss in losses)
 
@@ -112,7 +112,7 @@ def test_autocast_inside_of_the_model(parity, captured):
 
 
 def test_autocast_on_and_off(parity, captured):
-    """A plain evaluation between steps under autocast, and a plain step: each its own graph."""
+    """Evaluate without autocast between steps, and take one step without it: each has its own graph."""
 
     def loop(model, batches, trace):
         optimizer = adamw(model)
@@ -130,7 +130,7 @@ def test_autocast_on_and_off(parity, captured):
 
 
 def test_grad_scaler(parity, placement, captured):
-    """Scaled, unscaled, clipped; the step with an infinite gradient is skipped and changes no bit."""
+    """Scale, unscale and clip. A step with an infinite or NaN gradient is skipped and changes no bit."""
 
     def loop(model, batches, trace):
         optimizer = adamw(model)
@@ -158,18 +158,18 @@ def test_grad_scaler(parity, placement, captured):
 
 
 def narrowed(model: nn.Module) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if parameter._zinf_record.has_compute_copy]
+    return [name for name, parameter in model.named_parameters() if parameter._zinf_record.copies.are_two]
 
 
 def moved(model: nn.Module) -> int:
-    """Return the bytes of parameters that have moved to the device."""
+    """Return the bytes of parameters transferred to the device so far."""
     routes = {route.route: route.nbytes for route in zinf_compile.report(model).moved}
     return routes.get("nvme -> device", 0) + routes.get("host -> device", 0)
 
 
 @pytest.mark.parametrize("home", ["nvme", "host"])
 def test_what_is_cast_moves_half_the_bytes(parity, home):
-    """Counted: a weight that is always cast moves in bfloat16, in its own dtype only where it is not."""
+    """A weight that is always cast moves in bfloat16, half the bytes; elsewhere it moves in its own dtype."""
     budget = enough_for_both(parity, captured=True)
     model, batches = parity.optimized(net, home, loss=autocast_loss, device_memory=budget)
     seen: list[dict[str, int]] = []
@@ -180,7 +180,7 @@ def test_what_is_cast_moves_half_the_bytes(parity, home):
         plan = zinf_compile.report(model).plans[-1]
         dtypes = {use.parameter: getattr(torch, use.dtype) for use in plan.uses}
         sizes = {name: model.get_parameter(name).numel() * dtype.itemsize for name, dtype in dtypes.items()}
-        moves = [name for transfer in plan.transfers for name in transfer.parameters]
+        moves = [name for transfer in plan.gathers for name in transfer.parameters]
         sector = 4096 if home == "nvme" else 1
         assert moved(model) - before == sum(-(-sizes[name] // sector) * sector for name in moves)
         seen.append({name: sizes[name] for name in moves})
@@ -188,12 +188,12 @@ def test_what_is_cast_moves_half_the_bytes(parity, home):
     halved = {name for name in cast.keys() & plain.keys() if 2 * cast[name] == plain[name]}
     assert halved == set(narrowed(model)) & cast.keys()
     assert len(halved) >= 2
-    assert "embed.weight" not in narrowed(model)  # which the embedding reads as it is
+    assert "embed.weight" not in narrowed(model)  # the embedding reads it without a cast
 
 
 @pytest.mark.parametrize("cache_enabled", [True, False])
 def test_accumulation_and_clipping(parity, placement, cache_enabled):
-    """Gradients stay in the dtype of their parameters, sums and norms of them too."""
+    """Gradients, their sums and their norms stay in the dtype of the parameters."""
 
     def loss_of(model, batch):
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache_enabled):
@@ -217,7 +217,7 @@ def test_accumulation_and_clipping(parity, placement, cache_enabled):
 
 
 def test_a_plain_evaluation_between_forward_and_backward(parity):
-    """The parameters get their narrower copies while the backward of a graph is still to come that reads the others."""
+    """Create narrower copies of parameters while a graph that reads the wide ones still awaits its backward."""
 
     def loop(model, batches, trace):
         optimizer = adamw(model)
@@ -240,14 +240,14 @@ def test_a_plain_evaluation_between_forward_and_backward(parity):
 
 
 def frozen_blocks():
-    """The weights of the blocks are frozen, as under adapters; the biases are trained."""
+    """Freeze the weights of the blocks, as adapters do; the biases are trained."""
     model, batches = net()
     for name in BLOCKS:
         model.get_parameter(name).requires_grad_(False)
     return model, batches
 
 
-def test_frozen_weights_keep_both_copies_and_thaw(parity):
+def test_frozen_weights_keep_both_copies_and_unfreeze(parity):
     def loop(model, batches, trace):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step, batch in enumerate(batches):
@@ -262,7 +262,7 @@ def test_frozen_weights_keep_both_copies_and_thaw(parity):
             optimizer.zero_grad()
             trace.record_model(model, None)
         if hasattr(next(model.parameters()), "_zinf_record"):
-            frozen = (set(narrowed(model)) & set(BLOCKS)) - {"layers.2.weight"}  # a bias that streams is trained
+            frozen = (set(narrowed(model)) & set(BLOCKS)) - {"layers.2.weight"}  # narrowed biases are trained
             assert frozen
             placements = {item.parameter: item for item in zinf_compile.report(model).plans[-1].placements}
             for name in frozen:
@@ -278,7 +278,7 @@ def test_frozen_weights_keep_both_copies_and_thaw(parity):
 
 
 def test_resume(parity, tmp_path):
-    """Saved with narrower copies, loaded before there are any and after."""
+    """Save with narrower copies; load into a model that has them and into one that has none yet."""
     plain = parity.plain_runs(net, autocast_loss)(False)
     model, batches = parity.optimized(net, loss=autocast_loss)
     optimizer = adamw(model)
@@ -312,11 +312,9 @@ def test_resume(parity, tmp_path):
 
 
 def test_no_room_for_narrower_copies(parity):
-    """Nothing is folded, the numbers are the same, and the report says so."""
+    """No cast is folded into a gather, the numbers are the same, and the report says so."""
     model, _ = net()
-    nbytes = sum(
-        whole_sectors(parameter.nbytes) for parameter in model.parameters()
-    )  # homes lie in sectors of their own
+    nbytes = sum(whole_sectors(parameter.nbytes) for parameter in model.parameters())  # each home takes whole sectors
     budgets = {"device_memory": enough_for_both(parity, captured=True), "nvme_memory": 4 * nbytes}
     report = parity.check(net, "nvme", captured=True, loss=autocast_loss, **budgets)
     assert {use.dtype for use in report.plans[0].uses} == {"float32"}

@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="zinf")`` on models that were never passed to ``optimize``, beside ``aot_eager``."""
+"""``torch.compile(model, backend="zinf")`` on models that were never passed to ``optimize``, compared with ``aot_eager``."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models born in their store, on meta or from files: the same values, and the same training, as when built in memory."""
+"""Models initialised in their store, from meta or from files: same values and same training as when built in memory."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class Applied(nn.Module):
-    """Initialises itself as nanoGPT and many others do, frozen and tied parts included."""
+    """Initialises itself by ``apply``, as nanoGPT and many others do, with frozen and tied parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def on_meta(build: Build) -> nn.Module:
 
 
 def assert_same_tensors(parity: Any, ours: nn.Module, plain: nn.Module) -> None:
-    """Compare parameters and all buffers, those that no state dict has too."""
+    """Compare all parameters and buffers, including non-persistent buffers."""
     for kind in ("named_parameters", "named_buffers"):
         found = dict(getattr(ours, kind)(remove_duplicate=False))
         expected = dict(getattr(plain, kind)(remove_duplicate=False))
@@ -148,7 +148,7 @@ def test_reset_gives_the_numbers_of_building_in_memory(
     parity.optimize(model, init="reset", **options)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(now is was for now, was in zip(model.parameters(), registered, strict=True))
-    if isinstance(model, GPT):  # whose __init__ ends with it
+    if isinstance(model, GPT):  # whose __init__ ends with this call
         model.init_weights(5)
     assert_same_tensors(parity, model, plain)
     parity.assert_same(parity.train(model, batches), parity.train(plain, batches))
@@ -158,7 +158,7 @@ def test_reset_gives_the_numbers_of_building_in_memory(
 def test_files_give_their_values(
     parity: Any, options: dict[str, Any], tmp_path: Path, build: Build, batches: Sequence[dict[str, Tensor]]
 ) -> None:
-    """Exported from one model, into one on meta, and over the values of a third."""
+    """Export one model; load the files into a meta model, and over the values of a third."""
     plain = build()
     zinf_compile.export(plain, tmp_path / "weights", max_shard_size="20KB")
     for model in (on_meta(build), build()):
@@ -171,7 +171,7 @@ def test_files_give_their_values(
 
 @pytest.mark.parametrize("init", ["reset", "files"])
 def test_captured_and_in_another_compute_dtype(parity: Any, options: dict[str, Any], tmp_path: Path, init: str) -> None:
-    """As a model that is built in memory, and optimized with the same options: that one is compared in other tests."""
+    """Compare with a model that is built in memory and optimized alike; other tests compare that one with plain PyTorch."""
     torch.manual_seed(11)
     built = MLP()
     source: object = init
@@ -208,7 +208,7 @@ def test_a_model_born_in_any_home(parity: Any, tmp_path: Path, placement: str) -
 
 
 def test_an_optimizer_from_before(parity: Any, options: dict[str, Any]) -> None:
-    """Parameters stay the objects they are, so one that was made for the model on meta trains it."""
+    """An optimizer made for the meta model trains it: parameters stay the same objects."""
     torch.manual_seed(11)
     plain, model = MLP(), on_meta(MLP)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -227,7 +227,7 @@ def test_files_in_another_dtype(parity: Any, options: dict[str, Any], tmp_path: 
 
 def test_a_list_of_files(parity: Any, options: dict[str, Any], tmp_path: Path) -> None:
     plain = llama()
-    plain.save_pretrained(tmp_path / "weights", max_shard_size="20KB")  # by transformers itself
+    plain.save_pretrained(tmp_path / "weights", max_shard_size="20KB")  # written by transformers
     files = sorted((tmp_path / "weights").glob("*.safetensors"))
     assert len(files) > 2
     assert_same_tensors(parity, parity.optimize(on_meta(llama), init=files, **options), plain)

@@ -1,5 +1,6 @@
-"""One graph for inputs of changing shapes: every bit as in plain PyTorch, within a plan that grows, or refused at once."""
+"""One graph for inputs of changing shapes is bitwise equal to plain PyTorch. Plans grow; too large inputs are refused."""
 
+import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile.errors import CapacityError
-from zinf_compile.reports import Report
+from zinf_compile.inspect.reports import Report
+from zinf_compile.ir.errors import CapacityError
 
 VOCABULARY = 50
 
 
 class Reader(nn.Module):
-    """Attention, a convolution that halves the sequence, and a loss: sizes that are products, quotients and squares."""
+    """Attention, a convolution that halves the sequence, and a loss: symbolic products, quotients and squares of sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ def make_batches(shapes: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
 
 
 def compile_zinf(model: nn.Module, folder: Path, **options: Any) -> Any:
-    """Compile as users do who never say whether shapes change."""
+    """Compile without saying whether shapes change, as most users do."""
     budgets = {"device_memory": "256MiB", "host_memory": "2MiB", "nvme": str(folder), **options}
     return torch.compile(model, backend="zinf", options=budgets)
 
@@ -67,7 +68,7 @@ def test_every_bit_is_as_in_plain_pytorch(parity: Any, tmp_path: Path, shapes: l
     assert changing
     assert all(plan.bound for plan in changing)
     _assert_within_plan(report)
-    # Each growth of a graph is planned for once; a graph that has seen its largest shape is never planned again.
+    # A graph is planned again each time it grows, and never after it has seen its largest shape.
     assert bool(report.replanned) == (shapes is GROWING), report.replanned
 
 
@@ -76,7 +77,7 @@ def _loss_of(compiled: Any) -> Any:
 
 
 def _assert_within_plan(report: Report) -> None:
-    """Assert that no tier but the device ever took more than was planned; the device is measured in tests/memory."""
+    """Assert that no tier but the device took more than was planned; tests/memory measures the device."""
     for tier in report.tiers[1:]:
         assert tier.measured_peak <= tier.predicted_peak
 
@@ -101,13 +102,13 @@ def test_an_input_too_large_is_refused_before_anything_runs(parity: Any, tmp_pat
     after = zinf_compile.report(model)
     assert (after.plans, after.moved, after.replanned) == (before.plans, before.moved, ())
     assert torch.equal(model.head.weight.grad, gradient)
-    # What is said to fit fits.
+    # The length that the error names does fit.
     largest = int(found[1])
     (fits,) = make_batches([(2, largest)])
     compiled(**fits).backward()
     with pytest.raises(CapacityError, match=f"is planned for sequence={largest}; the largest sequence"):
         compiled(**large)
-    compiled(**first).backward()  # and the model goes on
+    compiled(**first).backward()  # the model still trains
 
 
 def test_a_backward_may_come_after_a_larger_forward(parity: Any, tmp_path: Path) -> None:
@@ -130,3 +131,19 @@ def test_a_backward_may_come_after_a_larger_forward(parity: Any, tmp_path: Path)
     for ours, theirs in zip(run(model, compile_zinf(model, tmp_path)), expected, strict=True):
         parity.assert_equal(ours, theirs, "gradient")
     assert len(zinf_compile.report(model).replanned) == 1
+
+
+def test_by_default_growing_lengths_share_a_plan_where_no_gradient_is_wanted():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    plain = copy.deepcopy(model)
+    zinf_compile.optimize(model, compute="inductor", device_memory="8MiB", host_memory="8MiB")
+    model(torch.randn(2, 3, 16)).sum().backward()
+    with torch.no_grad():
+        for length in (4, 5, 7, 9, 12, 16):
+            x = torch.randn(2, length, 16)
+            torch.testing.assert_close(model(x), plain(x))
+    training, *generating = zinf_compile.report(model).plans
+    assert training.schedule.is_training
+    assert len(generating) <= 2  # one for the first length, one for all others
+    zinf_compile.close(model)

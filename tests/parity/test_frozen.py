@@ -1,4 +1,4 @@
-"""What is trained changes: frozen and thawed parameters, groups added later, several optimizers."""
+"""Changes of what is trained: parameters frozen and unfrozen, groups added later, several optimizers."""
 
 from dataclasses import replace
 
@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zinf_compile.errors import CapacityError
-from zinf_compile.runtime.slots import record_of
-from zinf_compile.terms import Tier
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.params.records import record_of
 
 STEPS = 4
 WIDTH = 32
-ENOUGH = 38 * 2**10  # for the activations of the whole model's training, and not for all of its parameters
+ENOUGH = 38 * 2**10  # fits the activations of training the whole model, but not all of its parameters
 
 
 class Net(nn.Module):
@@ -64,8 +64,8 @@ def take_step(model, batch, optimizers, trace):
     trace.record_model(model, optimizers[0] if optimizers else None)
 
 
-def test_thawed_later(parity, placement, captured):
-    """What was frozen at ``optimize`` is trained from the next step on: layer by layer, and then all of it."""
+def test_unfrozen_later(parity, placement, captured):
+    """Parameters frozen at ``optimize`` are trained from the step after unfreezing: layer by layer, then all."""
 
     def loop(model, batches, trace):
         optimizer = adamw(model.parameters())
@@ -79,7 +79,7 @@ def test_thawed_later(parity, placement, captured):
     parity.check_loop(loop, net_with_frozen_layers, placement, captured=captured, device_memory=ENOUGH)
 
 
-def test_frozen_again_after_thawing(parity, captured):
+def test_frozen_again_after_unfreezing(parity, captured):
     def loop(model, batches, trace):
         optimizer = adamw(model.parameters())
         for step, batch in enumerate(batches):
@@ -92,7 +92,7 @@ def test_frozen_again_after_thawing(parity, captured):
 
 
 def test_frozen_between_forward_and_backward(parity, captured):
-    """It gets no gradient, and the others theirs."""
+    """A parameter frozen between forward and backward gets no gradient, and the others get theirs."""
 
     def loop(model, batches, trace):
         optimizer = adamw(model.parameters())
@@ -111,8 +111,8 @@ def test_frozen_between_forward_and_backward(parity, captured):
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_thawed_with_a_compute_copy(parity, captured):
-    """Its master copy begins as the compute copy, widened; from then on it trains as one that was never frozen."""
+def test_unfrozen_with_a_compute_copy(parity, captured):
+    """Its master copy starts as the widened compute copy; from then on it trains as if it had never been frozen."""
 
     def workload():
         model, batches = net()
@@ -142,20 +142,19 @@ def test_thawed_with_a_compute_copy(parity, captured):
     parity.assert_same(traces[1], traces[0])
 
 
-def test_a_thaw_that_does_not_fit_changes_nothing(parity):
+def test_unfreezing_that_does_not_fit_changes_nothing(parity):
     model, _ = parity.optimized(net_with_frozen_layers, captured=False)
     store = record_of(model.get_parameter("layers.0.weight")).store
-    before = {tier: store.nbytes_on(tier) for tier in Tier}
-    session = store.session
-    session.config = replace(session.config, nvme_memory=2**10)
+    before = {tier: store.held.nbytes_on(tier) for tier in Tier}
+    store.config = replace(store.config, nvme_memory=2**10)
     with pytest.raises(CapacityError, match="nvme_memory is 1"):
         model.layers[0].weight.requires_grad_(True)
     assert not model.get_parameter("layers.0.weight").requires_grad
-    assert {tier: store.nbytes_on(tier) for tier in Tier} == before
+    assert {tier: store.held.nbytes_on(tier) for tier in Tier} == before
 
 
 def test_groups_added_later(parity, captured):
-    """``add_param_group`` in the middle; what is in no optimizer keeps its value and its gradient."""
+    """``add_param_group`` in the middle of training; a parameter in no optimizer keeps its value and its gradient."""
 
     def loop(model, batches, trace):
         optimizer = adamw(model.head.parameters())
@@ -173,7 +172,7 @@ def test_groups_added_later(parity, captured):
 
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_two_optimizers(parity, captured, overlapping):
-    """On disjoint parameters, or both on some: each has its own state for those."""
+    """Two optimizers on disjoint parameters, or sharing some: each has its own state for them."""
 
     def loop(model, batches, trace):
         own, shared = list(model.layers.parameters()), [model.get_parameter("head.weight")]

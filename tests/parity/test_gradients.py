@@ -1,4 +1,4 @@
-"""What a loop does with gradients beside ``backward`` and ``step``: hooks, ``autograd.grad``, ``inputs=``, sums."""
+"""What loops do with gradients besides ``backward`` and ``step``: hooks, ``autograd.grad``, ``inputs=``, accumulation."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 STEPS = 3
 WIDTH = 24
-# Room for what forwards have saved when one more runs; some parameters stay on the device then.
+# Room for the saved activations of several open forwards; some parameters then stay on the device.
 SEVERAL_OPEN = {"device_memory": 128 * 2**10, "is_streamed": False}
 
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class BrokenNet(Net):
-    """Two graphs in one forward, which share the tied weight, the norm and a layer."""
+    """A graph break: two graphs in one forward share the tied weight, the norm and a layer."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.embed(x)
@@ -46,7 +46,7 @@ class BrokenNet(Net):
 
 
 class CheckpointedNet(Net):
-    """Checkpoints of a module and of a function that reads the model's parameters itself."""
+    """Checkpoints of a module, and of a function that reads the model's parameters directly."""
 
     use_reentrant = False
 
@@ -91,7 +91,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run(model, batches, trace, backward, *, zero_every=1):
-    """Take a step per batch, with ``backward(step, model, batch)`` making the gradients and returning losses."""
+    """Take a step per batch; ``backward(step, model, batch)`` computes the gradients and returns the losses."""
     optimizer = adamw(model)
     for step, batch in enumerate(batches[:STEPS]):
         trace.losses += [loss.detach().clone() for loss in backward(step, model, batch)]
@@ -103,7 +103,7 @@ def run(model, batches, trace, backward, *, zero_every=1):
 
 
 def test_several_forwards_added_to_gradients_that_are_there(parity, captured):
-    """One backward adds the sum of what its forwards give, as one addition: the order shows in the last bit."""
+    """One backward over several forwards adds their sum in one addition: another order would change the last bit."""
 
     def loop(model, batches, trace):
         def backward(step, model, batch):
@@ -133,7 +133,7 @@ def test_parameters_that_two_graphs_of_a_forward_share(parity, captured):
 @pytest.mark.parametrize("workload", [checkpointed_net, reentrant_net])
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 def test_checkpoints(parity, captured, workload, compute_dtype):
-    """Two micro-batches, the second added to the first; in the model's dtype, or with compute in bfloat16."""
+    """Accumulate two micro-batches, in the model's dtype or with compute in bfloat16."""
 
     def backward(step, model, batch):
         losses = [model(**batch), model(**net()[1][-1])]
@@ -145,7 +145,7 @@ def test_checkpoints(parity, captured, workload, compute_dtype):
         workload, captured=captured, compute_dtype=compute_dtype, device_memory=128 * 2**10
     )
     plain = workload()[0].to(compute_dtype)
-    if captured:  # eagerly, reentrant checkpoints are rounded otherwise
+    if captured:  # reentrant checkpoints round differently in eager mode
         plain.compile(backend="aot_eager", dynamic=False)
     for each in (plain, model):
         torch.manual_seed(0)
@@ -167,7 +167,7 @@ def test_a_graph_kept_for_a_second_backward(parity, captured):
 
 
 def test_backward_into_some_parameters(parity, captured):
-    """``inputs=`` gives a gradient to those alone."""
+    """``inputs=`` gives a gradient to those parameters only."""
 
     def backward(step, model, batch):
         loss = model(**batch)
@@ -179,7 +179,7 @@ def test_backward_into_some_parameters(parity, captured):
 
 @pytest.fixture
 def kept_graphs():
-    """Let plain PyTorch keep a graph for a second backward that it has run without before: ours always can."""
+    """Turn off donated buffers in plain PyTorch, so that a graph allows a second backward. Optimized models always do."""
 
     def apply(model):
         plain = not hasattr(model, "_zinf_optimized")
@@ -189,7 +189,7 @@ def kept_graphs():
 
 
 def test_grad_of_parameters(parity, captured, kept_graphs):
-    """``autograd.grad`` returns gradients and leaves ``p.grad`` alone; the user puts them there."""
+    """``autograd.grad`` returns gradients and leaves ``p.grad`` alone; the loop assigns them."""
 
     def loop(model, batches, trace):
         def backward(step, model, batch):
@@ -213,7 +213,7 @@ def test_grad_of_parameters(parity, captured, kept_graphs):
 
 
 def test_tensor_hooks(parity, captured):
-    """A hook sees the sum over all uses, once per backward, and may replace it; added and removed between steps."""
+    """A hook sees the sum over all uses once per backward, and may replace it; hooks come and go between steps."""
     runs = []
 
     def loop(model, batches, trace):
@@ -235,14 +235,14 @@ def test_tensor_hooks(parity, captured):
         run(model, batches, trace, backward, zero_every=2)
 
     parity.check_loop(loop, net, captured=captured, **SEVERAL_OPEN)
-    assert len(runs) > 1, "a run compared with itself"
-    assert len(runs[0]) == STEPS + 1  # the handle of step 1 stays for step 2
+    assert len(runs) > 1, "there is one run only, which would be compared with itself"
+    assert len(runs[0]) == STEPS + 1  # the hook of step 1 stays, and runs in step 2 too
     for ours, plain in zip(runs[0], runs[-1], strict=True):
         parity.assert_equal(ours, plain, "what a hook saw")
 
 
 def test_post_accumulate_hooks(parity, captured):
-    """They find ``p.grad`` complete, the earlier backward's part included, and may change it."""
+    """Hooks find ``p.grad`` complete, including the part of earlier backwards, and may change it."""
     seen = []
 
     def look(parameter):
@@ -268,7 +268,7 @@ def test_post_accumulate_hooks(parity, captured):
 
 
 def test_a_hook_on_several_gradients(parity, captured):
-    """``register_multi_grad_hook`` is called when all of them are there."""
+    """The hook of ``register_multi_grad_hook`` runs when all of its gradients are there."""
 
     def loop(model, batches, trace):
         tensors = [model.get_parameter("up.weight"), model.get_parameter("norm.bias")]
@@ -288,7 +288,7 @@ def test_a_hook_on_several_gradients(parity, captured):
 
 
 def test_the_step_in_backward(parity, captured):
-    """One optimizer per parameter, each stepped from the hook that sees its gradient complete."""
+    """One optimizer per parameter, stepped by the hook that sees the complete gradient."""
 
     def loop(model, batches, trace):
         optimizers = {name: torch.optim.AdamW([p], lr=1e-2) for name, p in model.named_parameters()}
@@ -310,7 +310,7 @@ def test_the_step_in_backward(parity, captured):
 
 
 def test_gradients_kept_by_the_user(parity, captured):
-    """Gradients cleared by assignment, put back, scaled, and read through ``state_dict``-like copies."""
+    """Gradients that the user clones, adds up, scales, replaces and zeroes."""
 
     def backward(step, model, batch):
         loss = model(**batch)
@@ -329,7 +329,7 @@ def test_gradients_kept_by_the_user(parity, captured):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_in_the_middle(parity, captured, mode):
-    """Between two micro-batches, and between a forward and its backward."""
+    """Evaluate between two micro-batches, and between a forward and its backward."""
 
     def loop(model, batches, trace):
         def evaluate():

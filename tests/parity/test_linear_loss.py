@@ -1,4 +1,4 @@
-"""A model whose loss has no logits trains out of core as it does in memory, bit for bit."""
+"""A model with a fused linear loss, which has no logits, trains out of core as in memory, bit for bit."""
 
 import copy
 
@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile.linear_loss import linear_cross_entropy
-from zinf_compile.runtime.op_impls import register
+from zinf_compile.passes.transforms.tiling.linear_loss import linear_cross_entropy
+from zinf_compile.runtime.execute.op_bodies import register
 
 CLASSES, WIDTH = 3000, 64
-DEVICE_MEMORY = "6MiB"  # less than parameters and activations take
+DEVICE_MEMORY = "6MiB"  # less than parameters and activations need together
 
 
 class Model(nn.Module):
-    """An embedding, a few layers, and a head that is never called."""
+    """An embedding, a few layers, and a head whose weight and bias go to the loss."""
 
     def __init__(self, *, one_pass: bool) -> None:
         super().__init__()
@@ -52,4 +52,4 @@ def test_training_out_of_core_is_training_in_memory(one_pass: bool) -> None:
         assert torch.equal(losses[0], losses[1])
     for (name, expected), (_, measured) in zip(plain.state_dict().items(), model.state_dict().items(), strict=True):
         assert torch.equal(expected, measured), name
-    assert zinf_compile.report(model).plans[-1].transfers
+    assert zinf_compile.report(model).plans[-1].gathers

@@ -1,4 +1,4 @@
-"""PEFT's LoRA on an optimized Llama: only adapters have gradients, state and updates, bitwise as in plain PEFT."""
+"""PEFT's LoRA on an optimized Llama: only adapters have gradients, state and updates; bitwise equal to plain PEFT."""
 
 import pytest
 import torch

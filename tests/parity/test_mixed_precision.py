@@ -1,4 +1,4 @@
-"""``compute_dtype=torch.bfloat16`` is the recipe people write by hand: a bfloat16 model, float32 masters, AdamW on those."""
+"""``compute_dtype=torch.bfloat16`` matches the usual recipe: a bfloat16 model, and AdamW on float32 masters."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ def adamw(parameters) -> torch.optim.Optimizer:
 
 
 def train_by_hand(parity, batches):
-    """The recipe in plain PyTorch; masters are recorded under the parameters' names."""
+    """Train by the recipe in plain PyTorch; record masters under the parameters' names."""
     trace = parity.trace()
     model, _ = gpt()
     masters = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
@@ -57,7 +57,7 @@ def copy_back(model: torch.nn.Module, masters: dict[str, Tensor]) -> None:
 
 
 def write_some(head: Tensor, norm: Tensor) -> None:
-    """Change two parameters between steps, as users do: through ``.data``, and in place."""
+    """Change two parameters between steps: one through ``.data``, one in place."""
     head.data.mul_(0.75)
     with torch.no_grad():
         norm.add_(0.1)

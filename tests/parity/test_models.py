@@ -1,4 +1,4 @@
-"""Models written here, in every placement and mode: five AdamW steps are bitwise those of plain PyTorch."""
+"""Small models in every placement and mode: five AdamW steps are bitwise equal to plain PyTorch."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
 
+from zinf_compile.runtime.native.compiled import find_compiler
+
 STEPS = 5
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler on the PATH")
 
 
 def token_batches(vocab_size: int, *, batch: int = 2, seq: int = 8) -> list[dict[str, Tensor]]:
@@ -39,7 +42,7 @@ def gpt_tied():
 
 
 class MLP(nn.Module):
-    """Wide enough that the optimizer step cuts a parameter into chunks, the last one of them short."""
+    """Wide enough that the optimizer step cuts a parameter into chunks, with a short last chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +90,7 @@ def conv_net():
 
 
 class UsedTwice(nn.Module):
-    """One module at two places of the forward, and once more under another name."""
+    """One module that is called twice in the forward, and once more under another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +110,7 @@ def used_twice():
 
 
 class EarlyViews(nn.Module):
-    """Views of a weight are made first and read much later: a transfer of their own would be read by nobody."""
+    """Views of a weight are created early and read much later: nothing would read a gather for the views alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,13 +135,22 @@ def test_bitwise(parity, workload, placement, captured):
     parity.check(workload, placement, captured=captured)
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "workload",
+    [gpt_tied, conv_net, *(pytest.param(each, marks=pytest.mark.long) for each in (gpt, mlp, used_twice, early_views))],
+)
+def test_compiled_segments(parity, workload, placement):
+    parity.check(workload, placement, captured=True, compute="inductor", recompute=False)
+
+
 def loss_with_l2(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Read every parameter outside of any forward, as weight decay by hand does."""
+    """Read every parameter outside of the forward, as a hand-written weight decay does."""
     return model(**batch) + 1e-3 * sum(parameter.pow(2).sum() for parameter in model.parameters())
 
 
 def loss_with_head(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Read one parameter through its module, outside of any forward."""
+    """Read one parameter through its module, outside of the forward."""
     return model(**batch) + 1e-2 * model.down.weight.abs().mean()
 
 
@@ -148,13 +160,13 @@ def test_parameter_used_outside_of_forward(parity, placement, captured, loss):
 
 
 def test_batch_norm_buffers_move(parity):
-    """The comparison of buffers compares something."""
+    """Buffers change during training, so that comparing them tests something."""
     first, *_, last = parity.reference(conv_net, captured=False).buffers
     assert not torch.equal(first["features.1.running_mean"], last["features.1.running_mean"])
 
 
 def test_step_is_cut_into_chunks(parity):
-    """The MLP's widest parameters take several chunks, the last one of them not whole."""
+    """The MLP's widest parameters take several chunks, the last of them short."""
     (plan,) = parity.check(mlp, "nvme", captured=True).plans
     sizes = [p.compute_nbytes // 4 for p in plan.placements]
     assert any(size > plan.step.chunk_elements and size % plan.step.chunk_elements for size in sizes)
@@ -162,7 +174,7 @@ def test_step_is_cut_into_chunks(parity):
 
 @pytest.mark.parametrize("kind", ["losses", "gradients", "parameters", "buffers", "states"])
 def test_comparison_notices_the_last_bit(parity, kind):
-    """One element of any kind, in the last step, one bit away: the comparison fails and says where."""
+    """Flip one bit of one element of any kind in the last step: the comparison fails and says where."""
     workload = conv_net
     plain = parity.reference(workload, captured=False)
     model, batches = workload()
@@ -178,7 +190,7 @@ def test_comparison_notices_the_last_bit(parity, kind):
 
 
 def test_training_notices_one_changed_weight(parity, captured):
-    """A weight one bit off before the third step, in a model whose parameters are on nvme, reaches all that follows."""
+    """A weight that differs by one bit before the third step, with parameters on nvme, changes everything after it."""
     model, batches = parity.optimized(mlp, "nvme", captured=captured)
     seen = []
 

@@ -1,4 +1,4 @@
-"""Every optimizer, with the options it has, is bitwise the plain one: chunks are far smaller than tensors."""
+"""Every optimizer with each of its options is bitwise equal to the plain one; chunks are far smaller than tensors."""
 
 import copy
 import itertools
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zinf_compile
-from zinf_compile.runtime.slots import record_of
+from zinf_compile.runtime.params.records import record_of
 
 NUM_STEPS = 3
 INPUTS, OUTPUTS = 273, 241  # a weight of 65 793 elements, more than host memory holds: sixteen chunks and a remainder
@@ -64,7 +64,7 @@ class NormedMomentum(Optimizer):
 
 
 class Assigning(torch.optim.SGD):
-    """An element-wise subclass that gives its parameters other memory."""
+    """An element-wise subclass that assigns new memory to its parameters."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -75,7 +75,7 @@ class Assigning(torch.optim.SGD):
 
 
 def options_of(cls: type[Optimizer]) -> Iterator[dict[str, Any]]:
-    """Yield options with which an optimizer of torch runs on a CPU."""
+    """Yield the sets of options with which an optimizer of torch runs on a CPU."""
     flavours: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}]
     if cls in (torch.optim.Adam, torch.optim.AdamW):
         flavours += [{"fused": True}, {"fused": True, "lr": torch.tensor(0.01)}, {"lr": torch.tensor(0.01)}]
@@ -123,9 +123,9 @@ CASES = [
 
 @pytest.fixture
 def optimize(tmp_path: Path) -> Iterator[Callable[..., nn.Module]]:
-    """Return ``zinf_compile.optimize`` with what is not tiny on nvme; the models are closed afterwards."""
+    """Return ``zinf_compile.optimize`` with all but tiny tensors on nvme; close the models afterwards."""
     num_threads, models = torch.get_num_threads(), []
-    torch.set_num_threads(1)  # small tensors; OpenMP spins where cores are shared
+    torch.set_num_threads(1)  # tensors are small, and OpenMP spins where cores are shared
 
     def call(model: nn.Module, **options: Any) -> nn.Module:
         budgets = {"device_memory": "8MiB", "host_memory": "512KiB", "nvme": tmp_path, "capture": False}
@@ -145,7 +145,7 @@ def make_model(*, bias: bool = True) -> nn.Module:
 
 
 def make_groups(model: nn.Module, cls: type[Optimizer]) -> list[dict[str, Any]]:
-    """Return a group per parameter, each with a learning rate and, where there is one, a weight decay of its own."""
+    """Return a group per parameter, each with its own learning rate and, if the optimizer has one, weight decay."""
     decays = (0.1, 0.0) if cls is not torch.optim.Rprop else (None, None)
     return [
         {"params": [parameter], "lr": 0.02 / (1 + index)} | ({} if decay is None else {"weight_decay": decay})
@@ -154,7 +154,7 @@ def make_groups(model: nn.Module, cls: type[Optimizer]) -> list[dict[str, Any]]:
 
 
 def train(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return everything there is after some steps, with gradients that differ by orders of magnitude."""
+    """Train some steps with gradients of very different scales; return the values of the model and the optimizer's state."""
     generator = torch.Generator().manual_seed(1)
     for scale in (1.0, 1e-3, 10.0)[:NUM_STEPS]:
         x = scale * torch.randn(2, INPUTS, generator=generator)
@@ -179,7 +179,7 @@ def assert_same(path: str, left: Any, right: Any) -> None:
 def is_on_nvme(model: nn.Module) -> bool:
     record = record_of(model.get_parameter("weight"))
     assert record is not None
-    return not record.master.in_memory
+    return not record.copies.master.in_memory
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES)
@@ -189,7 +189,7 @@ def test_options(cls: type[Any], options: dict[str, Any], optimize: Callable[...
     results = []
     for each in (plain, model):
         groups = make_groups(each, cls)
-        if isinstance(options.get("lr"), Tensor):  # a tensor of each group's own, as schedulers keep it
+        if isinstance(options.get("lr"), Tensor):  # each group has its own tensor, as schedulers keep it
             groups = [{**group, "lr": torch.tensor(group["lr"])} for group in groups]
         results.append(train(each, cls(groups, **options)))
     assert is_on_nvme(model)

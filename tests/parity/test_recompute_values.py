@@ -1,4 +1,4 @@
-"""Single values made again in backward: training is bitwise that of plain PyTorch, however many of them there are."""
+"""Single values recomputed in backward: training is bitwise equal to plain PyTorch, however many values there are."""
 
 import contextlib
 import functools
@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zinf_compile import program
-from zinf_compile.facts import OpFact
-from zinf_compile.hardware import Hardware
-from zinf_compile.passes.planning import policies, recompute
-from zinf_compile.passes.planning.planner import Request
-from zinf_compile.plans import Plan
-from zinf_compile.terms import ActivationPolicy
+from zinf_compile.driver import planning
+from zinf_compile.ir.facts import OpFact
+from zinf_compile.ir.glossary import ActivationPolicy
+from zinf_compile.ir.hardware import Hardware
+from zinf_compile.ir.plan import Plan
+from zinf_compile.passes.planner.memory import policies, recompute
+from zinf_compile.passes.planner.search.planner import Request
 
 STEPS = 2
 VOCAB, SEQ, WIDTH = 48, 16, 32
@@ -30,7 +30,7 @@ def token_batches(names=("tokens", "targets")):
 
 
 class Block(nn.Module):
-    """With random numbers inside: after the matrix products and, as masks, within attention."""
+    """A block with dropout: after the matrix products and, as masks, within attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Blocks of which the user has said that the second is to be recomputed."""
+    """Three blocks, the second of which the user checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def llama():
 
 
 class Normed(nn.Module):
-    """A plain sequence whose norms keep running statistics, which the step writes to."""
+    """A sequential model whose norms update running statistics in the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,15 +97,15 @@ def normed():
 
 
 def _seconds(op: OpFact, hardware: Hardware) -> float:
-    """Return what an op costs; at rates that are measured anew, other values would be cheap in each run."""
+    """Return the cost of an op at fixed rates: with measured rates, other values would be cheap in each run."""
     return 1e-6 + op.num_flops / 1e10 + op.nbytes_accessed / 1e10
 
 
 @contextlib.contextmanager
-def made_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
-    """Inside, all values that may be made again are; gives the plans."""
+def recompute_all_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
+    """Recompute all values that may be recomputed by models inside; yield the list of their plans."""
     plans: list[Plan] = []
-    planner = program.make_plan
+    planner = planning.make_plan
 
     def make_plan(request: Request) -> Plan:
         by_value = tuple(graph for graph in request.candidates if graph.policy is ActivationPolicy.RECOMPUTE_VALUES)
@@ -115,7 +115,7 @@ def made_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
         return plan
 
     with monkeypatch.context() as patch:
-        patch.setattr(program, "make_plan", make_plan)
+        patch.setattr(planning, "make_plan", make_plan)
         patch.setattr(recompute, "_SHARES", {ActivationPolicy.RECOMPUTE_VALUES: 1.0})
         patch.setattr(recompute, "MIN_BOUND_NBYTES", 1)  # these models are tiny
         patch.setattr(recompute, "op_seconds", _seconds)
@@ -125,8 +125,8 @@ def made_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
 
 @pytest.mark.parametrize("workload", [checkpointed, llama, normed])
 def test_parity(parity, monkeypatch, workload):
-    with made_again(monkeypatch) as plans:
-        report = parity.check(functools.partial(workload), "nvme", captured=True)  # the smallest budget is another
+    with recompute_all_values(monkeypatch) as plans:
+        report = parity.check(functools.partial(workload), "nvme", captured=True)  # a new key: budgets are cached
     assert plans
     assert all(plan.activations.policy is ActivationPolicy.RECOMPUTE_VALUES for plan in report.plans)
     assert all(plan.activations.recomputed for plan in report.plans)

@@ -1,4 +1,4 @@
-"""Modules of torch that keep lists of their weights: Dynamo leaves them alone, and they gather eagerly."""
+"""Modules of torch that keep lists of their weights: Dynamo does not capture them, and they gather eagerly."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ WIDTH = 32
 
 
 class Recurrent(nn.Module):
-    """nn.LSTM keeps a list of its weights of its own, and is not captured."""
+    """``nn.LSTM`` keeps its own list of weights, and is not captured."""
 
     def __init__(self) -> None:
         super().__init__()

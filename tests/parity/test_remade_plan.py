@@ -1,4 +1,4 @@
-"""A profile that is deliberately wrong, and steps that show it: plan and homes change while a model trains, no bit does."""
+"""A deliberately wrong profile that steps correct: plan and homes change during training, no bit does."""
 
 import logging
 import re
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile.hardware import Hardware, Rate, make_route
-from zinf_compile.observed import BusyTime, Observed, RouteBytes
-from zinf_compile.runtime.slots import record_of
-from zinf_compile.runtime.watch import StepWatch
-from zinf_compile.terms import Tier
+from zinf_compile.hardware.observed import BusyTime, Observed, RouteBytes
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.hardware import Hardware, Rate, make_route
+from zinf_compile.runtime.observe.watch import StepWatch
+from zinf_compile.runtime.params.records import record_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
@@ -26,7 +26,7 @@ BUDGETS = {"device_memory": "8MiB", "host_memory": "12MiB"}
 
 
 def machine(*, disk: float, memory: float) -> Hardware:
-    """Return a machine with a disk and a way to host memory of so many bytes per second."""
+    """Return a machine whose disk and host memory are reached at these bytes per second."""
     pairs = [(source, target) for source in Tier for target in Tier if source is not target]
     return Hardware(
         name="paper",
@@ -37,12 +37,12 @@ def machine(*, disk: float, memory: float) -> Hardware:
     )
 
 
-WRONG = machine(disk=1e12, memory=1e6)  # as if host memory were the slow one
+WRONG = machine(disk=1e12, memory=1e6)  # as if host memory were the slow tier
 RIGHT = machine(disk=1e8, memory=1e12)
 
 
 def shown_by(right: Hardware, *, num_steps: int) -> Observed:
-    """Return what steps would show on a machine that moves bytes at these rates, and computes at those of ``WRONG``."""
+    """Return what steps observe on a machine with the routes of ``right`` and the compute rates of ``WRONG``."""
     return Observed(
         num_steps=num_steps,
         compute_seconds=0.01,
@@ -54,15 +54,15 @@ def shown_by(right: Hardware, *, num_steps: int) -> Observed:
 
 @pytest.fixture
 def wrong_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan by the wrong rates; what steps show does not depend on what this machine does meanwhile."""
+    """Plan with the wrong rates, and observe fixed ones, whatever this machine does meanwhile."""
     look = StepWatch.look
 
     def look_at(watch: StepWatch) -> Observed | None:
         observed = look(watch)
         return None if observed is None else shown_by(RIGHT, num_steps=observed.num_steps)
 
-    monkeypatch.setattr("zinf_compile.session.find_measured", lambda nvme, dtypes: WRONG)
-    monkeypatch.setattr("zinf_compile.runtime.watch._LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("zinf_compile.driver.session.find_measured", lambda nvme, dtypes: WRONG)
+    monkeypatch.setattr("zinf_compile.runtime.observe.watch._LEAST_SECONDS", 0.0)
     monkeypatch.setattr(StepWatch, "look", look_at)
 
 
@@ -75,15 +75,17 @@ def gpt():
 
 
 def homes(model: nn.Module) -> dict[Tier, int]:
-    """Return the bytes that are at home on each tier, by the slots themselves."""
+    """Return the bytes at home on each tier, summed over the slots."""
     records = [record_of(parameter) for parameter in model.parameters()]
     slots = [
         slot
         for record in records
         if record is not None
-        for slot in {id(each): each for each in (record.compute, record.master, record.gradient)}.values()
+        for slot in {
+            id(each): each for each in (record.copies.compute, record.copies.master, record.gradient.slot)
+        }.values()
         if slot is not None
-    ] + [slot for record in records if record is not None for slot in record.states.values()]
+    ] + [slot for record in records if record is not None for slot in record.copies.states.values()]
     return {tier: sum(slot.nbytes for slot in slots if slot.tier is tier) for tier in Tier}
 
 
@@ -111,11 +113,11 @@ def test_another_plan_after_the_third_step_changes_no_bit(
     )
     assert [record.message for record in caplog.records if "planned again" in record.message] == [sentence]
     assert sentence in str(report)
-    # It is adopted between steps, once: homes move before the fourth forward, and stay.
+    # The new plan is adopted once, between steps: homes move before the fourth forward, and stay there.
     assert seen[1] == seen[2] != seen[3] == seen[5]
     (plan,) = report.plans
     assert {tier: sum(item.nbytes_on(tier) for item in plan.placements) for tier in Tier} == seen[3]
     assert plan.hardware.route(Tier.NVME, Tier.DEVICE).bytes_per_second == pytest.approx(1e8)
-    for tier in report.tiers[1:]:  # the device is measured in tests/memory
+    for tier in report.tiers[1:]:  # tests/memory measures the device
         assert tier.measured_peak <= tier.predicted_peak, tier
     assert next(phase for phase in report.phases).count == STEPS - 3

@@ -1,4 +1,4 @@
-"""Training that is saved and goes on elsewhere, bit by bit: under other budgets, in a plain model, with any optimizer."""
+"""Training that is saved and continued elsewhere, bit by bit: under other budgets, in a plain model, with any optimizer."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ WIDTH = 24
 
 
 class Counter(nn.Module):
-    """A module with state of its own, as ``get_extra_state`` gives it."""
+    """A module with extra state, as ``get_extra_state`` returns it."""
 
     num_calls = 0
 
@@ -32,7 +32,7 @@ class Counter(nn.Module):
 
 
 class Net(nn.Module):
-    """Of everything: tied, frozen, transposed and scalar parameters, three kinds of buffers, dropout, extra state."""
+    """Tied, frozen, transposed and scalar parameters, three kinds of buffers, dropout and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ def net():
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with two groups and rates of their own."""
+    """Return AdamW with two groups that have different rates."""
     first = [model.embed.weight, model.mix]
     rest = [p for p in model.parameters() if p.requires_grad and all(p is not other for other in first)]
     return torch.optim.AdamW([{"params": first, "lr": 3e-3, "betas": (0.8, 0.9)}, {"params": rest}], lr=1e-2)
 
 
 def train(model, optimizer, schedule, batches, trace, *, first: int = 0) -> None:
-    """Take a step after every second batch; ``first`` is the number of the first. What is left over has gradients."""
+    """Take a step after every second batch, numbered from ``first``. An odd batch at the end leaves its gradients."""
     for index, batch in enumerate(batches, start=first):
         loss = model(**batch)
         loss.backward()
@@ -86,9 +86,9 @@ def schedule_of(optimizer: torch.optim.Optimizer):
 
 
 def resume(parity, folder: Path, before, after, make_optimizer=adamw, *, pending: bool = True):
-    """Train ``before``, save, load into ``after``, train on; compare with a plain model that is never interrupted.
+    """Train ``before``, save, load into ``after`` and train on; compare with a plain model that is never interrupted.
 
-    Both are what a placement's name says, or "plain".
+    ``before`` and ``after`` are names of placements, or "plain".
     """
 
     def make(placement):
@@ -113,7 +113,7 @@ def resume(parity, folder: Path, before, after, make_optimizer=adamw, *, pending
     optimizer = make_optimizer(model)
     schedule = schedule_of(optimizer)
     torch.manual_seed(6)
-    if pending:  # a run of its own in between, whose gradients and state have to go
+    if pending:  # train first, so that load has gradients and state to replace
         train(model, optimizer, schedule, batches[:3], parity.trace())
     extra = zinf_compile.load(folder, model, optimizer)
     schedule.load_state_dict(extra["schedule"])
@@ -145,7 +145,7 @@ OPTIMIZERS = {
     "ASGD": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2, t0=1),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, centered=True, momentum=0.5),
     "Rprop": lambda parameters: torch.optim.Rprop(parameters, lr=1e-2),
-    # It sums rows and columns, in another order where the plain model's is transposed.
+    # Adafactor sums rows and columns, in a different order where the plain model's weight is transposed.
     "Adafactor": lambda parameters: torch.optim.Adafactor([p for p in parameters if p.shape != (WIDTH, 2 * WIDTH)]),
 }
 
@@ -159,7 +159,7 @@ def test_any_optimizer(parity, name, tmp_path):
 
 
 def test_before_the_first_step(parity, tmp_path):
-    """No optimizer state yet: after ``load`` there is none either, whatever the optimizer had."""
+    """A checkpoint without optimizer state: after ``load`` there is none, whatever the optimizer had before."""
     model, batches = parity.optimized(net, "nvme", captured=False)
     zinf_compile.save(tmp_path, model, adamw(model))
     for make in (net, lambda: parity.optimized(net, "nvme", captured=False)):
@@ -181,7 +181,7 @@ def gpt():
 
 @pytest.mark.parametrize("after", ["nvme", "mixed"])
 def test_mixed_precision_captured(parity, after, tmp_path, monkeypatch):
-    """Masters, bfloat16 compute copies and bfloat16 gradients; user writes just before the save are in it."""
+    """Master copies, bfloat16 compute copies and gradients; what the user wrote just before the save is included."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     def optimizer_of(model):
@@ -224,7 +224,7 @@ def test_a_compiled_model_has_the_names_of_the_module(tmp_path):
 
 
 def test_under_the_backend(parity, tmp_path, monkeypatch):
-    """``torch.compile(model, backend="zinf")``: before its first call the model is a plain one, afterwards in a store."""
+    """With ``torch.compile(model, backend="zinf")`` the model is plain before its first call, and has a store afterwards."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     budgets = parity.budgets(gpt, "mixed", captured=True)
 
@@ -252,7 +252,7 @@ def test_under_the_backend(parity, tmp_path, monkeypatch):
 
 
 def test_people_can_open_the_files(parity, tmp_path):
-    """``model.safetensors`` has the names of ``state_dict()``; every value is readable with the safetensors library."""
+    """``model.safetensors`` has the names of ``state_dict()``, and the safetensors library reads every value."""
     model, optimizer = resume(parity, tmp_path, "nvme", "nvme")
     zinf_compile.save(tmp_path, model, optimizer)
     (data,) = tmp_path.glob("data-*")

@@ -1,4 +1,4 @@
-"""Learning rate schedules, and the matrix of a loop's parts: optimizer, placement, accumulation, clipping, schedule."""
+"""Learning rate schedules, and all combinations of optimizer, placement, accumulation, clipping and schedule."""
 
 import itertools
 
@@ -53,7 +53,7 @@ SCHEDULES = {
     "polynomial": lambda optimizer: schedules.PolynomialLR(optimizer, total_iters=4, power=2.0),
     "cosine restarts": lambda optimizer: schedules.CosineAnnealingWarmRestarts(optimizer, T_0=2),
     "cyclic": lambda optimizer: schedules.CyclicLR(optimizer, 1e-3, 1e-2, step_size_up=2, cycle_momentum=True),
-    "one cycle": lambda optimizer: schedules.OneCycleLR(optimizer, 2e-2, total_steps=STEPS + 1),  # betas too
+    "one cycle": lambda optimizer: schedules.OneCycleLR(optimizer, 2e-2, total_steps=STEPS + 1),  # changes betas too
     "warm-up, decay": warm_up_and_decay,
     "plateau": lambda optimizer: schedules.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0),
 }
@@ -117,7 +117,7 @@ def train(model, batches, trace, optimizer_name, num_micro_steps, clip, schedule
 
 
 def test_matrix(parity, placement, captured):
-    """All combinations, one after the other on one model each, whose values are put back in between."""
+    """Run all combinations in turn on the same models; initial values are loaded before each."""
     plain, batches = net()
     ours, _ = parity.optimized(net, placement, captured=captured)
     start = net()[0].state_dict()

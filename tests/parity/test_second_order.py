@@ -5,14 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zinf_compile.errors import UnsupportedError
+import zinf_compile
+from zinf_compile.ir.errors import UnsupportedError
 
 STEPS = 3
 WIDTH = 24
 
 
 class SmoothNet(nn.Module):
-    """Every parameter is used once: the sum of more uses has another order in a backward of a backward."""
+    """Every parameter is used once: double backward sums over several uses in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ def smooth_net():
 
 
 def penalised(model, batch):
-    """The gradient's own norm is part of the loss."""
+    """Add the squared norm of the gradient to the loss."""
     loss = model(**batch)
     grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     return loss + 0.1 * sum(grad.square().sum() for grad in grads)
@@ -48,3 +49,24 @@ def test_gradients_of_gradients_are_refused_in_captured_graphs(parity):
     with pytest.raises(UnsupportedError, match="create_graph=True asks; say capture=False"):
         penalised(model, batches[0])
     model(**batches[0]).backward()
+
+
+def test_second_gradients_by_an_input_are_refused_in_captured_graphs():
+    """As a gradient penalty does. torch would raise only in the second backward, and not say what to do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    zinf_compile.optimize(model, device_memory="8MiB", host_memory="8MiB")
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    output = model(x)
+    with pytest.raises(UnsupportedError, match=r"create_graph=True asks; say capture=False in optimize\(\)"):
+        torch.autograd.grad(output.sum(), x, create_graph=True)
+    (by_input,) = torch.autograd.grad(model(x).sum(), x)
+    assert by_input.shape == x.shape
+    # The user's own graph before and after the model may still be differentiated twice.
+    y = torch.randn(4, WIDTH, requires_grad=True)
+    with torch.no_grad():
+        weight = model(x)
+    (slope,) = torch.autograd.grad((y.square().sum(1, keepdim=True) * weight).sum(), y, create_graph=True)
+    slope.sum().backward()
+    assert torch.equal(y.grad, 2 * weight.expand(-1, WIDTH))
+    zinf_compile.close(model)

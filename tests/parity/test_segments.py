@@ -1,4 +1,4 @@
-"""Training in compiled segments is training op by op, to rounding; budgets are kept, and depth compiles nothing more."""
+"""Training in compiled segments matches training op by op to rounding, within budgets; more layers compile nothing more."""
 
 import copy
 import logging
@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile import config, program, segmented
-from zinf_compile.config import Config
-from zinf_compile.errors import CapacityError
-from zinf_compile.runtime import segments
-from zinf_compile.runtime.compiled import find_compiler
-from zinf_compile.terms import Tier
-from zinf_compile.tile_search import TileSearch
+from zinf_compile.driver import segmented
+from zinf_compile.driver.planning import GraphPlanner
+from zinf_compile.driver.tile_search import TileSearch
+from zinf_compile.ir import config
+from zinf_compile.ir.config import Config
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.execute import segments
+from zinf_compile.runtime.native.compiled import find_compiler
 
 STEPS = 3
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler on the PATH")
@@ -57,7 +59,7 @@ def make(**options: int) -> nn.Module:
 def train(model: nn.Module) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
-    torch.manual_seed(2)  # of dropout, whose numbers no segment draws
+    torch.manual_seed(2)  # for dropout, whose random numbers are drawn outside of segments
     losses = []
     for _ in range(STEPS):
         loss = model(torch.randint(256, (4, 32), generator=generator))
@@ -79,13 +81,15 @@ def assert_same_to_rounding(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 def assert_ops_run(parity, expected, caplog, reason: str) -> None:
-    """Check that what is asked to be compiled runs op by op, and that the log says so once."""
+    """Check that a model that should be compiled runs op by op, and that the log and the report say so once."""
     with caplog.at_level(logging.WARNING, logger="zinf_compile"):
         model = parity.optimize(make(), compute="inductor", device_memory="8MiB", host_memory="8MiB")
         assert_same_to_rounding(train(model), expected)
     said = [record.message for record in caplog.records if "op by op" in record.message]
     assert len(said) == 1
     assert reason in said[0]
+    (sentence,) = zinf_compile.report(model).fallbacks
+    assert sentence.startswith(f"Model graph 0: runs op by op: {reason}")
 
 
 @needs_compiler
@@ -104,7 +108,7 @@ def test_training_in_segments_is_the_same_to_rounding(parity, expected, recomput
 
 @needs_compiler
 def test_segments_allocate_no_more_than_the_plan_counts(parity):
-    """Counted by torch's allocator, every byte: what comes out of a segment is there before what goes in is gone."""
+    """Count every byte by torch's allocator: the outputs of a segment are allocated before its inputs are freed."""
     options = {"device_memory": "64MiB", "host_memory": "64MiB", "recompute": False, "remake_plan": False}
     model = parity.optimize(make(width=128), compute="inductor", **options)
     tokens = torch.randint(256, (8, 64), generator=torch.Generator().manual_seed(1))
@@ -137,7 +141,7 @@ def test_a_deeper_model_has_no_other_segments(parity):
 @pytest.mark.parametrize("way_in", ["optimize", "backend"])
 def test_blocks_are_compiled_where_nothing_else_is_said(parity, expected, monkeypatch, way_in):
     (default,) = (field.default for field in fields(Config) if field.name == "compute")
-    monkeypatch.setattr(config, "DEFAULT_COMPUTE", default)  # the tests have another
+    monkeypatch.setattr(config, "DEFAULT_COMPUTE", default)  # the tests override it
     model, budgets = make(), {"device_memory": "8MiB", "host_memory": "8MiB"}
     if way_in == "optimize":
         parity.optimize(model, **budgets)
@@ -152,7 +156,7 @@ def test_blocks_are_compiled_where_nothing_else_is_said(parity, expected, monkey
 
 @needs_compiler
 def test_changing_sizes_are_compiled_once(parity):
-    """The second shape is the first with symbols; what follows is compiled, and within the plan, whatever its sizes."""
+    """The second shape compiles the graph with symbols; all later shapes reuse it, and stay within the plan."""
     shapes = [(4, 32), (3, 48), (8, 8), (2, 64), (5, 31), (4, 40)]
     plain = make().eval()
     model = parity.optimize(make().eval(), compute="inductor", device_memory="16MiB", host_memory="8MiB")
@@ -194,7 +198,7 @@ def test_a_whole_number_that_is_no_size_may_be_any(parity):
             each.zero_grad()
             each(x, count).backward()
         assert_same_to_rounding(_gradients(model), _gradients(plain))
-    assert len(zinf_compile.report(model).plans) <= 4  # 0 is guarded against
+    assert len(zinf_compile.report(model).plans) <= 4  # a guard separates 0 from the others
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
@@ -205,7 +209,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 def test_without_a_compiler_ops_run_and_the_log_says_why(parity, expected, monkeypatch, caplog):
     monkeypatch.setattr(segmented, "find_compiler", lambda: None)
-    segmented._say_without_compiler.cache_clear()  # other tests may have been without one
+    segmented._say_without_compiler.cache_clear()  # another test may have logged it already
     assert_ops_run(
         parity, expected, caplog, "Inductor needs a C++ compiler, such as g++, and there is none on the PATH"
     )
@@ -214,7 +218,7 @@ def test_without_a_compiler_ops_run_and_the_log_says_why(parity, expected, monke
 @needs_compiler
 def test_blocks_that_do_not_fit_are_cut_where_they_gather(parity):
     most_read = []
-    for device_memory in ("32MiB", "1900KiB"):
+    for device_memory in ("32MiB", "2200KiB"):
         torch._dynamo.reset()
         options = {"device_memory": device_memory, "host_memory": "32MiB", "tiles": False, "recompute": False}
         model = parity.optimize(make(width=128), compute="inductor", **options)
@@ -229,13 +233,14 @@ def test_blocks_that_do_not_fit_are_cut_where_they_gather(parity):
 
 @needs_compiler
 def test_where_no_segments_fit_ops_run_and_the_log_says_why(parity, expected, monkeypatch, caplog):
-    def refuse(facts):
-        raise CapacityError(f"{facts.name} needs more")
+    plan_for = GraphPlanner.plan_for
 
-    def without_room(ops, param_ids, analyze, make_plan):
-        return segmented.compute_in_segments(ops, param_ids, analyze, refuse)
+    def refuse_segments(planner, candidates, **of):
+        if any(op.op == "zinf.run_segment.default" for facts in candidates for op in facts.ops):
+            raise CapacityError(f"{planner.name} needs more")
+        return plan_for(planner, candidates, **of)
 
-    monkeypatch.setattr(program, "compute_in_segments", without_room)
+    monkeypatch.setattr(GraphPlanner, "plan_for", refuse_segments)
     assert_ops_run(parity, expected, caplog, "in segments it does not fit: Model graph 0 needs more")
 
 
@@ -254,7 +259,9 @@ def test_tiles_are_not_read_together(parity, expected):
 class Mlps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Tanh(), nn.Linear(128, 32)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -264,10 +271,10 @@ class Mlps(nn.Module):
 
 @needs_compiler
 def test_tiles_of_a_chain_are_segments_of_their_own_and_more_of_them_are_no_other_structures(parity, monkeypatch):
-    """What is told apart is counted, and runs op by op; the tiles, of 64 rows, are as many as there are of those."""
+    """Count structures, and run them op by op. Every tile has 64 rows, so that more tiles have the same structures."""
     for name, empty in (("_numbers", {}), ("_segments", {}), ("_compiled", {})):
         monkeypatch.setattr(segments, name, empty)
-    monkeypatch.setattr(segments, "_compile", lambda segment: None)
+    monkeypatch.setattr(segments, "_compile", lambda number, segment: None)
     choices = TileSearch.finer_and_finer
     num_calls, num_structures = [], []
     for num_tiles in (4, 8):
@@ -291,5 +298,5 @@ def test_tiles_of_a_chain_are_segments_of_their_own_and_more_of_them_are_no_othe
         num_structures.append(len(segments._segments))
     blocks, phases, more_tiles = 2, 2, 4
     assert num_calls[1] - num_calls[0] == blocks * phases * more_tiles
-    assert num_structures[1] - num_structures[0] < num_structures[0]  # what reads or gives all rows is of another size
+    assert num_structures[1] - num_structures[0] < num_structures[0]  # ops over all rows differ in size
     assert num_structures[0] < num_calls[0]

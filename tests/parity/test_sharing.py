@@ -1,4 +1,4 @@
-"""Two models under one set of budgets, as in a GAN: ``optimize(second, share=first)``."""
+"""Two models that share budgets, as in a GAN: ``optimize(second, share=first)``."""
 
 from functools import partial
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile.errors import CapacityError, ConfigError
-from zinf_compile.runtime.slots import record_of
+from zinf_compile.ir.errors import CapacityError, ConfigError
+from zinf_compile.runtime.params.records import record_of
 
 STEPS = 3
 WIDTH = 32
@@ -50,7 +50,7 @@ def models() -> tuple[nn.Module, nn.Module]:
 
 
 def play(maker: nn.Module, critic: nn.Module) -> dict[str, Tensor]:
-    """Train both by turns, the maker through the critic, and return all numbers."""
+    """Train both in turns, the maker through the critic; return losses, parameters and gradients."""
     torch.manual_seed(1)
     of_maker = torch.optim.AdamW(maker.parameters(), lr=1e-2)
     of_critic = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)

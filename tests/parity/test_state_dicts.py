@@ -1,4 +1,4 @@
-"""torch's own ways to save and resume work as they are: state dicts, ``torch.save``, ``torch.distributed.checkpoint``."""
+"""torch's own ways to save and resume work unchanged: state dicts, ``torch.save``, ``torch.distributed.checkpoint``."""
 
 import io
 import warnings
@@ -52,13 +52,13 @@ def train(model, optimizer, batches, trace):
 
 
 def through_memory(model, optimizer, fresh, fresh_optimizer, folder):
-    """State dicts handed over as they are."""
+    """Pass the state dicts on as they are."""
     fresh.load_state_dict(model.state_dict())
     fresh_optimizer.load_state_dict(optimizer.state_dict())
 
 
 def through_torch_save(model, optimizer, fresh, fresh_optimizer, folder):
-    """The loop of torch's tutorials; ``torch.load`` takes weights only by default."""
+    """Save and load as torch's tutorials do; ``torch.load`` loads weights only by default."""
     buffer = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
     buffer.seek(0)
@@ -69,7 +69,7 @@ def through_torch_save(model, optimizer, fresh, fresh_optimizer, folder):
 
 
 def through_mapped_file(model, optimizer, fresh, fresh_optimizer, folder):
-    """State dicts whose tensors are mappings of a file."""
+    """Pass state dicts whose tensors map a file."""
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "states.pt")
     states = torch.load(folder / "states.pt", mmap=True)
     fresh.load_state_dict(states["model"])
@@ -77,11 +77,11 @@ def through_mapped_file(model, optimizer, fresh, fresh_optimizer, folder):
 
 
 def through_dcp(model, optimizer, fresh, fresh_optimizer, folder):
-    """``torch.distributed.checkpoint`` without a process group, into the state dicts of the new model."""
+    """Use ``torch.distributed.checkpoint`` without a process group, into the state dicts of the new model."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
+        warnings.simplefilter("ignore")  # about the missing process group
         dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=folder / "dcp")
-        # dcp loads in place, into tensors that are there: make the optimizer's by a step with the rate 0.
+        # dcp loads in place, into existing tensors: create the optimizer's by a step at learning rate 0.
         for parameter in fresh.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -94,7 +94,7 @@ def through_dcp(model, optimizer, fresh, fresh_optimizer, folder):
 
 
 def through_dcp_state_dict(model, optimizer, fresh, fresh_optimizer, folder):
-    """The helpers that torch recommends: names in place of numbers, and state that is made where there is none."""
+    """Use the helpers that torch recommends: names in place of numbers, and missing state is created."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model_state, optimizer_state = get_state_dict(model, optimizer)

@@ -1,4 +1,4 @@
-"""The step inside backward gives the bits of an ordinary one, and refuses what it cannot honour before it does harm."""
+"""The step inside backward gives the bits of an ordinary step, and refuses what it cannot support before any harm."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile.errors import UnsupportedError
-from zinf_compile.runtime.slots import record_of
+from zinf_compile.ir.errors import UnsupportedError
+from zinf_compile.runtime.params.records import record_of
 
 WIDTH = 160
 
@@ -49,7 +49,7 @@ def optimize(tmp_path: Path) -> Iterator[Callable[..., nn.Module]]:
         models.append(zinf_compile.optimize(model, **{**budgets, "step_in_backward": True, **options}))
         record = record_of(next(model.parameters()))
         assert record is not None
-        record.store.chunk_elements = 4096  # so that staging has room for copies of gradients; a plan sets it again
+        record.store.chunk_elements = 4096  # so that staging has room for copies of gradients; planning sets it again
         return model
 
     yield call
@@ -112,8 +112,10 @@ def test_gradients_do_not_move(optimize: Callable[..., nn.Module]) -> None:
         zinf_compile.synchronize(model)
         moved = dict(record.store.meter.moved)
         written.append({route: moved[route] - before.get(route, 0) for route in moved})
-    slots = [r.gradient for r in record.store.records.values() if r.gradient is not None and not r.gradient.in_memory]
-    gradients = sum(slot.byte_range(0, slot.tensor.numel())[1] for slot in slots)
+    slots = [
+        slot for r in record.store.records.values() if (slot := r.gradient.slot) is not None and not slot.in_memory
+    ]
+    gradients = sum(slot.byte_range(slot.slice)[1] for slot in slots)
     assert gradients > 0
     assert written[1]["device -> nvme"] == 0
     assert written[0]["device -> nvme"] == gradients
@@ -178,7 +180,7 @@ def test_an_optimizer_that_needs_whole_tensors(optimize: Callable[..., nn.Module
 
 
 def test_updates_that_are_done_hold_no_staging_memory(optimize: Callable[..., nn.Module]) -> None:
-    """The pool takes it for free, and would map more than its capacity."""
+    """A finished update keeps no reference to staging memory, which the pool counts as free."""
     model = optimize(make_model())
     optimizer = torch.optim.AdamW(model.parameters())
     record = record_of(model.get_parameter("inner.weight"))
@@ -188,8 +190,8 @@ def test_updates_that_are_done_hold_no_staging_memory(optimize: Callable[..., nn
     optimizer.step()
     optimizer.zero_grad()
     model(BATCHES[1]).backward()
-    store.check_integrity()  # waits for the updates, and forgets none
-    assert record.update is not None
+    store.check_integrity()  # waits for the updates, and keeps their futures
+    assert record.update.future is not None
     assert store.staging.held_nbytes > 0
     num_held = [sys.getrefcount(memory) for memory in store.staging._idle]
     assert num_held == [num_held[0]] * len(num_held)
@@ -200,7 +202,7 @@ def test_updates_that_are_done_hold_no_staging_memory(optimize: Callable[..., nn
 
 
 def test_a_checkpoint_loaded_between_backward_and_step(tmp_path: Path, optimize: Callable[..., nn.Module]) -> None:
-    """The step that was open is forgotten with the values it had made."""
+    """Loading drops the open step and the values that it computed."""
     model = optimize(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(BATCHES[0]).backward()

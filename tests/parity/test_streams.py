@@ -1,4 +1,4 @@
-"""On a device with streams every bit is as in plain PyTorch too. With ZINF_STREAMS=1 all tests of this folder run on one."""
+"""Bitwise parity on a device with streams. With ZINF_STREAMS=1 all tests of this folder run on one."""
 
 import pytest
 import torch
@@ -6,7 +6,10 @@ from torch import Tensor, nn
 
 import zinf_compile
 from tests.parity.test_models import MLP, gpt, gpt_tied, mlp, vector_batches
-from zinf_compile.errors import ConfigError
+from zinf_compile.ir.errors import ConfigError
+from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.store.store import Store
 
 
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
@@ -14,7 +17,7 @@ from zinf_compile.errors import ConfigError
 def test_gpt(parity, placement: str, captured: bool) -> None:
     device = parity.on_streams()
     parity.check(gpt, placement, captured=captured)
-    if captured:  # eager code waits for what it gathers anyhow
+    if captured:  # eager code waits for each gather anyway
         assert device.to_device.num_copied > 0
         assert device.to_host.num_copied > 0
 
@@ -25,6 +28,98 @@ def test_updates(parity, workload, update_on: str) -> None:
     device = parity.on_streams()
     parity.check(workload, "nvme", captured=True, update_on=update_on)
     assert (device.update.num_waits > 0) == (update_on == "device")
+
+
+def _on_device(store: Store) -> list[Slot]:
+    return [slot for record in store.records.values() for slot in record.copies.states.values() if slot.on_device]
+
+
+def _steps(model: nn.Module, batches, trace) -> None:
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for batch in batches:
+        loss = parity_loss(model, batch)
+        loss.backward()
+        trace.losses.append(loss.detach().clone())
+        adamw.step()
+        adamw.zero_grad()
+    trace.record_model(model, adamw)
+
+
+@pytest.mark.parametrize("timing", [{}, {"overlap_step": False}, {"step_in_backward": True}], ids=str)
+@pytest.mark.parametrize("workload", [mlp, gpt_tied])
+def test_state_lives_on_the_device_where_it_has_room(parity, workload, timing: dict[str, bool]) -> None:
+    """State on the device is updated in place: only gradients and master copies cross the link."""
+    parity.on_streams()
+    stores: list[Store] = []
+
+    def loop(model: nn.Module, batches, trace) -> None:
+        if (record := record_of(next(model.parameters()))) is not None:
+            stores.append(record.store)
+        _steps(model, batches, trace)
+
+    parity.check_loop(loop, workload, "host", captured=True, is_streamed=False, device_memory="64MiB", **timing)
+    (store,) = stores
+    assert len(_on_device(store)) == 2 * len(store.records)
+    there = dict(store.meter.moved)["host -> device"]
+    num_steps = len(workload()[1])
+    masters = sum(record.copies.master.nbytes for record in store.records.values())
+    # A gradient and a master copy per step, and once the compute copies that become resident.
+    assert there <= (2 * num_steps + 1) * masters
+
+
+def test_state_on_the_device_is_seen_changed_saved_and_loaded(parity, tmp_path) -> None:
+    parity.on_streams()
+
+    def trained(*, save: bool) -> tuple[nn.Module, torch.optim.AdamW]:
+        torch.manual_seed(0)
+        model = parity.optimize(MLP(), device_memory="64MiB", host_memory="8MiB", tiles=False)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if not save:
+            zinf_compile.load(tmp_path / "saved", model, adamw)
+        for batch in vector_batches(24, 5)[2 * (not save) : 2 + 2 * (not save)]:
+            model(**batch).backward()
+            adamw.step()
+            adamw.zero_grad()
+            for parameter in model.parameters():
+                adamw.state[parameter]["exp_avg"].mul_(0.5)
+        if save:
+            zinf_compile.save(tmp_path / "saved", model, adamw)
+        return model, adamw
+
+    trained(save=True)
+    model, adamw = trained(save=False)
+    assert _on_device(next(model.parameters())._zinf_record.store)
+    torch.manual_seed(0)
+    plain = MLP()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for batch in vector_batches(24, 5)[:4]:
+        plain(**batch).backward()
+        reference.step()
+        reference.zero_grad()
+        for parameter in plain.parameters():
+            reference.state[parameter]["exp_avg"].mul_(0.5)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        parity.assert_equal(one, other, "parameter")
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            parity.assert_equal(adamw.state[one][key], reference.state[other][key], key)
+
+
+def test_whole_tensor_optimizers_update_state_of_the_device_on_the_host(parity) -> None:
+    parity.on_streams()
+
+    def loop(model: nn.Module, batches, trace) -> None:
+        adafactor = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+        rmsprop = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)
+        for batch in batches[:3]:
+            loss = parity_loss(model, batch)
+            loss.backward()
+            adafactor.step()
+            rmsprop.step()
+            model.zero_grad()
+            trace.losses.append(loss.detach().clone())
+            trace.record_model(model, rmsprop)
+
+    parity.check_loop(loop, mlp, "host", captured=True, is_streamed=False, device_memory="64MiB")
 
 
 def _micro_steps(model: nn.Module, batches, trace) -> None:
@@ -53,7 +148,7 @@ def test_accumulation_and_clipping(parity, placement: str, captured: bool) -> No
 
 
 def test_a_split_step_updates_everything_once(parity) -> None:
-    """Some parameters on the device and some on the host: here both give the same bits."""
+    """Some parameters are updated on the device and some on the host; both give the same bits here."""
     parity.on_streams()
     model, batches = parity.optimized(mlp, "nvme", captured=True)
     store = next(model.parameters())._zinf_record.store

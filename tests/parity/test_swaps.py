@@ -1,4 +1,4 @@
-"""Activations that leave the device: training is bitwise that of plain PyTorch, whatever is done with the graph."""
+"""Offloaded activations: training is bitwise equal to plain PyTorch, whatever is done with the graph."""
 
 import contextlib
 import sys
@@ -9,20 +9,20 @@ import pytest
 import torch
 
 import zinf_compile
-from zinf_compile.errors import CapacityError
-from zinf_compile.plans import Plan
-from zinf_compile.terms import Tier
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.plan import Plan
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
-from swapping import swapping
+
+from tests.support.swapping import swapping
 
 transformers = pytest.importorskip("transformers")
 
 STEPS = 2
 VOCAB, SEQ = 64, 32
-# 64 KiB, the least that leaves here, is what these models save of a block's inner values.
+# With these sizes a block saves inner values of 64 KiB, the least that is offloaded here.
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
 CHOICES = {
     "host": lambda number, value: Tier.HOST,
@@ -61,12 +61,12 @@ def vit():
 
 @contextlib.contextmanager
 def swapped(choice: str, *, at_least: int = 64 * 2**10) -> Iterator[list[Plan]]:
-    """Inside, what is saved of at least that many bytes leaves; afterwards, every plan was one with swaps."""
+    """Offload saved values of at least this many bytes inside; check afterwards that every plan has swaps."""
     with swapping(CHOICES[choice], at_least=at_least) as plans:
         yield plans
     assert plans
     for plan in plans:
-        tiers = {swap.destination for swap in plan.swaps}
+        tiers = {swap.rests_on for swap in plan.swaps}
         assert tiers == ({Tier.HOST, Tier.NVME} if choice == "mixed" else {Tier(choice)})
 
 
@@ -91,8 +91,8 @@ def test_bitwise(parity, tmp_path, workload, choice, recompute):
     report = zinf_compile.report(model)
     moved = {route.route: route.nbytes for route in report.moved}
     for tier in (Tier.HOST, Tier.NVME):
-        # Out and back in every step, which may have a graph of its own; a plan's sectors are whole, what moves need not be.
-        swaps = [swap for plan in report.plans for swap in plan.swaps if swap.destination is tier]
+        # Offloaded and reloaded in each step, which may have its own graph. Plans count whole sectors, transfers may not.
+        swaps = [swap for plan in report.plans for swap in plan.swaps if swap.rests_on is tier]
         at_least = STEPS // len(report.plans) * sum(swap.nbytes - 4095 for swap in swaps)
         assert bool(swaps) == (choice in (tier, "mixed"))
         assert min(moved.get(f"device -> {tier}", 0), moved.get(f"{tier} -> device", 0)) >= at_least
@@ -104,8 +104,8 @@ def test_streamed_parameters_share_the_arena_with_what_comes_back(parity, tmp_pa
         parity.optimize(model, device_memory="4608KiB", host_memory="64MiB", nvme=tmp_path, recompute=False)
         ours = parity.train(model, batches)
     parity.assert_plain(ours, parity.plain_runs(gpt), captured=True)
-    assert all(plan.transfers and plan.swaps for plan in plans), [
-        (plan.activations.policy, len(plan.transfers), len(plan.swaps)) for plan in plans
+    assert all(plan.gathers and plan.swaps for plan in plans), [
+        (plan.activations.policy, len(plan.gathers), len(plan.swaps)) for plan in plans
     ]
 
 
@@ -147,7 +147,7 @@ def twice(model, batches):
 
 
 def one_dropped(model, batches):
-    model(**batches[0])  # its graph dies, and never runs
+    model(**batches[0])  # its graph is freed without a backward
     loss = model(**batches[1])
     loss.backward()
     return [loss]
@@ -172,7 +172,7 @@ def test_whatever_is_done_with_the_graph(parity, tmp_path, backward):
 
 
 def test_plans_that_let_other_values_leave(parity, tmp_path):
-    """A forward's values are what its own plan says, also when its backward runs under a later one."""
+    """A forward offloads what its own plan says, even if its backward runs under a later plan."""
     with swapped("mixed"):
         model, batches = gpt()
         parity.optimize(model, **budgets(tmp_path))
@@ -181,7 +181,7 @@ def test_plans_that_let_other_values_leave(parity, tmp_path):
     (program,) = store.session.programs
     for choice in (lambda number, value: Tier.NVME if number % 3 else None, lambda number, value: None):
         with swapping(choice):
-            program._adopt(program._plan_for([program._shapes.facts]))
+            program._adopt(program._plan_for(program._shapes.facts))
             losses.append(model(**batches[0]))
     reference, _ = gpt()
     for loss in losses:

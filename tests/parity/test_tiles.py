@@ -1,4 +1,4 @@
-"""Parameters that are gathered by tiles: the same numbers as the same tiles in plain PyTorch, in less memory."""
+"""Parameters gathered by tiles: the same numbers as the same tiles in plain PyTorch, with less memory."""
 
 import re
 from pathlib import Path
@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile.config import parse_size
-from zinf_compile.errors import CapacityError, ConfigError, UnsupportedError
-from zinf_compile.terms import Tier
+from zinf_compile.ir.config import parse_size
+from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
+from zinf_compile.ir.glossary import Tier
 
 STEPS = 3
 VOCABULARY, WIDTH, HIDDEN = 256, 64, 128
@@ -20,7 +20,7 @@ KiB = 2**10
 
 
 def by_tiles(x: Tensor, layer: nn.Linear, count: int) -> Tensor:
-    """Return what a layer gives, computed by tiles of its rows in plain PyTorch."""
+    """Return the output of a layer, computed by tiles of its rows in plain PyTorch."""
     sizes = [layer.weight.shape[0] // count] * count
     biases = [None] * count if layer.bias is None else layer.bias.split(sizes)
     return torch.cat([F.linear(x, *tile) for tile in zip(layer.weight.split(sizes), biases, strict=True)], -1)
@@ -57,7 +57,7 @@ def batches(num: int = STEPS) -> list[dict[str, Tensor]]:
 
 
 def homes(parity, placement: str, dtype: torch.dtype = torch.float32) -> dict[str, object]:
-    """Return budgets in which not all has room to be resident."""
+    """Return budgets in which not everything can be resident."""
     budgets: dict[str, object] = {"device_memory": (100 + 15 * dtype.itemsize) * KiB, "host_memory": "2MiB"}
     return budgets | ({"nvme": parity._folder, "host_memory": 512 * KiB} if placement == "nvme" else {})
 
@@ -70,11 +70,11 @@ def test_bitwise_as_the_same_tiles_in_plain_pytorch(parity, placement, dtype):
     model = parity.optimize(make(dtype=dtype), tiles=TILES, **homes(parity, placement, dtype))
     parity.assert_same(parity.train(model, batches()), expected)
     (plan,) = zinf_compile.report(model).plans
-    assert plan.transfers
+    assert plan.gathers
     assert {placement.parameter for placement in plan.placements} >= {
         f"{name}.tile_{number}" for name, count in TILES.items() if count > 1 for number in range(count)
     }
-    names = [sink.parameter for sink in plan.sinks]
+    names = [sink.name for sink in plan.sinks]
     assert sum(name.startswith("head.weight.tile_") for name in names) == TILES["head.weight"]
 
 
@@ -118,7 +118,7 @@ def test_gradients_add_up_as_in_plain_pytorch(parity, placement, loop):
 def test_updates_inside_backward(parity):
     plain = make(TILES)
     expected = [loss.item() for loss in parity.train(plain, batches()).losses]
-    budgets = {**homes(parity, "nvme"), "device_memory": "288KiB"}  # updates are counted beside backward
+    budgets = {**homes(parity, "nvme"), "device_memory": "288KiB"}  # updates take memory beside backward
     model = parity.optimize(make(), tiles=TILES, step_in_backward=True, **budgets)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses = []
@@ -151,7 +151,7 @@ class Tied(nn.Module):
     ids=["nvme", "step_in_backward"],
 )
 def test_a_parameter_larger_than_the_device_trains(parity, options):
-    """In double precision, so that other sums are as good as equal; the loss is fused with its layer."""
+    """In float64, where reordered sums hardly differ; the loss is fused with its layer."""
 
     def train(model: nn.Module) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -182,7 +182,7 @@ def test_a_parameter_larger_than_the_device_trains(parity, options):
 
 
 def test_as_few_tiles_as_will_do(parity):
-    """More memory, fewer tiles; none where all fits."""
+    """More memory gives fewer tiles, and none where everything fits."""
     counts = []
     for device_memory in ("1MiB", "3MiB", "32MiB"):
         torch.manual_seed(0)
@@ -192,6 +192,37 @@ def test_as_few_tiles_as_will_do(parity):
         counts.append(len(plan.placements))
         torch._dynamo.reset()
     assert counts[0] > counts[1] > counts[2] == 1
+
+
+def test_tiles_of_another_number_than_the_checkpoint_had(parity, tmp_path, caplog):
+    """Continuing from a checkpoint with other tiles, or without tiles, warns that bits differ."""
+
+    def begin(
+        tiles: dict[str, int] | None, *, load: bool = False
+    ) -> tuple[nn.Module, torch.optim.Optimizer, list[str]]:
+        torch.manual_seed(0)
+        model = parity.optimize(Tied(4096, 64), device_memory="32MiB", host_memory="32MiB", tiles=tiles)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        caplog.clear()
+        if load:
+            zinf_compile.load(tmp_path / "x", model, optimizer)
+        assert not caplog.messages, "load has nothing to compare before the first capture"
+        model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+        warnings = [message for message in caplog.messages if "not bit by bit" in message]
+        torch._dynamo.reset()
+        return model, optimizer, warnings
+
+    model, optimizer, _ = begin(None)
+    zinf_compile.save(tmp_path / "x", model, optimizer)
+    assert begin(None, load=True)[2] == []
+    model, optimizer, (warning,) = begin({"embed.weight": 4}, load=True)
+    assert "computes everything whole, and this one computes in tiles (" in warning
+    assert "embed.weight is gathered in" in warning
+    zinf_compile.load(tmp_path / "x", model, optimizer)
+    assert "not bit by bit" in caplog.messages[-1], "load warns if the model is captured already"
+    zinf_compile.save(tmp_path / "x", model, optimizer)
+    assert begin({"embed.weight": 4}, load=True)[2] == []
+    assert "and this one computes everything whole" in begin(None, load=True)[2][0]
 
 
 def test_tile_memory_is_a_limit(parity):
@@ -259,7 +290,7 @@ def test_activations_wider_than_the_device_are_made_by_tiles_of_rows(parity):
 
 @pytest.mark.parametrize("options", [{}, {"host_memory": "6MiB", "step_in_backward": True}], ids=["host", "nvme"])
 def test_gradients_of_a_chain_by_tiles_do_not_wait_for_each_other(parity, options):
-    """Weights and activations are too large: every piece of the activations has a gradient for every tile of a weight."""
+    """Neither weights nor activations fit: each tile of a weight gets a gradient from every tile of the activations."""
 
     def make_wide() -> nn.Module:
         torch.manual_seed(0)
@@ -271,7 +302,7 @@ def test_gradients_of_a_chain_by_tiles_do_not_wait_for_each_other(parity, option
     model = parity.optimize(make_wide(), **budgets)
     for ours, theirs in zip(losses_of(model, 1024, 256), losses, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
-    report = zinf_compile.report(model)  # ahead of values that the test itself holds
+    report = zinf_compile.report(model)  # before the test's own tensors below take memory
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.detach().clone(), theirs.detach(), rtol=1e-11, atol=1e-14)
     assert any("tiles of rows" in note and "weight is gathered in" in note for note in report.plans[0].notes)

@@ -1,10 +1,12 @@
-"""transformers' Trainer on an optimized Llama: the numbers of a plain model, and of the loop that people write by hand."""
+"""transformers' Trainer on an optimized Llama: the numbers of a plain model, and of a hand-written loop."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+import zinf_compile
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -13,11 +15,11 @@ STEPS, MICRO_STEPS, BATCH = 4, 2, 2
 VOCAB = 96
 
 
-def llama():
+def llama(**options):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=48, max_position_embeddings=16, use_cache=False,
+        intermediate_size=48, max_position_embeddings=16, use_cache=False, **options,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config), [
         {"input_ids": tokens, "labels": tokens.clone()} for tokens in examples().unflatten(0, (-1, BATCH))
@@ -30,7 +32,7 @@ def examples() -> Tensor:
 
 
 class InOrder(transformers.Trainer):
-    """A Trainer that does not shuffle, so that a loop by hand sees the same batches."""
+    """A Trainer that does not shuffle, so that a hand-written loop sees the same batches."""
 
     def _get_train_sampler(self, *args):
         return None
@@ -39,7 +41,7 @@ class InOrder(transformers.Trainer):
 def train(
     model: nn.Module, folder: Path, *, resume: Path | None = None, **options
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return what the Trainer logs at every step, and the parameters at the end; it saves after half of the steps."""
+    """Return what the Trainer logs at each step, and the final parameters; it saves after half of the steps."""
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH, gradient_accumulation_steps=MICRO_STEPS,
         max_grad_norm=0.5, warmup_steps=2, max_steps=STEPS, learning_rate=1e-2, weight_decay=0.1, logging_steps=1,
@@ -54,7 +56,7 @@ def train(
 
 
 def by_hand(model: nn.Module, batches) -> list[float]:
-    """Return the losses of the same training in a loop, as the Trainer logs them."""
+    """Return the losses of the same training in a hand-written loop, as the Trainer logs them."""
     decayed = {parameter for parameter in model.parameters() if parameter.dim() > 1}
     optimizer = torch.optim.AdamW(
         [
@@ -62,10 +64,10 @@ def by_hand(model: nn.Module, batches) -> list[float]:
             {"params": [p for p in model.parameters() if p not in decayed], "weight_decay": 0.0},
         ],
         lr=1e-2,
-        fused=True,  # as the Trainer's
+        fused=True,  # as in the Trainer
     )
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, STEPS)
-    num_tokens = torch.tensor(MICRO_STEPS * BATCH * 7)  # of rows of 8, whose first has no prediction
+    num_tokens = torch.tensor(MICRO_STEPS * BATCH * 7)  # rows of 8 tokens, of which the first is not predicted
     losses = []
     for step in range(STEPS):
         total = torch.zeros(())
@@ -85,7 +87,7 @@ def by_hand(model: nn.Module, batches) -> list[float]:
     ("captured", "options"), [(True, {}), (False, {}), (False, {"bf16": True})], ids=["captured", "eager", "eager-bf16"]
 )
 def test_same_numbers_and_resumed_from_a_checkpoint(parity, tmp_path, captured, options):
-    """Trained by a plain and by an optimized model; the second half again, from the checkpoint of the other one."""
+    """Train a plain and an optimized model; then repeat the second half, each from the checkpoint of the other."""
     results = {}
     for name, resume in (("plain", None), ("ours", None), ("ours again", "plain"), ("plain again", "ours")):
         if name.startswith("ours"):
@@ -121,3 +123,44 @@ def test_saved_pretrained_models_load_plainly(parity, tmp_path, captured):
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     for name, parameter in loaded.named_parameters():
         parity.assert_equal(model.get_parameter(name), parameter, name)
+
+
+@pytest.mark.parametrize("optim", ["stable_adamw", "adamw_bnb_8bit", "lion_8bit"])
+def test_optimizers_of_other_libraries(optim: str, tmp_path: Path) -> None:
+    """Options of single parameters, such as 32-bit state for an embedding, are kept, and state in groups advances."""
+    pytest.importorskip("optimi" if optim == "stable_adamw" else "bitsandbytes")
+    results = []
+    for name in ("plain", "optimized"):
+        model = wide_llama()
+        if name == "optimized":
+            zinf_compile.optimize(model, device_memory="16MiB", host_memory="4MiB", nvme=tmp_path, capture=False)
+        results.append(train(model, tmp_path / name, optim=optim, save_strategy="no"))
+    zinf_compile.close(model)
+    assert results[0][0] == results[1][0]
+    for name, parameter in results[0][1].items():
+        assert torch.equal(parameter, results[1][1][name]), name
+
+
+def wide_llama() -> nn.Module:
+    """Return a model with more than 4096 elements in its embedding and others: smaller tensors keep 32-bit state."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=96, max_position_embeddings=16, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_bf16_where_attention_is_traced_as_it_runs():
+    """While traced, transformers passes a mask, and fused attention with shared heads rounds differently; see the docs."""
+    gradients = []
+    for captured in (False, True):
+        model, batches = llama(attn_implementation="eager")
+        if captured:
+            zinf_compile.optimize(model, device_memory="8MiB", host_memory="8MiB")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batches[0]).loss
+        loss.backward()
+        gradients.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    assert all(torch.equal(ours, plain) for plain, ours in zip(*gradients, strict=True))
+    zinf_compile.close(model)

@@ -1,4 +1,4 @@
-"""Loops that users write: accumulation, clipping, evaluation in between, several forwards, frozen and written parameters."""
+"""Training loops that users write: accumulation, clipping, evaluation, several forwards, frozen and written parameters."""
 
 from pathlib import Path
 
@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zinf_compile.passes.planning import prefetch, search
-from zinf_compile.passes.planning.build import LookAhead
+from zinf_compile.passes.planner.schedule import prefetch
+from zinf_compile.passes.planner.search import search
+from zinf_compile.passes.planner.search.build import LookAhead
 
 STEPS = 3
 MICRO_STEPS = 4
 WIDTH = 32
-OPEN_NBYTES = 7 * 2**10  # what a forward of ``net`` saves, a little more
+OPEN_NBYTES = 7 * 2**10  # slightly more than a forward of ``net`` saves
 
 
 class Block(nn.Module):
@@ -96,7 +97,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step_simply(model, batches, trace):
-    """Take one step per batch, and look at everything."""
+    """Take one step per batch, and record everything."""
     optimizer = adamw(model)
     for batch in batches[:STEPS]:
         loss = model(**batch)
@@ -124,8 +125,8 @@ def accumulate(model, batches, trace):
         trace.record_model(model, optimizer)
 
 
-def test_gradient_accumulation(parity, placement, captured):
-    parity.check_loop(accumulate, net, placement, captured=captured)
+def test_gradient_accumulation(parity, placement, way):
+    parity.check_loop(accumulate, net, placement, **way)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -162,7 +163,7 @@ def test_gradients_of_a_step_stay_until_they_are_zeroed(parity, captured):
 
 
 def test_numbers_nobody_looks_at_in_between(parity, placement, captured):
-    """The same loop without a look at any home tensor until its end: looking is not what makes it right."""
+    """Read no home tensor before the end of the loop: the result must not depend on reads in between."""
 
     def loop(model, batches, trace):
         optimizer = torch.optim.AdamW(
@@ -232,20 +233,20 @@ def test_several_forwards_before_one_backward(parity, placement, captured):
             trace.record_model(model, optimizer)
 
     options = {"recompute": True}
-    if captured:  # what the first two have saved is still there when the third one runs
+    if captured:  # the activations of the first two forwards are still saved when the third runs
         budgets = parity.budgets(net, placement, captured=captured, **options)
         options["device_memory"] = budgets["device_memory"] + 2 * OPEN_NBYTES
     parity.check_loop(loop, net, placement, captured=captured, **options)
 
 
-def test_frozen_parameters(parity, placement, captured):
+def test_frozen_parameters(parity, placement, way):
     frozen = []
 
     def loop(model, batches, trace):
         step_simply(model, batches, trace)
         frozen.append({name: p for name, p in model.named_parameters() if not p.requires_grad})
 
-    parity.check_loop(loop, partly_frozen_net, placement, captured=captured)
+    parity.check_loop(loop, partly_frozen_net, placement, **way)
     start = dict(partly_frozen_net()[0].named_parameters())
     for parameters in frozen:
         assert len(parameters) == 6
@@ -254,8 +255,8 @@ def test_frozen_parameters(parity, placement, captured):
             assert torch.equal(parameter, start[name]), name
 
 
-def test_parameters_frozen_and_thawed_in_between(parity, captured):
-    """``requires_grad_`` after the first step means what it means in PyTorch."""
+def test_parameters_frozen_and_unfrozen_in_between(parity, captured):
+    """``requires_grad_`` after the first step works as in PyTorch."""
 
     def loop(model, batches, trace):
         optimizer = adamw(model)
@@ -272,7 +273,7 @@ def test_parameters_frozen_and_thawed_in_between(parity, captured):
     parity.check_loop(loop, net, captured=captured)
 
 
-def test_user_writes_parameters_between_steps(parity, placement, captured):
+def test_user_writes_parameters_between_steps(parity, placement, way):
     def loop(model, batches, trace):
         optimizer = adamw(model)
         saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -292,7 +293,7 @@ def test_user_writes_parameters_between_steps(parity, placement, captured):
             optimizer.zero_grad()
             trace.record_model(model, optimizer)
 
-    parity.check_loop(loop, net, placement, captured=captured)
+    parity.check_loop(loop, net, placement, **way)
 
 
 def test_user_writes_gradients(parity, captured):
@@ -334,7 +335,7 @@ def test_other_optimizers(parity, make_optimizer):
 
 
 def test_optimizer_state_goes_through_a_checkpoint(parity, captured):
-    """State saved, training continued, state loaded: the second half comes out the same twice."""
+    """Save the state, train, load it and train again: the second half gives the same numbers twice."""
 
     def loop(model, batches, trace):
         optimizer = adamw(model)
@@ -364,7 +365,7 @@ def test_graph_break(parity):
     lines = Path(__file__).read_text().splitlines()
     number = next(number for number, line in enumerate(lines, start=1) if "the line that the report names" in line)
     assert any(where.startswith(f"{__file__}:{number}:") for where in report.graph_breaks), report.graph_breaks
-    assert [bool(plan.transfers) for plan in report.plans] == [True, True]
+    assert [bool(plan.gathers) for plan in report.plans] == [True, True]
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -374,17 +375,17 @@ def test_recompute(parity, recompute):
 
 
 def test_transfers_that_run_ahead(parity, monkeypatch):
-    """In so little memory the planner would rather keep parameters than read them early, so it gets no choice here."""
+    """With so little memory the planner would keep parameters rather than prefetch them, so the test forces prefetching."""
     monkeypatch.setattr(search, "_look_aheads", lambda _: (LookAhead(prefetch_nbytes=24 * 2**10, group_nbytes=2**10),))
     monkeypatch.setattr(prefetch, "_latest_issues", lambda residencies, _: [0] * len(residencies))
     options = {"prefetch_memory": 24 * 2**10, "is_streamed": False}  # some parameters may be resident
     report = parity.check_loop(step_simply, net, captured=True, placement="nvme", **options)
-    assert any(transfer.issue < transfer.need_by for plan in report.plans for transfer in plan.transfers)
+    assert any(transfer.issue < transfer.need_by for plan in report.plans for transfer in plan.gathers)
 
 
 def test_no_transfer_runs_ahead_unasked(parity):
     report = parity.check_loop(step_simply, net, captured=True, prefetch_memory=0, placement="host")
-    assert not any(transfer.issue < transfer.need_by for plan in report.plans for transfer in plan.transfers)
+    assert not any(transfer.issue < transfer.need_by for plan in report.plans for transfer in plan.gathers)
 
 
 def test_checkpoint_in_user_code(parity, captured):

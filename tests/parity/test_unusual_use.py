@@ -1,17 +1,18 @@
-"""What people do beside the plain loop: input gradients, swapped parameters, threads. Same numbers, or refused."""
+"""Uses beside the plain loop: input gradients, swapped parameters, threads. They give the same numbers, or are refused."""
 
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import zinf_compile
-from zinf_compile.errors import UnsupportedError
+from zinf_compile.ir.errors import UnsupportedError
 
 
 class Net(nn.Module):
@@ -41,7 +42,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 def optimized(folder: Path, model: nn.Module | None = None, **options: Any) -> nn.Module:
     budgets = {"device_memory": "8MiB", "host_memory": "1MiB", "nvme": folder}
-    return zinf_compile.optimize(Net() if model is None else model, **budgets, **options)
+    return zinf_compile.optimize(Net() if model is None else model, **{**budgets, **options})
 
 
 def batch(seed: int = 1) -> Tensor:
@@ -50,6 +51,31 @@ def batch(seed: int = 1) -> Tensor:
 
 def grads(model: nn.Module) -> list[Tensor | None]:
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", [{"compute": "aten"}, {"compute": "inductor"}, {"capture": False}], ids=str)
+def test_the_first_call_of_all_may_be_one_without_gradients(tmp_path: Path, options: dict[str, Any], mode: Any) -> None:
+    """Training follows it, on an unmeasured machine, with parameters that stream."""
+    plain, model = Net().double(), optimized(tmp_path, Net().double(), **{"device_memory": "3MiB", **options})
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-4) for net in (plain, model)]
+    x, results = batch().double(), []
+    for net, optimizer in zip((plain, model), optimizers, strict=True):
+        seen = []
+        for _ in range(3):
+            with mode():
+                seen.append(net(x).clone())
+            loss = net(x)
+            loss.backward()
+            optimizer.step()
+            seen += [loss.detach(), *(parameter.grad.clone() for parameter in net.parameters())]
+            optimizer.zero_grad()
+        results.append(seen)
+    rounding = 1e-10 if options.get("compute") == "inductor" else 0.0
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
+    zinf_compile.close(model)
 
 
 @pytest.mark.parametrize("capture", [True, False])
@@ -74,6 +100,39 @@ def test_functional_call_uses_the_tensors_it_is_given(tmp_path: Path, capture: b
     zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     assert torch.func.functional_call(model, zeros, batch()).item() == 0
     assert torch.equal(model(batch()), before)
+    zinf_compile.close(model)
+
+
+def by_parameters(model: nn.Module) -> Any:
+    taken = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return torch.func.grad(lambda given: torch.func.functional_call(model, given, (batch(),)))(taken)
+
+
+def by_sample(model: nn.Module) -> Any:
+    """Return the gradients of each sample's output by its inputs, and the gradients of those by the parameters."""
+    slopes = torch.func.vmap(torch.func.grad(model))(batch().unsqueeze(1))
+    slopes.square().sum().backward()
+    return slopes.detach(), *grads(model)
+
+
+TRANSFORMS = {
+    "grad by parameters": by_parameters,
+    "vmap of grad": by_sample,
+    "jacrev": lambda model: torch.func.jacrev(model)(batch()),
+    "jvp": lambda model: torch.func.jvp(model, (batch(),), (batch(2),)),
+    "hessian": lambda model: torch.func.hessian(lambda x: model.up(x)[:3].square().sum())(batch()[0]),
+}
+
+
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_torch_func(tmp_path: Path, transform: Callable[[nn.Module], Any], capture: bool) -> None:
+    """Transforms run the model's own forward, even where it would be captured."""
+    expected = transform(Net())
+    model = optimized(tmp_path, capture=capture)
+    ours = tree_leaves(transform(model))
+    assert all(torch.equal(a, b) for a, b in zip(ours, tree_leaves(expected), strict=True))
+    assert torch.equal(model(batch()), Net()(batch()))
     zinf_compile.close(model)
 
 
@@ -130,6 +189,22 @@ def test_named_parameters_can_be_saved(tmp_path: Path) -> None:
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)
     assert all(torch.equal(loaded[name], value) for name, value in Net().state_dict().items())
+    zinf_compile.close(model)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_hook_on_a_module_counts_once_the_model_is_captured_with_it(tmp_path: Path, capture: bool) -> None:
+    """With capture, a new hook takes effect at the next capture, as under torch.compile; without, at once."""
+    model = zinf_compile.optimize(Net(), device_memory="8MiB", host_memory="8MiB", capture=capture)
+    seen = []
+    model(torch.ones(2, 256))
+    handle = model.up.register_forward_hook(lambda module, inputs, output: seen.append(1))
+    model(torch.ones(2, 256))
+    assert len(seen) == (0 if capture else 1)
+    torch.compiler.reset()
+    model(torch.ones(2, 256))
+    assert len(seen) == (1 if capture else 2)
+    handle.remove()
     zinf_compile.close(model)
 
 

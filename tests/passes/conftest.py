@@ -8,18 +8,21 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zinf_compile.config import Config
-from zinf_compile.facts import GraphFacts, ParameterFact, at_sizes
-from zinf_compile.hardware import Hardware, Rate, make_route
-from zinf_compile.ops import GATHER, STORE_GRAD
+from tests.support.planner_inputs import make_parameter
+from zinf_compile.ir.config import Config
+from zinf_compile.ir.copies import Role
+from zinf_compile.ir.facts import GraphFacts, at_sizes
+from zinf_compile.ir.glossary import ActivationPolicy, Tier
+from zinf_compile.ir.hardware import Hardware, Rate, make_route
+from zinf_compile.ir.ops import GATHER, STORE_GRAD
+from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.sizes import Size
+from zinf_compile.ir.transfers import Moved, Transfer, order_transfers
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
 from zinf_compile.passes.contract import LowerInputs, Pass, Property, run_pipeline
 from zinf_compile.passes.fx_edit import dump_graph
-from zinf_compile.passes.planning.planner import Request, make_plan
+from zinf_compile.passes.planner.search.planner import Request, make_plan
 from zinf_compile.passes.properties import VALUES_KNOWN
-from zinf_compile.plans import GatherTransfer, Plan
-from zinf_compile.sizes import Size
-from zinf_compile.terms import ActivationPolicy, Phase, Tier
 
 STORE_ID = 7
 PARAM_IDS = {"a": 1, "b": 2, "c": 3}
@@ -87,17 +90,17 @@ def analyze() -> Callable[..., GraphFacts[Size]]:
 
 
 @pytest.fixture(scope="session")
-def make_transfer() -> Callable[..., GatherTransfer]:
+def make_transfer() -> Callable[..., Transfer]:
     """Return ``make_transfer({name: offset}, issue, need_by, release)``."""
 
-    def make(offsets: Mapping[str, int], issue: int, need_by: int, release: int) -> GatherTransfer:
-        return GatherTransfer(
+    def make(offsets: Mapping[str, int], issue: int, need_by: int, release: int) -> Transfer:
+        return Transfer(
+            what=Moved.PARAMETERS,
             name="_".join(offsets),
-            phase=Phase.FORWARD,
-            source=Tier.HOST,
             parameters=tuple(offsets),
+            source=Tier.HOST,
+            destination=Tier.DEVICE,
             offsets=tuple(offsets.values()),
-            offset=min(offsets.values()),
             nbytes=4096 * len(offsets),
             issue=issue,
             need_by=need_by,
@@ -111,7 +114,7 @@ def make_transfer() -> Callable[..., GatherTransfer]:
 def hand_made_plan() -> Callable[..., Plan]:
     """Return ``hand_made_plan(facts, transfers)``, of which lowering reads the homes and the transfers."""
 
-    def make(facts: GraphFacts, transfers: Sequence[GatherTransfer] = ()) -> Plan:
+    def make(facts: GraphFacts, transfers: Sequence[Transfer] = ()) -> Plan:
         return _make_plan(facts, transfers)
 
     return make
@@ -127,7 +130,7 @@ def lower(analyze: Callable[..., GraphFacts]) -> Callable[..., str]:
     def run(
         graph_module: fx.GraphModule,
         passes: Sequence[Pass[LowerInputs]],
-        transfers: Sequence[GatherTransfer] = (),
+        transfers: Sequence[Transfer] = (),
         *,
         properties: frozenset[Property] = frozenset({VALUES_KNOWN}),
     ) -> str:
@@ -139,9 +142,9 @@ def lower(analyze: Callable[..., GraphFacts]) -> Callable[..., str]:
     return run
 
 
-def _make_plan(facts: GraphFacts, transfers: Sequence[GatherTransfer]) -> Plan:
+def _make_plan(facts: GraphFacts, transfers: Sequence[Transfer]) -> Plan:
     """Return a plan of which lowering reads the homes and the transfers; nothing else in it is meant."""
-    parameters = tuple(_make_parameter(name) for name in PARAM_IDS)
+    parameters = tuple(make_parameter(name, 16, block=name) for name in PARAM_IDS)
     routes = tuple(make_route(source, target, 1.0) for source in Tier for target in Tier)
     hardware = Hardware(
         name="none",
@@ -161,21 +164,7 @@ def _make_plan(facts: GraphFacts, transfers: Sequence[GatherTransfer]) -> Plan:
     )
     streamed = {name for transfer in transfers for name in transfer.parameters}
     placements = tuple(
-        replace(placement, compute=Tier.HOST, master=Tier.HOST) if placement.parameter in streamed else placement
+        placement.moved({Role.COMPUTE: Tier.HOST}) if placement.parameter in streamed else placement
         for placement in plan.placements
     )
-    return replace(plan, placements=placements, transfers=tuple(transfers))
-
-
-def _make_parameter(name: str) -> ParameterFact:
-    return ParameterFact(
-        name=name,
-        block=name,
-        num_elements=16,
-        dtype="float32",
-        compute_dtype="float32",
-        master_nbytes=64,
-        compute_nbytes=64,
-        state_nbytes=128,
-        trainable=True,
-    )
+    return replace(plan, placements=placements, transfers=order_transfers(transfers))

@@ -1,4 +1,4 @@
-"""The runner of passes: it refuses a wrong order, and says which pass broke which property at which node."""
+"""The pass runner rejects a wrong order, and names the pass, the property and the node when a property breaks."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from zinf_compile.errors import VerifyError
+from zinf_compile.ir.errors import VerifyError
 from zinf_compile.passes.contract import NodeFacts, Pass, Property, check_order, node_facts, run_pipeline
 from zinf_compile.passes.pipeline import JOINT, LOWER, PREPARE
 from zinf_compile.passes.properties import VALUES_KNOWN

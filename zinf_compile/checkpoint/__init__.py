@@ -1,1 +1,1 @@
-"""Save and resume: a model and its optimizer in a folder, bit by bit."""
+"""Checkpoints: a model and its optimizer in a folder, restored bitwise."""

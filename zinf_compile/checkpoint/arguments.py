@@ -1,22 +1,23 @@
-"""What ``save`` and ``load`` take, checked; and the stores of a model brought to rest."""
+"""Checks the arguments of ``save`` and ``load``, and keeps the stores of a model idle meanwhile."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from zinf_compile.errors import ConfigError, StoreError
-from zinf_compile.runtime.staging import StagingPool
-from zinf_compile.runtime.store import Store
+from zinf_compile.ir.errors import ConfigError, StoreError
+from zinf_compile.runtime.storage.staging import StagingPool
+from zinf_compile.runtime.store.store import Store
 
-_ENOUGH_STAGING = 2**18  # for blocks that a disk moves well; a store with less has next to nothing on nvme
-_OWN_STAGING = 32 * 2**20  # eight blocks, where no store has a budget for them
+_ENOUGH_STAGING = 2**18  # enough for efficient disk blocks; a store with less has hardly anything on nvme
+_OWN_STAGING = 32 * 2**20  # eight blocks, if no store has a budget for them
 
 
 def check_arguments(model: object, optimizer: object) -> Module:
-    """Return the model, under a ``torch.compile`` too; ConfigError for what is no model or no optimizer."""
+    """Return the model, unwrapped from ``torch.compile``; ConfigError if either is not a model or optimizer."""
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
     if not isinstance(model, Module):
@@ -32,18 +33,23 @@ def check_arguments(model: object, optimizer: object) -> Module:
 
 @contextmanager
 def resting(stores: Sequence[Store]) -> Iterator[Sequence[Store]]:
-    """Keep stores from running anything, with nothing in flight. StoreError for one that was closed."""
+    """Keep stores idle in this block, with nothing in flight. StoreError if one was closed."""
     with ExitStack() as stack:
         for store in stores:
             store.check_open()
-            stack.enter_context(store.lock)
-            with suppress(StoreError):  # of a step that failed before: who cares asks check_usable()
+            if torch._C._current_graph_task_id() != -1:
+                raise StoreError(
+                    "a checkpoint cannot be saved or loaded inside of a backward, as from a signal handler or a hook; set a "
+                    "flag there, and do it after the step"
+                )
+            stack.enter_context(store.busy("saving or loading a checkpoint"))
+            with suppress(StoreError):  # from an earlier failed step; callers that care use check_usable()
                 store.synchronize()
-            stack.enter_context(store.staging.uncounted())  # no plan knows of checkpoints
+            stack.enter_context(store.staging.uncounted())  # plans do not count checkpoints
         yield stores
 
 
 def file_staging(stores: Sequence[Store]) -> StagingPool:
-    """Return the pool for the blocks of files: a store's, within its host budget, where there is one."""
+    """Return a staging pool for file blocks: that of a store, within its host budget, if there is one."""
     pools = [store.staging for store in stores if store.staging.capacity >= _ENOUGH_STAGING]
     return pools[0] if pools else StagingPool(_ENOUGH_STAGING if stores else _OWN_STAGING)

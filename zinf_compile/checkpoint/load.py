@@ -1,4 +1,4 @@
-"""``load``: a model and its optimizer from a folder that ``save`` wrote. All of it is checked before anything changes."""
+"""``load``: restores a model and its optimizer from a folder that ``save`` wrote, after verifying all of it."""
 
 import os
 import zlib
@@ -13,10 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.arguments import check_arguments, file_staging, resting
-from zinf_compile.checkpoint.match import check_same, split_state_name
-from zinf_compile.checkpoint.objects import Objects, load_objects, set_random_states
-from zinf_compile.errors import CheckpointError, ConfigError
-from zinf_compile.runtime.checkpoint_folder import (
+from zinf_compile.checkpoint.checkpoint_folder import (
     GRADIENTS,
     MODEL,
     OBJECTS,
@@ -25,8 +22,12 @@ from zinf_compile.runtime.checkpoint_folder import (
     locked,
     read_manifest,
 )
-from zinf_compile.runtime.file_stream import FileReader
-from zinf_compile.runtime.model_state import (
+from zinf_compile.checkpoint.match import check_same, split_state_name
+from zinf_compile.checkpoint.objects import Objects, check_options, load_objects, set_random_states
+from zinf_compile.ir.errors import CheckpointError, ConfigError
+from zinf_compile.ir.glossary import dtype_name
+from zinf_compile.ir.user_files import read_regular
+from zinf_compile.runtime.model.model_state import (
     HomedTensor,
     add_gradient,
     add_state,
@@ -36,21 +37,24 @@ from zinf_compile.runtime.model_state import (
     remove_gradient,
     stores_of,
 )
-from zinf_compile.runtime.safetensors_file import TensorSpan, read_layout
-from zinf_compile.runtime.slot_stream import read_slot
-from zinf_compile.runtime.staging import StagingPool
-from zinf_compile.terms import dtype_name
+from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.storage.file_stream import FileReader
+from zinf_compile.runtime.storage.safetensors_file import TensorSpan, read_layout
+from zinf_compile.runtime.storage.staging import StagingPool
+from zinf_compile.runtime.transfer.slot_stream import read_slot
 
 
+@without_interrupts
 def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None) -> Any:
-    """Load what ``save`` wrote into a model and an optimizer of the same kind; return the ``extra`` it was given.
+    """Load what ``save`` wrote into a model and an optimizer of the same kind; return the ``extra`` that was saved.
 
-    The model may be optimized with other budgets than the one that was saved, or not at all. torch's CPU random state is
-    set as well. A model that an earlier error stopped goes on afterwards, as from the checkpoint.
+    The model may be optimized with other budgets than the saved one, or not at all. torch's CPU random state is
+    restored too. A model that was stopped by an earlier error can be used again. If budgets force other tiles than the
+    saving run had, later results agree to rounding only, and a warning is logged.
 
     Raises ConfigError, with every difference, for a checkpoint of another model or optimizer; CheckpointError, with the
-    file and the tensor, for one that is damaged; StoreError for a model that was closed. Nothing has changed then. When
-    bytes that were whole at first cannot be read again, a part is loaded: an optimized model then refuses to be used.
+    file and the tensor, for a damaged one; StoreError for a closed model. Nothing has changed then. If bytes that were
+    verified cannot be read a second time, the model is partly loaded, and an optimized model then refuses to be used.
     """
     folder, model = Path(folder), check_arguments(model, optimizer)
     if not folder.is_dir():
@@ -60,12 +64,19 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
         if manifest is None:
             raise ConfigError(f"there is no checkpoint in '{folder}': it has no manifest; save one first")
         data = folder / manifest.data_folder
+        if data.is_symlink():
+            raise CheckpointError(
+                f"{data} is a symbolic link, which is not followed; give load the folder that was saved"
+            )
         objects = _read_objects(data / OBJECTS, manifest)
         check_same(folder, manifest, objects, model, optimizer)
+        if optimizer is not None:
+            check_options(objects, optimizer, data / OBJECTS)
         staging = file_staging(stores)
         files = _find_tensors(data, manifest)
         for path, tensors in files.items():
             _verify(path, tensors, staging)
+        _set_module_states(objects, model)
         try:
             with ExitStack() as stack:
                 for store in stores:
@@ -78,12 +89,14 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
             error.add_note("zinf_compile: a part of the checkpoint was loaded already; load it, or another one, again")
             raise
         set_random_states(objects, model)
+        for store in stores:
+            store.cuts.resume(objects.cuts)
         return objects.extra
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredTensor:
-    """A tensor in a file, and the checksum of its bytes."""
+    """A tensor in a file, with the checksum of its bytes."""
 
     span: TensorSpan
     crc32: int
@@ -94,7 +107,7 @@ _Targets = Callable[[TensorSpan], HomedTensor]
 
 def _read_objects(path: Path, manifest: Manifest) -> Objects:
     try:
-        content = path.read_bytes()
+        content = read_regular(path, follow=False)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; load another checkpoint") from error
     if zlib.crc32(content) != manifest.objects_crc32:
@@ -107,7 +120,7 @@ def _find_tensors(data: Path, manifest: Manifest) -> dict[Path, list[_StoredTens
     files: dict[Path, list[_StoredTensor]] = {}
     for file in dict.fromkeys(tensor.file for tensor in manifest.tensors):
         path = data / file
-        spans = read_layout(path).spans
+        spans = read_layout(path, follow=False).spans
         expected = [tensor for tensor in manifest.tensors if tensor.file == file]
         forms = [(span.name, dtype_name(span.dtype), span.shape) for span in spans]
         if file not in (MODEL, OPTIMIZER, GRADIENTS) or forms != [
@@ -138,10 +151,21 @@ def _check(path: Path, tensor: _StoredTensor, checksum: int) -> None:
         )
 
 
+def _set_module_states(objects: Objects, model: Module) -> None:
+    """Set the extra state of modules. If one rejects its state, all keep what they had."""
+    modules = modules_with_state(model)
+    before = {path: module.get_extra_state() for path, module in modules.items()}
+    try:
+        for path, module in modules.items():
+            module.set_extra_state(objects.modules[path])
+    except BaseException:
+        for path, module in modules.items():
+            module.set_extra_state(before[path])
+        raise
+
+
 def _set_objects(objects: Objects, model: Module, optimizer: Optimizer | None) -> None:
-    """Set what is no tensor, and take away the gradients and the optimizer state there were."""
-    for path, module in modules_with_state(model).items():
-        module.set_extra_state(objects.modules[path])
+    """Set everything that is not a tensor, and remove existing gradients and optimizer state."""
     for name, parameter in model.named_parameters():
         remove_gradient(parameter)
         if optimizer is not None:
@@ -154,7 +178,7 @@ def _set_objects(objects: Objects, model: Module, optimizer: Optimizer | None) -
 
 
 def _targets(model: Module, optimizer: Optimizer | None) -> dict[str, _Targets]:
-    """Return, for each file, where a tensor of it goes."""
+    """Return, for each file, the targets of its tensors."""
     parameters, tensors = dict(model.named_parameters()), model_tensors(model)
 
     def state(span: TensorSpan) -> HomedTensor:
@@ -170,10 +194,10 @@ def _targets(model: Module, optimizer: Optimizer | None) -> dict[str, _Targets]:
 
 
 def _fill(path: Path, tensors: Sequence[_StoredTensor], target: _Targets, staging: StagingPool) -> None:
-    """Read a file again, into the homes of its tensors."""
+    """Read a file again, into the targets of its tensors."""
     with FileReader(str(path), staging, start=tensors[0].span.start) as reader:
         for tensor in tensors:
             homed = target(tensor.span)
-            _check(path, tensor, read_slot(reader, homed.slot, homed.transfers, compute=homed.compute))
-            if homed.transfers is None:
+            _check(path, tensor, read_slot(reader, homed.slot, homed.tensor_io, compute=homed.compute))
+            if homed.tensor_io is None:
                 torch.autograd.graph.increment_version(homed.slot.tensor)

@@ -1,4 +1,4 @@
-"""Is a checkpoint one of this model and this optimizer? Every difference is named, before anything changes."""
+"""Compares a checkpoint with a model and an optimizer, and lists every difference before anything changes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -6,22 +6,22 @@ from pathlib import Path
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from zinf_compile.checkpoint.checkpoint_folder import GRADIENTS, MODEL, OPTIMIZER, Manifest
 from zinf_compile.checkpoint.objects import Objects
-from zinf_compile.errors import ConfigError, UnsupportedError
-from zinf_compile.runtime.checkpoint_folder import GRADIENTS, MODEL, OPTIMIZER, Manifest
-from zinf_compile.runtime.model_state import gradient_dtype, model_tensors, modules_with_state
-from zinf_compile.runtime.slots import record_of
+from zinf_compile.ir.errors import ConfigError, UnsupportedError
+from zinf_compile.runtime.model.model_state import gradient_dtype, model_tensors, modules_with_state
+from zinf_compile.runtime.params.records import record_of
 
 
 def group_names(model: Module, optimizer: Optimizer | None) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the parameters in each parameter group; ConfigError for a parameter that the model has not."""
+    """Return the names of the parameters in each group; ConfigError for a parameter that is not the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = optimizer.param_groups if optimizer is not None else []
     strange = [parameter for group in groups for parameter in group["params"] if id(parameter) not in names]
     for parameter in strange:
-        if (record := record_of(parameter)) is not None and record.lent:
+        if (record := record_of(parameter)) is not None and record.copies.seat.is_held:
             raise UnsupportedError(
-                f"'{record.name}' is lent to full_parameters(), whose tensor holds its value; save and load after the block"
+                f"'{record.name}' is held by full_parameters(), whose tensor has its value; save and load after the block"
             )
     if strange:
         raise ConfigError(
@@ -32,7 +32,7 @@ def group_names(model: Module, optimizer: Optimizer | None) -> tuple[tuple[str, 
 
 
 def state_name(parameter: str, key: object) -> str:
-    """Return the name of a tensor of optimizer state in its file: "layers.0.weight/exp_avg"."""
+    """Return the name of a state tensor in its file: "layers.0.weight/exp_avg"."""
     if not isinstance(key, str) or "/" in key:
         raise UnsupportedError(
             f"the optimizer keeps {key!r} for '{parameter}'; its keys must be strings without a slash"
@@ -41,13 +41,13 @@ def state_name(parameter: str, key: object) -> str:
 
 
 def split_state_name(name: str) -> tuple[str, str]:
-    """Return the parameter and the key of a tensor of optimizer state."""
+    """Return the parameter and the key of a state tensor."""
     parameter, _, key = name.rpartition("/")
     return parameter, key
 
 
 def check_same(where: Path, manifest: Manifest, objects: Objects, model: Module, optimizer: Optimizer | None) -> None:
-    """Raise ConfigError, which lists every difference, unless a checkpoint is one of this model and optimizer."""
+    """Raise ConfigError, listing every difference, unless a checkpoint matches this model and optimizer."""
     if manifest.optimizer is not None and optimizer is None:
         raise ConfigError(
             f"the checkpoint in '{where}' holds the state of {manifest.optimizer}: give the optimizer as well, "
@@ -91,6 +91,8 @@ def _gradient_differences(manifest: Manifest, model: Module) -> Iterator[str]:
             here[name] = _form(tensors[name].slot.tensor.shape, dtype)
         elif name in parameters:
             yield f"has a gradient in the checkpoint, and is frozen in this model: '{name}'"
+        else:
+            yield f"has a gradient in the checkpoint, and is not in this model: '{name}'"
     yield from _changed(here, there, "the gradient of ")
 
 
@@ -114,7 +116,7 @@ def _optimizer_differences(manifest: Manifest, objects: Objects, model: Module, 
 
 
 def _form(shape: Sequence[int], dtype: object) -> str:
-    """Return a tensor's shape and dtype as they are compared and shown: "(4, 3) float32"."""
+    """Return a tensor's shape and dtype as text: "(4, 3) float32"."""
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
 
 

@@ -1,7 +1,9 @@
-"""What a checkpoint holds beside the tensors of the model and its optimizer: options, counts, random state, extra."""
+"""The non-tensor content of a checkpoint: optimizer options, counts, random state, extra."""
 
 import io
 import pickle
+import struct
+import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from zinf_compile.errors import CheckpointError, ConfigError
-from zinf_compile.runtime.model_state import modules_with_state, stores_of
+from zinf_compile.ir.errors import CheckpointError, ConfigError
+from zinf_compile.runtime.model.model_state import modules_with_state, stores_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objects:
-    """All of it, as torch's safe loader takes it: numbers, strings, tensors, and containers of these."""
+    """Everything that torch's safe loader reads: numbers, strings, tensors, and containers of these."""
 
     extra: Any
     options: list[dict[str, Any]]  # of each parameter group
@@ -27,6 +29,7 @@ class Objects:
     modules: dict[str, Any]  # what modules with a get_extra_state() of their own hold
     random_state: Tensor  # of torch's CPU generator
     device_random_state: Tensor | None = None  # of that of the GPU that the model computes on
+    cuts: list[str] | None = None  # how graphs were cut into tiles, in words; older checkpoints do not say
 
 
 def collect_objects(model: Module, optimizer: Optimizer | None, extra: object) -> Objects:
@@ -43,15 +46,16 @@ def collect_objects(model: Module, optimizer: Optimizer | None, extra: object) -
         },
         modules={path: module.get_extra_state() for path, module in modules_with_state(model).items()},
         random_state=torch.get_rng_state(),
-        device_random_state=torch.cuda.get_rng_state(device) if (device := _gpu_of(model)) is not None else None,
+        device_random_state=torch.cuda.get_rng_state(gpu) if (gpu := _gpu_of(model)) is not None else None,
+        cuts=[way for store in stores_of(model) for way in store.cuts.ways],
     )
 
 
 def set_random_states(objects: Objects, model: Module) -> None:
-    """Let random numbers go on as they would have where the checkpoint was made, on the host and on the model's GPU."""
+    """Restore the random states of the checkpoint, on the host and on the model's GPU."""
     torch.set_rng_state(objects.random_state)
-    if objects.device_random_state is not None and (device := _gpu_of(model)) is not None:
-        torch.cuda.set_rng_state(objects.device_random_state, device)
+    if objects.device_random_state is not None and (gpu := _gpu_of(model)) is not None:
+        torch.cuda.set_rng_state(objects.device_random_state, gpu)
 
 
 def _gpu_of(model: Module) -> torch.device | None:
@@ -60,7 +64,7 @@ def _gpu_of(model: Module) -> torch.device | None:
 
 
 def dump_objects(objects: Objects) -> bytes:
-    """Return objects as bytes that can be loaded safely; ConfigError for those that cannot."""
+    """Return objects as bytes that can be loaded safely; ConfigError if that is not possible."""
     buffer = io.BytesIO()
     contents = {field.name: getattr(objects, field.name) for field in fields(objects)}
     try:
@@ -76,8 +80,93 @@ def dump_objects(objects: Objects) -> bytes:
 
 
 def load_objects(content: bytes, path: Path) -> Objects:
-    """Return objects from the bytes that ``dump_objects`` made; ``path`` is for messages."""
+    """Return objects from the bytes that ``dump_objects`` made; ``path`` is for messages.
+
+    CheckpointError for anything else, even with a correct checksum: fields of wrong types are refused.
+    """
     try:
-        return Objects(**torch.load(io.BytesIO(content), weights_only=True))
-    except (pickle.PickleError, RuntimeError, TypeError, EOFError) as error:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed, which would let it grow without bounds")
+        objects = Objects(**torch.load(io.BytesIO(content), weights_only=True))
+        _check_kinds(objects)
+    except _UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be read ({error}); load another checkpoint") from error
+    return objects
+
+
+def check_options(objects: Objects, optimizer: Optimizer, path: Path) -> None:
+    """Raise CheckpointError unless options have the types of the optimizer's own; unknown options are ignored."""
+    for index, (group, options) in enumerate(zip(optimizer.param_groups, objects.options, strict=True)):
+        for name, value in options.items():
+            if name == "params" or (name in group and not _is_alike(group[name], value)):
+                raise CheckpointError(
+                    f"{path} is damaged: option '{name}' of parameter group {index} is {value!r:.60}, which is not of the "
+                    "kind that the optimizer has there; load another checkpoint"
+                )
+
+
+# Errors that reading a malicious file may raise.
+_UNREADABLE = (
+    pickle.PickleError,
+    zipfile.BadZipFile,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    EOFError,
+    MemoryError,
+    struct.error,
+)
+
+
+def _check_kinds(objects: Objects) -> None:
+    """Raise ValueError unless every field has its type, and random states are valid."""
+    for name, kind in (("options", list), ("states", dict), ("modules", dict)):
+        if not isinstance(getattr(objects, name), kind):
+            raise ValueError(f"its {name} are no {kind.__name__}")
+    for kept in (objects.options, objects.states.values()):
+        if not all(isinstance(options, dict) for options in kept):
+            raise ValueError("its options and states are not dicts")
+    if not all(isinstance(key, str) for options in objects.options for key in options):
+        raise ValueError("an option has no name")
+    if objects.cuts is not None and not isinstance(objects.cuts, list):
+        raise ValueError("its cuts are no list")
+    if not all(isinstance(name, str) for name in (*objects.states, *objects.modules, *(objects.cuts or ()))):
+        raise ValueError("a state has no name")
+    if any(isinstance(value, Tensor) for state in objects.states.values() for value in state.values()):
+        raise ValueError("a state is a tensor, and those have a file of their own")
+    torch.Generator().set_state(objects.random_state)  # raises if it is not a valid state
+    if objects.device_random_state is not None:
+        _check_device_state(objects.device_random_state)
+
+
+def _check_device_state(state: object) -> None:
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1 or state.device.type != "cpu":
+        raise ValueError("its random state of the device is none")
+    if torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state)
+
+
+def _is_alike(here: object, there: object) -> bool:
+    """Return whether an option may replace another: it has the same type, or is optional."""
+    if isinstance(here, bool):
+        return there is None or isinstance(there, bool)
+    if _is_number(here):
+        return _is_number(there)
+    if isinstance(here, list | tuple):
+        return (
+            isinstance(there, list | tuple)
+            and len(here) == len(there)
+            and all(_is_alike(mine, other) for mine, other in zip(here, there, strict=True))
+        )
+    return here is None or there is None or isinstance(there, type(here))
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)

@@ -1,19 +1,16 @@
-"""``save``: a model and its optimizer to a folder, in constant memory; a crash at any instant leaves a whole checkpoint."""
+"""``save``: writes a model and its optimizer to a folder, in constant memory; a crash leaves an intact checkpoint."""
 
 import os
-import shutil
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.arguments import check_arguments, file_staging, resting
-from zinf_compile.checkpoint.match import group_names, state_name
-from zinf_compile.checkpoint.objects import collect_objects, dump_objects
-from zinf_compile.errors import CapacityError
-from zinf_compile.runtime.checkpoint_folder import (
+from zinf_compile.checkpoint.checkpoint_folder import (
     GRADIENTS,
     MODEL,
     OBJECTS,
@@ -28,32 +25,37 @@ from zinf_compile.runtime.checkpoint_folder import (
     remove_leftovers,
     write_file,
 )
-from zinf_compile.runtime.file_stream import FileWriter
-from zinf_compile.runtime.model_state import (
+from zinf_compile.checkpoint.match import group_names, state_name
+from zinf_compile.checkpoint.objects import collect_objects, dump_objects
+from zinf_compile.ir.errors import CapacityError, ZinfError
+from zinf_compile.ir.glossary import dtype_name, format_bytes
+from zinf_compile.runtime.model.model_state import (
     HomedTensor,
     gradient_tensors,
     model_tensors,
     state_tensors,
     stores_of,
 )
-from zinf_compile.runtime.safetensors_file import SafetensorsLayout, lay_out
-from zinf_compile.runtime.slot_stream import write_slot
-from zinf_compile.runtime.staging import StagingPool
-from zinf_compile.terms import dtype_name, format_bytes
+from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.storage.file_stream import FileWriter
+from zinf_compile.runtime.storage.safetensors_file import SafetensorsLayout, lay_out
+from zinf_compile.runtime.storage.staging import StagingPool
+from zinf_compile.runtime.transfer.slot_stream import write_slot
 
 
+@without_interrupts
 def save(
     folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, *, extra: object = None
 ) -> None:
-    """Save all that training goes on from: ``load`` then resumes bit by bit, under any budgets, or without any.
+    """Save everything that training needs to continue bitwise; ``load`` accepts it under any budgets, or without any.
 
     Saved are parameters, persistent buffers, pending gradients, the optimizer's state and options, torch's CPU random
-    state, and ``extra``: anything of numbers, strings, tensors, lists, tuples and dicts, such as a scheduler's
-    ``state_dict()``. A checkpoint that is in ``folder`` already is replaced at the very end, so that a crash at any
-    instant leaves the one or the other whole; until then both take space. Returns when all of it is on the disk.
+    state, and ``extra``: anything made of numbers, strings, tensors, lists, tuples and dicts, such as a scheduler's
+    ``state_dict()``. An existing checkpoint in ``folder`` is replaced at the very end, so that a crash at any time
+    leaves one of the two intact; until then both take space. Returns when everything is on disk.
 
-    Raises ConfigError for arguments that cannot be saved, CapacityError for a disk too small, and StoreError for a write
-    that failed, or a model that an earlier error stopped. The checkpoint in ``folder`` is then what it was.
+    Raises ConfigError for arguments that cannot be saved, CapacityError if the disk is too small, and StoreError if a
+    write fails or the model was stopped by an earlier error. The checkpoint in ``folder`` is not changed then.
     """
     folder, model = Path(folder), check_arguments(model, optimizer)
     groups = group_names(model, optimizer)
@@ -70,8 +72,8 @@ def save(
         make_folder(folder)
         with locked(folder, exclusive=True):
             before = read_manifest(folder)
-            data = make_data_folder(folder, before)
             try:
+                data = make_data_folder(folder, before)
                 _check_room(folder, sum(layout.nbytes for layout in layouts.values()) + len(objects))
                 staging = file_staging(stores)
                 saved: list[SavedTensor] = []
@@ -87,8 +89,9 @@ def save(
                 )
                 publish(folder, manifest)
             except BaseException:
-                if read_manifest(folder) == before:
-                    shutil.rmtree(data, ignore_errors=True)  # what is left of it goes with the next save
+                with suppress(ZinfError):  # leftovers are removed by the next save
+                    if read_manifest(folder) == before:  # otherwise the rename may or may not be on disk: keep both
+                        remove_leftovers(folder, before)
                 raise
             remove_leftovers(folder, manifest)
 
@@ -122,7 +125,7 @@ def _write_tensors(
         writer.write(memoryview(layout.header))
         for span in layout.spans:
             tensor = tensors[span.name]
-            checksum = write_slot(writer, tensor.slot, tensor.transfers)
+            checksum = write_slot(writer, tensor.slot, tensor.tensor_io)
             saved.append(
                 SavedTensor(
                     file=file,

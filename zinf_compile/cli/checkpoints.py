@@ -1,31 +1,38 @@
-"""`--checkpoint`, `--save-every`, `--resume`: where a run saves, and whether it may go on from what is there."""
+"""`--checkpoint`, `--save-every`, `--resume`: where a run saves, and from what it may resume."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zinf_compile
+from zinf_compile.checkpoint.checkpoint_folder import read_manifest
 from zinf_compile.cli.training import Training
-from zinf_compile.errors import ConfigError
-from zinf_compile.runtime.checkpoint_folder import read_manifest
+from zinf_compile.ir.errors import ConfigError
 
 Setting = int | float | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFolder:
-    """Where a run saves: every so many steps, and behind the last one.
+    """Where a run saves: every ``every`` steps, and after the last one.
 
-    ``settings`` are the options without which the run would not give the same numbers.
+    ``settings`` are the options that determine the numbers of a run.
     """
 
     folder: Path
     every: int | None
     settings: Mapping[str, Setting]
+    saved: list[int] = field(default_factory=list)  # the step of the last checkpoint; empty at first
+
+    def tell_how_to_resume(self) -> str:
+        """Return, for a user who stops a run, how to resume it: the rest of a sentence."""
+        if not self.saved:
+            return f"nothing is saved in {self.folder} yet; pass a smaller --save-every to save earlier"
+        return f"resume with --resume; last checkpoint: step {self.saved[-1]} in {self.folder}"
 
     def check(self, *, resume: bool) -> None:
-        """Raise ConfigError, before anything is built, unless there is a checkpoint to resume from, or none to lose."""
+        """Raise ConfigError, before anything is built, if there is no checkpoint to resume, or one that would be lost."""
         there = read_manifest(self.folder) is not None
         if resume and not there:
             raise ConfigError(
@@ -45,7 +52,7 @@ class CheckpointFolder:
             )
 
     def save_when_due(self, training: Training) -> None:
-        """Save behind a step that is the last, or the last of ``every``."""
+        """Save after the last step, and after every ``every`` steps."""
         is_last = training.step == training.schedule.steps
         if is_last or (self.every is not None and training.step % self.every == 0):
             position = {
@@ -55,15 +62,16 @@ class CheckpointFolder:
                 "settings": dict(self.settings),
             }
             zinf_compile.save(self.folder, training.model, training.optimizer, extra=position)
+            self.saved[:] = [training.step]
 
     def resume(self, training: Training) -> None:
-        """Go on from the checkpoint: its step, random numbers and place in the text too.
+        """Resume from the checkpoint, including its step, random numbers and position in the text.
 
         ConfigError for one of another model, of other settings, of another program, or with no steps left.
         """
         try:
             extra = zinf_compile.load(self.folder, training.model, training.optimizer)
-        except ConfigError as error:  # it lists every difference: one tells which option it is
+        except ConfigError as error:  # it lists every difference; the first one identifies the option
             head, *differences = str(error).splitlines()
             first = f" {differences[0].strip()}; pass the options of the run that saved it" if differences else ""
             raise ConfigError(f"--resume: {head}{first}") from error
@@ -86,5 +94,6 @@ class CheckpointFolder:
                 "pass more --steps to train on"
             )
         training.step = extra["step"]
+        self.saved[:] = [training.step]
         training.rate.load_state_dict(extra["rate"])
         training.batches.position = extra["text"]

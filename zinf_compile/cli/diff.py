@@ -1,10 +1,10 @@
-"""``zinf diff A B``: say what differs between two saved plans. Exit status 0: equal, 1: different, like diff."""
+"""``zinf diff A B``: print the differences of two saved plans. Exit status 0: equal, 1: different, like diff."""
 
 import argparse
 from pathlib import Path
 
-from zinf_compile.plan_io import load_plan
-from zinf_compile.views.plan_difference import dump_plan_difference
+from zinf_compile.inspect.plan_difference import dump_plan_difference
+from zinf_compile.ir.plan_io import load_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

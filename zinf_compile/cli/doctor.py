@@ -1,4 +1,4 @@
-"""``zinf doctor``: what this machine has, what it does per second, what is missing and what that costs."""
+"""``zinf doctor``: measures this machine, and prints its limits and rates, what is missing and what that costs."""
 
 import argparse
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from zinf_compile.hardware import Hardware
-from zinf_compile.hardware_io import save_hardware
-from zinf_compile.records import to_json
-from zinf_compile.runtime.machine import Machine
-from zinf_compile.terms import format_bytes
-from zinf_compile.this_machine import LEAST_DISK, is_busy, look_at_machine
+from zinf_compile.driver.this_machine import LEAST_DISK, is_busy, look_at_machine
+from zinf_compile.hardware.profile_io import save_hardware
+from zinf_compile.ir.glossary import format_bytes
+from zinf_compile.ir.hardware import Hardware
+from zinf_compile.ir.records import to_json
+from zinf_compile.runtime.calibration.machine import Machine
 
 _LEAST_MEMORY = 512 * 2**20  # Python, torch and a captured graph
-_MANY_FILES = 65536  # open_files below this bounds how many parameters can be on disk
+_MANY_FILES = 65536  # a lower limit on open files restricts how many parameters can be on disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lack:
-    """Something the machine does not have, and what that costs."""
+    """Something that the machine lacks, and its cost."""
 
     what: str
     costs: str
@@ -59,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(folder: Path, *, again: bool) -> Diagnosis:
-    """Return what was found; measures for some seconds, unless that was done before. What a quiet machine does is kept."""
+    """Return the diagnosis. Measures for some seconds unless that was done before; results of an idle machine are saved."""
     found = look_at_machine(folder, again=again)
     return Diagnosis(machine=found.machine, hardware=found.hardware, lacks=find_lacks(found.machine, found.hardware))
 
 
 def find_lacks(machine: Machine, hardware: Hardware) -> tuple[Lack, ...]:
-    """Return what a machine does not have, and what that costs, in words with numbers."""
+    """Return what a machine lacks, and the cost of each, as text with numbers."""
     lacks = []
     if machine.free_memory_nbytes < _LEAST_MEMORY:
         free = format_bytes(machine.free_memory_nbytes)
@@ -124,20 +124,20 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
     tiers = _table("tiers", "tier", "size")
     for size in hardware.tiers:
         tiers.add_row(size.tier, format_bytes(size.nbytes))
-    rates = _table("measured rates", "what", "per second")
+    rates = _table("measured rates", "what", "rate")
     for rate in hardware.flops:
-        rates.add_row(f"matrix products, {rate.name}", f"{rate.per_second / 1e9:,.0f} GFLOP")
+        rates.add_row(f"matrix products, {rate.name}", f"{rate.per_second / 1e9:,.0f} GFLOP/s")
     for rate in hardware.attention_flops:
-        rates.add_row(f"attention, {rate.name}", f"{rate.per_second / 1e9:,.0f} GFLOP")
+        rates.add_row(f"attention, {rate.name}", f"{rate.per_second / 1e9:,.0f} GFLOP/s")
     for op_rate in hardware.op_rates:
-        rates.add_row(f"{op_rate.kind} ops, {op_rate.dtype}", f"{op_rate.bytes_per_second / 1e9:.1f} GB")
-    rates.add_row("memory copies, read and written", f"{hardware.memory_bytes_per_second / 1e9:.1f} GB")
+        rates.add_row(f"{op_rate.kind} ops, {op_rate.dtype}", f"{op_rate.bytes_per_second / 1e9:.1f} GB/s")
+    rates.add_row("memory copies, read and written", f"{hardware.memory_bytes_per_second / 1e9:.1f} GB/s")
     for route in hardware.routes:
         lanes = " + ".join(route.lanes)
         name = route.name if lanes == route.name else f"{route.name}, on {lanes}"
         latency = f", first byte after {route.latency_seconds * 1e6:.0f} us" if route.latency_seconds else ""
         taken = f", takes {route.takes_of_compute:.0%} of compute" if route.takes_of_compute else ""
-        rates.add_row(name, f"{route.bytes_per_second / 1e9:.2f} GB{latency}{taken}")
+        rates.add_row(name, f"{route.bytes_per_second / 1e9:.2f} GB/s{latency}{taken}")
     rates.add_row("AdamW", f"{hardware.optimizer_elements_per_second / 1e9:.2f} G elements")
     for table in (tiers, limits, rates):
         console.print(table)

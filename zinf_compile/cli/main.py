@@ -1,4 +1,4 @@
-"""The `zinf` command: picks a subcommand and imports only that one, so `zinf --help` needs no torch."""
+"""The `zinf` command: imports only the chosen subcommand, so that `zinf --help` needs no torch."""
 
 import argparse
 import importlib
@@ -7,30 +7,30 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zinf_compile.errors import ZinfError
+from zinf_compile.ir.errors import ZinfError
 
 _COMMANDS = {
     "train": "train a GPT or a transformers model on text within memory budgets, and show predicted beside measured",
     "plan": "say whether a model fits some hardware, how fast it would train there, and what lives where",
     "show": "print a saved plan, and write views of it for a browser if asked to",
     "diff": "compare two saved plans",
-    "doctor": "measure this machine, and tell its limits, what is missing and what that costs",
+    "doctor": "measure this machine, and report limits, missing features and their impact",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `zinf` with these arguments (default: the process's) and return its exit status.
 
-    An error raised on purpose is one sentence on stderr and status 2; Ctrl-C is 130, a closed pipe 141.
+    Our own errors are one sentence on stderr and status 2; Ctrl-C gives 130, a closed pipe 141.
     """
     try:
         try:
             return _dispatch(list(sys.argv[1:] if argv is None else argv))
         finally:
-            sys.stdout.flush()  # here rather than at exit, where a closed pipe can no longer be answered
+            sys.stdout.flush()  # here rather than at exit, where a closed pipe can no longer be handled
     except BrokenPipeError:
-        # Who read the output has gone, as in `zinf show plan.json | head`. Python flushes stdout once more at exit; the
-        # documentation of the signal module advises to let that go to devnull.
+        # The reader has closed the pipe, as in `zinf show plan.json | head`. Python flushes stdout again at exit; as
+        # the documentation of the signal module recommends, that goes to devnull.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # the shell's 128 + SIGPIPE
 
@@ -42,8 +42,9 @@ def _dispatch(words: Sequence[str]) -> int:
     except ZinfError as error:
         print(f"zinf {args.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"zinf {args.command}: stopped", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        reason = f"; {stop}" if str(stop) else ""
+        print(f"zinf {args.command}: stopped{reason}", file=sys.stderr)
         return 130  # the shell's 128 + SIGINT
     return status
 

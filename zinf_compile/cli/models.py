@@ -1,4 +1,4 @@
-"""What `zinf train` trains: one interface, and the GPT of the model file behind it."""
+"""Models of `zinf train`: the interface, and the GPT of the model file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ import zinf_compile
 from zinf_compile.cli.text import Batch
 from zinf_compile.cli.training import InComputeDtype
 
-TEMPERATURE = 0.8  # of the sample: a model trained for minutes rambles at 1.0
+TEMPERATURE = 0.8  # for samples: at 1.0 a model trained for minutes rambles
 
 
 class Built(NamedTuple):
-    """A model that is ready: ``trunk`` is trained, saved and reported on, ``forward`` is what is called."""
+    """A built model: ``trunk`` is trained, saved and reported on; ``forward`` is called."""
 
     trunk: nn.Module
     forward: nn.Module

@@ -6,21 +6,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zinf_compile.errors import ConfigError
-from zinf_compile.runtime.shadow import check_supported
+from zinf_compile.ir.errors import ConfigError
+from zinf_compile.runtime.optim.supported import check_supported
 
 _CLASSES = {
     name.lower(): item
     for name, item in vars(torch.optim).items()
     if isinstance(item, type) and issubclass(item, Optimizer) and item is not Optimizer
 }
-_FUSED = (torch.optim.Adam, torch.optim.AdamW)  # in plain PyTorch several times faster than the default
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)  # several times faster than the default in plain PyTorch
 
 
 def find_optimizer(name: str, lr: float) -> type[Optimizer]:
-    """Return a class of torch.optim by its name in any case.
+    """Return a class of torch.optim by its name, in upper or lower case.
 
-    ConfigError for another name and for a rate it does not take, UnsupportedError for one that cannot be streamed.
+    ConfigError for an unknown name or an invalid learning rate, UnsupportedError for an optimizer that cannot be
+    streamed.
     """
     found = _CLASSES.get(name.lower())
     if found is None:
@@ -31,18 +32,18 @@ def find_optimizer(name: str, lr: float) -> type[Optimizer]:
 
 
 def make_optimizer(kind: type[Optimizer], parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """Return an optimizer with the defaults of its class; ConfigError for a rate or for shapes that it does not take."""
-    make: Callable[..., Optimizer] = kind  # every class of torch.optim takes a rate; their base does not
+    """Return an optimizer with the defaults of its class; ConfigError for an invalid rate or shapes it does not accept."""
+    make: Callable[..., Optimizer] = kind  # every class of torch.optim has a learning rate, but not their base class
     try:
         return make(parameters, lr=lr, **({"fused": True} if kind in _FUSED else {}))
     except ValueError as error:
-        raise ConfigError(
-            f"{kind.__name__} with --lr {lr}: {error}; change --lr, or choose another --optimizer"
-        ) from error
+        if "learning rate" in str(error).lower():
+            raise ConfigError(f"{kind.__name__} with --lr {lr}: {error}; change --lr") from error
+        raise ConfigError(f"{kind.__name__} cannot train this model: {error}; choose another --optimizer") from error
 
 
 def measure_state(kind: type[Optimizer], lr: float) -> int:
-    """Return how many bytes of state this optimizer keeps per fp32 element of a large matrix, rounded."""
+    """Return the bytes of optimizer state per fp32 element of a large matrix, rounded."""
     matrix = nn.Parameter(torch.ones(128, 128))
     optimizer = make_optimizer(kind, [matrix], lr)
     matrix.grad = torch.ones_like(matrix)

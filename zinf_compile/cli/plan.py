@@ -12,9 +12,10 @@ from rich.console import Console
 import zinf_compile
 from zinf_compile.cli.optimizers import find_optimizer
 from zinf_compile.cli.planned_models import Sizes, find_model
-from zinf_compile.errors import CapacityError
-from zinf_compile.plan_io import plan_to_json
-from zinf_compile.printing import dump_plan
+from zinf_compile.inspect.plan_view import PlanView
+from zinf_compile.inspect.printing import dump_plan
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.plan_io import plan_to_json
 
 _NARROWEST, _WIDEST = 80, 140  # columns that the dump is readable in
 _COLUMNS = 100  # of a pipe or a file
@@ -27,9 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         help="gpt; hf:PATH with a config.json of transformers; or MODULE:FUNCTION, which returns a model and its inputs",
     )
-    size = parser.add_argument_group("the model, where it is gpt or hf:")
-    for name in ("layers", "hidden", "heads", "vocab"):
-        size.add_argument(f"--{name}", type=int, metavar="N", help=f"{name} of the gpt")
+    size = parser.add_argument_group("model options (gpt and hf: only)")
+    for name, what in (
+        ("layers", "number of layers"),
+        ("hidden", "hidden size"),
+        ("heads", "number of attention heads"),
+        ("vocab", "vocabulary size (default: 50257)"),
+    ):
+        size.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}; gpt only")
     size.add_argument("--batch", type=int, metavar="N", help="sequences per step, of each rank (default: 1)")
     size.add_argument("--seq", type=int, metavar="N", help="tokens per sequence (default: 1024)")
     budget = parser.add_argument_group("where it runs")
@@ -46,8 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--reserve-memory", metavar="SIZE", help="of the device, left to Python and the allocator")
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--compute-dtype", metavar="DTYPE", help="default: the parameters' own")
+    how.add_argument(
+        "--compute",
+        choices=("inductor", "aten"),
+        help="how captured graphs run, as of optimize: each block compiled, or op by op (default: inductor)",
+    )
     how.add_argument("--optimizer", default="adamw", metavar="NAME", help="a class of torch.optim (default: adamw)")
-    how.add_argument("--inference", action="store_true", help="plan a forward alone")
+    how.add_argument("--inference", action="store_true", help="plan inference only")
     output = parser.add_argument_group("output")
     output.add_argument("--save", type=Path, metavar="FILE", help="also write the plan, for zinf show and zinf diff")
     output.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -59,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     optimizer = find_optimizer(args.optimizer, _LEARNING_RATE)
     with _progress(f"building {args.model}"):
         subject = find_model(args.model, sizes)
-    names = ("device_memory", "host_memory", "nvme_memory", "reserve_memory", "compute_dtype")
+    names = ("device_memory", "host_memory", "nvme_memory", "reserve_memory", "compute_dtype", "compute")
     try:
         with _progress(f"planning {type(subject.model).__name__}"):
             plan = zinf_compile.plan(
@@ -78,11 +89,22 @@ def run(args: argparse.Namespace) -> int:
     if args.save is not None:
         plan.save(args.save)
     if args.json:
-        print(plan_to_json(plan), end="")
+        print(plan_to_json(plan.plan), end="")
         return 0
     columns = shutil.get_terminal_size(fallback=(_COLUMNS, 24)).columns
-    print(dump_plan(plan, width=max(_NARROWEST, min(columns, _WIDEST))))
+    print(dump_plan(plan.plan, width=max(_NARROWEST, min(columns, _WIDEST))))
+    print(_describe_compute(plan))
     return 0
+
+
+def _describe_compute(plan: PlanView) -> str:
+    """Return which way to compute is planned, in words."""
+    assert plan.request is not None
+    graph = next(graph for graph in plan.request.candidates if graph.policy is plan.activations.policy)
+    num_segments = sum(op.op.startswith("zinf.run_segment.") for op in graph.ops)
+    if not num_segments:
+        return "computes op by op"
+    return f"computes in {num_segments} compiled segments; seconds count all of their ops, and what is fused takes less"
 
 
 @contextmanager

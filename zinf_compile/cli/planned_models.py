@@ -1,4 +1,4 @@
-"""What `zinf plan` plans: the GPT of the model file, a transformers config, or what a function of the user returns."""
+"""Models of `zinf plan`: the GPT of the model file, a transformers config, or the result of a user's function."""
 
 import difflib
 import importlib
@@ -15,11 +15,11 @@ from torch import nn
 
 from zinf_compile.cli.presets import load_example
 from zinf_compile.cli.transformers_model import import_transformers
-from zinf_compile.errors import ConfigError
+from zinf_compile.ir.errors import ConfigError
 
 _DEFAULT_BATCH, _DEFAULT_SEQ = 1, 1024
 _DEFAULT_VOCAB = 50257  # GPT-2's
-# What a function of the user may raise. Errors of the interpreter itself, such as MemoryError, are not its own.
+# Errors that a user's function may raise, without those of the interpreter itself, such as MemoryError.
 _USERS_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, TypeError,
     ValueError,
@@ -28,7 +28,7 @@ _USERS_ERRORS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes that were given; None for those that were not."""
+    """The sizes given on the command line; None for others."""
 
     layers: int | None = None
     hidden: int | None = None
@@ -43,18 +43,18 @@ class Sizes:
 
 
 class Planned(NamedTuple):
-    """A model on meta and what it is called with."""
+    """A model on meta and its inputs."""
 
     model: nn.Module
     inputs: Any
 
 
 def find_model(word: str, sizes: Sizes) -> Planned:
-    """Return the model that a word of the command line means; ConfigError if it means none, or sizes do not go with it."""
+    """Return the model for a command-line word; ConfigError if there is none, or if sizes do not apply to it."""
     for name in Sizes.__slots__:
         size = getattr(sizes, name)
         if size is not None and size < 1:
-            raise ConfigError(f"--{name} {size} is not a size; give 1 or more")
+            raise ConfigError(f"--{name} must be at least 1, and is {size}")
     if word == "gpt":
         return _make_gpt(sizes)
     if word.startswith("hf:"):
@@ -73,7 +73,8 @@ def _make_gpt(sizes: Sizes) -> Planned:
     assert sizes.heads is not None
     if sizes.hidden % (2 * sizes.heads):
         raise ConfigError(
-            f"--hidden {sizes.hidden} cannot be cut into {sizes.heads} heads of an even width; change --hidden or --heads"
+            "--hidden must be divisible by --heads, with an even head size; "
+            f"{sizes.hidden} / {sizes.heads} is {sizes.hidden / sizes.heads:g}"
         )
     seq = sizes.seq or _DEFAULT_SEQ
     example = load_example(None)
@@ -87,7 +88,7 @@ def _make_transformers(path: Path, sizes: Sizes) -> Planned:
     _refuse("a transformers model has them in its config", sizes.given("layers", "hidden", "heads", "vocab"))
     transformers = import_transformers()
     if not (path if path.suffix == ".json" else path / "config.json").is_file():
-        raise ConfigError(f"hf:{path} is no config.json, nor a folder with one")
+        raise ConfigError(f"no config.json found at {path}; give hf: and the folder that has it, or the file")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         config.use_cache = False
@@ -108,10 +109,10 @@ def _make_transformers(path: Path, sizes: Sizes) -> Planned:
 
 
 def _call_function(word: str, sizes: Sizes) -> Planned:
-    """Return what ``MODULE:FUNCTION`` returns; it is called where modules and tensors are made on meta."""
+    """Return the result of ``MODULE:FUNCTION``, called under ``torch.device("meta")``."""
     _refuse(f"{word} says how large its model and inputs are", sizes.given(*Sizes.__slots__))
     module_name, _, function_name = word.partition(":")
-    sys.path.insert(0, os.getcwd())  # as python -m does
+    sys.path.insert(0, os.getcwd())  # like python -m
     try:
         module = importlib.import_module(module_name)
     except _USERS_ERRORS as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from zinf_compile.errors import ConfigError
+from zinf_compile.ir.errors import ConfigError
 
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt.py"
 _EXAMPLE_NAMES = ("GPT", "GPTConfig", "config_for", "generate", "num_parameters")

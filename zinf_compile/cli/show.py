@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from zinf_compile.plan_io import load_plan
-from zinf_compile.plans import Plan
-from zinf_compile.printing import dump_plan
+from zinf_compile.inspect.chrome_trace import save_chrome_trace
+from zinf_compile.inspect.html.page import save_html_page
+from zinf_compile.inspect.memory_viz import save_memory_viz
+from zinf_compile.inspect.printing import dump_plan
+from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.plan_io import load_plan
 
 _NARROWEST, _WIDEST = 80, 140  # columns that the dump is readable in
 _COLUMNS = 100  # of a pipe or a file
@@ -22,16 +25,16 @@ class _View(NamedTuple):
 
 
 _VIEWS = (
-    _View("html", Plan.to_html, "a page about the plan, with charts, for any browser", "open it in a browser"),
+    _View("html", save_html_page, "a page about the plan, with charts, for any browser", "open it in a browser"),
     _View(
         "trace",
-        Plan.to_chrome_trace,
+        save_chrome_trace,
         "the predicted timeline as a Chrome trace, for ui.perfetto.dev",
         "open it in ui.perfetto.dev",
     ),
     _View(
         "memory_viz",
-        Plan.to_memory_viz,
+        save_memory_viz,
         "the planned device memory as a memory snapshot of PyTorch's, for pytorch.org/memory_viz",
         "open it in pytorch.org/memory_viz",
     ),

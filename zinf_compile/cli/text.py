@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zinf_compile.errors import ConfigError
+from zinf_compile.ir.errors import ConfigError
 
 MAX_TEXT_BYTES = 8 << 20  # the standard library of Python 3.11 without its tests is 10.8 MiB; a demo reads far less
 _SKIPPED_FOLDERS = frozenset(

@@ -20,9 +20,9 @@ from zinf_compile.cli.progress import process_peak, show_progress
 from zinf_compile.cli.text import ByteVocabulary, TokenizerVocabulary, TokenStream, read_text
 from zinf_compile.cli.training import Schedule, Training
 from zinf_compile.cli.transformers_model import TransformersModel, parse_folder
-from zinf_compile.config import parse_size
-from zinf_compile.errors import ConfigError
-from zinf_compile.terms import format_bytes
+from zinf_compile.ir.config import parse_size
+from zinf_compile.ir.errors import ConfigError
+from zinf_compile.ir.glossary import format_bytes
 
 _CHECKPOINT = Path("zinf-checkpoint")
 
@@ -47,15 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget = parser.add_argument_group("budgets")
     budget.add_argument("--device-memory", metavar="SIZE", help="what compute may use at once, e.g. 128MiB")
     budget.add_argument("--host-memory", metavar="SIZE", help="RAM for states and transfers")
+    budget.add_argument(
+        "--reserve-memory",
+        metavar="SIZE",
+        help="of --device-memory, left to Python, torch and captured graphs; auto: as measured, so that budgets hold for "
+        "the process; 0: they are for the model (default: auto for budgets that are given, 0 for those of presets)",
+    )
     budget.add_argument("--nvme", type=Path, metavar="FOLDER", help="for the rest (default: a temporary folder here)")
     budget.add_argument("--plain", action="store_true", help="train the same model in memory with plain PyTorch")
     loop = parser.add_argument_group("training")
     loop.add_argument("--steps", type=int, help="optimizer steps in all, those before a --resume too")
     loop.add_argument("--batch", type=int, help="sequences per micro-batch")
     loop.add_argument("--seq", type=int, help="tokens per sequence")
-    loop.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step (default: 1)")
+    loop.add_argument("--accumulate", type=int, default=1, metavar="N", help="gradient accumulation steps (default: 1)")
     loop.add_argument("--optimizer", default="adamw", metavar="NAME", help="a class of torch.optim (default: adamw)")
-    loop.add_argument("--lr", type=float, help="highest learning rate")
+    loop.add_argument("--lr", type=float, help="peak learning rate")
     loop.add_argument("--clip", type=float, metavar="NORM", help="clip the gradient norm (default: off)")
     loop.add_argument("--seed", type=int, default=0)
     loop.add_argument("--compute-dtype", choices=STATE_BYTES)
@@ -70,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     saving.add_argument(
         "--checkpoint", type=Path, metavar="FOLDER", help=f"where to save and resume (default: {_CHECKPOINT})"
     )
-    saving.add_argument("--resume", action="store_true", help="go on from the checkpoint, under these budgets")
+    saving.add_argument("--resume", action="store_true", help="resume from the checkpoint with these budgets")
     result = parser.add_argument_group("results")
     result.add_argument("--sample", type=int, default=64, metavar="N", help="tokens of generated text (default: 64)")
     result.add_argument("--prompt", default="def ", help="what the generated text begins with (default: 'def ')")
@@ -78,15 +84,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as told and return 0; a ZinfError says why it could not."""
+    """Train as told and return 0; a ZinfError says why it could not, a KeyboardInterrupt how to go on."""
+    _check_plain(args)
     _fill_from_preset(args, PRESETS[args.preset])
     _check(args)
     kind = find_optimizer(args.optimizer, args.lr)
     stream = _read_stream(args)
-    batches = stream.batches(batch=args.batch, seq=args.seq, seed=args.seed)
     checkpoint = _choose_checkpoint(args, stream)
     subject = _choose_model(args, stream.vocabulary.size)
     print(_describe_run(args, subject, stream, kind), flush=True)
+    try:
+        _train(args, subject, stream, kind, checkpoint)
+    except KeyboardInterrupt:
+        if checkpoint is None:
+            raise KeyboardInterrupt("nothing is saved; with --save-every N it can be resumed") from None
+        raise KeyboardInterrupt(checkpoint.tell_how_to_resume()) from None
+    return 0
+
+
+def _train(
+    args: argparse.Namespace,
+    subject: Subject,
+    stream: TokenStream,
+    kind: type[Optimizer],
+    checkpoint: CheckpointFolder | None,
+) -> None:
+    batches = stream.batches(batch=args.batch, seq=args.seq, seed=args.seed)
     schedule = Schedule(steps=args.steps, accumulate=args.accumulate, clip=args.clip)
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -123,10 +146,27 @@ def run(args: argparse.Namespace) -> int:
             _save_plans(built.trunk, args.save_plan)
         if args.sample:
             print(f"sample:\n{_sample(subject, built, stream, args)}")
-    return 0
+
+
+def _check_plain(args: argparse.Namespace) -> None:
+    """Refuse what --plain would ignore, before presets fill it in."""
+    if not args.plain:
+        return
+    names = ("device_memory", "host_memory", "nvme", "reserve_memory")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    given += ["--compute"] if args.compute != "aten" else []
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} means nothing with --plain, which trains in memory; leave one of them out"
+        )
 
 
 def _fill_from_preset(args: argparse.Namespace, preset: Preset) -> None:
+    if (
+        args.reserve_memory is None
+    ):  # the budgets of presets are for the model, those that a person states for the process
+        is_stated = args.device_memory is not None or args.host_memory is not None
+        args.reserve_memory = "auto" if is_stated else 0
     for name in ("seq", "batch", "steps", "lr", "compute_dtype", "device_memory", "host_memory"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(preset, name))
@@ -220,6 +260,7 @@ def _build(subject: Subject, args: argparse.Namespace, stack: ExitStack) -> Buil
             "nvme": args.nvme or stack.enter_context(_temporary_folder()),
             "compute_dtype": dtype,
             "compute": args.compute,
+            "reserve_memory": args.reserve_memory,
         }
     )
     stack.callback(zinf_compile.close, built.trunk)  # before the folder under it goes

@@ -11,8 +11,8 @@ import zinf_compile
 from zinf_compile.cli.models import TEMPERATURE, Built
 from zinf_compile.cli.text import Batch
 from zinf_compile.cli.training import InComputeDtype
-from zinf_compile.errors import ConfigError
-from zinf_compile.runtime.weight_files import INDEX_FILE, SINGLE_FILE
+from zinf_compile.ir.errors import ConfigError
+from zinf_compile.weights.weight_files import INDEX_FILE, SINGLE_FILE
 
 _PREFIX = "hf:"
 

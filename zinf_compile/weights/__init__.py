@@ -1,1 +1,1 @@
-"""A model's weights on the way in and out: its first values, and their export."""
+"""Weights of a model: first values, and export."""

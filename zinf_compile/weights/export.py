@@ -1,24 +1,32 @@
-"""A model as safetensors files that Hugging Face libraries read, written without ever holding it in memory."""
+"""Exports a model as safetensors files for Hugging Face libraries, without holding it in memory."""
 
 import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from zinf_compile.config import parse_size
-from zinf_compile.errors import ConfigError, StoreError, UnsupportedError
-from zinf_compile.runtime.full_values import read_pieces
-from zinf_compile.runtime.slots import record_of
-from zinf_compile.runtime.weight_files import INDEX_FILE, SINGLE_FILE, write_file
+from zinf_compile.checkpoint.checkpoint_folder import locked
+from zinf_compile.checkpoint.own_folder import MARKER, make_own_folder, new_identity, remove_own_folder
+from zinf_compile.ir.config import parse_size
+from zinf_compile.ir.errors import ConfigError, StoreError, UnsupportedError
+from zinf_compile.runtime.model.model_state import stores_of
+from zinf_compile.runtime.params.full_values import read_pieces
+from zinf_compile.runtime.params.records import record_of
+from zinf_compile.weights.weight_files import INDEX_FILE, SINGLE_FILE, write_file
+
+_ASIDE = re.compile(r"\.zinf-export-([0-9a-f]{32})")
+_WRITTEN = re.compile(  # files that a killed export may have left
+    rf"{re.escape(SINGLE_FILE)}|model-\d+-of-\d+\.safetensors|{re.escape(INDEX_FILE)}|(generation_)?config\.json"
+)
 
 
 def export(
@@ -28,53 +36,80 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write the model's state dict to ``folder`` as safetensors, for ``transformers`` and everything else that reads them.
+    """Write the model's state dict to ``folder`` as safetensors.
 
-    One ``model.safetensors``, or shards of at most ``max_shard_size`` with an index; a larger tensor has a shard of its
-    own. Tied weights are written once. Values are those that the optimizer updates, in their dtype; with ``dtype``
-    floating-point ones are converted. A model of transformers gets its ``config.json`` too. The folder is made if needed;
-    files appear in it when all are whole, the one that leads to the others last, and an error leaves it as it was.
+    It writes one ``model.safetensors``, or shards of at most ``max_shard_size`` with an index; a larger tensor gets its
+    own shard. Tied weights are written once. Values are the master copies, in their dtype; with ``dtype``
+    floating-point tensors are converted. A model of transformers gets its ``config.json`` too. The folder is created if
+    needed. Files appear in it when all are complete, the index last, and an error leaves it unchanged.
 
-    Raises ConfigError for a folder that has weights already, and for options that cannot be used; StoreError when a read or
-    write fails.
+    Raises ConfigError for a folder that already has weights, and for invalid options; StoreError if a read or write
+    fails, or if the model was stopped by an earlier error.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype={dtype!r} is not a floating-point dtype; say torch.bfloat16, or leave it out")
     limit = parse_size(max_shard_size, option="max_shard_size")
     if limit == 0:
         raise ConfigError("max_shard_size is 0; a shard holds at least one tensor, such as '5GB'")
+    for store in stores_of(model):
+        store.check_whole()
     sources = _tensors_to_write(model)
     tensors = {name: _converted(tensor, dtype) for name, tensor in sources.items()}
+    shards = _cut(tensors, limit)
+    names = [
+        SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
     target = Path(folder)
     existed = target.exists()
     _check_folder(target)
     try:
+        with _making_aside(target) as aside:
+            for name, shard in zip(names, shards, strict=True):
+                write_file(aside / name, shard, lambda tensor: _pieces(sources[tensor]))
+            _write_configs(model, aside, dtype)
+            if len(shards) > 1:
+                _write_index(aside / INDEX_FILE, dict(zip(names, shards, strict=True)))
+            _publish(aside, target)
+    finally:
+        if not existed:
+            with suppress(OSError):  # not empty: the export is in it
+                target.rmdir()
+
+
+@contextmanager
+def _making_aside(target: Path) -> Iterator[Path]:
+    """Create a folder in ``target`` to write to, and remove it at the end, with those of earlier exports that were killed.
+
+    Its name contains its identity, which its marker repeats; other folders are left alone.
+    """
+    try:
         target.mkdir(parents=True, exist_ok=True)
-        aside = Path(mkdtemp(prefix=".export-", dir=target))
     except OSError as error:
         raise ConfigError(f"cannot write to folder '{target}': {error.strerror}; choose another") from error
-    try:
-        shards = _cut(tensors, limit)
-        names = [
-            SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            for number in range(1, len(shards) + 1)
-        ]
-        for name, shard in zip(names, shards, strict=True):
-            write_file(aside / name, shard, lambda tensor: _pieces(sources[tensor]))
-        _write_configs(model, aside, dtype)
-        if len(shards) > 1:
-            _write_index(aside / INDEX_FILE, dict(zip(names, shards, strict=True)))
-        _publish(aside, target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        if not existed:
-            with suppress(OSError):  # not empty: the export is there
-                target.rmdir()
+    with locked(target, exclusive=True):  # so that leftovers cannot belong to an export that is still running
+        try:
+            for entry in list(target.iterdir()):
+                if (match := _ASIDE.fullmatch(entry.name)) is not None and not entry.is_symlink() and entry.is_dir():
+                    written = [name for name in os.listdir(entry) if _WRITTEN.fullmatch(name)]
+                    remove_own_folder(entry, match[1], written)
+            identity = new_identity()
+            aside = target / f".zinf-export-{identity}"
+            make_own_folder(aside, identity)
+        except OSError as error:
+            raise ConfigError(f"cannot write to folder '{target}': {error.strerror}; choose another") from error
+        try:
+            yield aside
+        finally:
+            with suppress(OSError):  # leftovers are removed by the next export
+                remove_own_folder(aside, identity, os.listdir(aside))  # transformers chooses some of the names
 
 
 def _tensors_to_write(model: Module) -> dict[str, Tensor]:
     """Return the tensors of the state dict by name, each once."""
-    tied_to = getattr(model, "all_tied_weights_keys", None) or {}  # of transformers: which name of a tied weight goes
+    tied_to = (
+        getattr(model, "all_tied_weights_keys", None) or {}
+    )  # transformers: which names of tied weights are dropped
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     written: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -111,7 +146,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _cut(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """Return the tensors, in order, in as few shards as their order allows."""
+    """Split the tensors, in order, into as few shards as possible."""
     shards: list[dict[str, Tensor]] = [{}]
     room = limit
     for name, tensor in tensors.items():
@@ -132,7 +167,7 @@ def _write_index(path: Path, shards: Mapping[str, Mapping[str, Tensor]]) -> None
 
 
 def _write_configs(model: Module, folder: Path, dtype: torch.dtype | None) -> None:
-    """Let transformers write what it needs to build the model again."""
+    """Let transformers write the configuration from which it can rebuild the model."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
@@ -157,17 +192,30 @@ def _check_folder(folder: Path) -> None:
 
 
 def _publish(aside: Path, folder: Path) -> None:
-    """Move files to where they belong: what leads a reader to the others goes last."""
+    """Move files to their place, the index last. An error restores the previous files."""
     last = INDEX_FILE if (aside / INDEX_FILE).exists() else SINGLE_FILE
-    moved: list[Path] = []
+    files = [path for path in aside.iterdir() if path.name != MARKER]
+    moved: dict[Path, Path] = {}  # and where the previous file is kept
     try:
-        for path in sorted(aside.iterdir(), key=lambda path: (path.name == last, path.name)):
-            path.replace(folder / path.name)
-            moved.append(folder / path.name)
-    except OSError as error:
-        for path in moved:
-            path.unlink(missing_ok=True)
+        for path in sorted(files, key=lambda path: (path.name == last, path.name)):
+            there, kept = folder / path.name, aside / f"replaced-{path.name}"
+            if os.path.lexists(there):
+                shutil.copy2(there, kept, follow_symlinks=False)
+            path.replace(there)
+            moved[there] = kept
+        _sync(folder)
+    except BaseException as error:
+        for there, kept in moved.items():
+            if os.path.lexists(kept):
+                kept.replace(there)
+            else:
+                there.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise StoreError(f"moving '{error.filename}' to {folder} failed: {error.strerror}") from error
+
+
+def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""``init="model.safetensors"``: a model's values come from files, a piece at a time."""
+"""``init="model.safetensors"``: streams a model's values from files, a piece at a time."""
 
 import re
 from collections.abc import Iterator
@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from zinf_compile.errors import ConfigError
-from zinf_compile.runtime.full_values import end_writes, write_piece
-from zinf_compile.runtime.store import Store
-from zinf_compile.runtime.weight_files import FileTensor, Source, find_tensors, read_tensors
+from zinf_compile.ir.errors import ConfigError
+from zinf_compile.runtime.params.full_values import end_writes, write_piece
+from zinf_compile.runtime.store.store import Store
 from zinf_compile.weights.reset_values import MetaBuffers, reset_buffers, resets_of
+from zinf_compile.weights.weight_files import FileTensor, Source, find_tensors, read_tensors
 
 
 class FileValues:
-    """The values that files have for a model. Made before anything moves; ConfigError lists all that does not fit."""
+    """The values for a model in files. Checked before anything moves; ConfigError lists everything that does not match."""
 
     def __init__(self, model: Module, source: Source) -> None:
         self._model = model
         self._buffers = MetaBuffers(model)
-        self._parameters: dict[str, FileTensor] = {}  # by the name a store knows a parameter by
+        self._parameters: dict[str, FileTensor] = {}  # by the parameter's name in the store
         self._persistent: dict[str, FileTensor] = {}
         self._recomputed = self._buffers.names(persistent=False)
         found = find_tensors(source)
@@ -30,7 +30,7 @@ class FileValues:
             if not here:
                 problems.append(f"'{names[0]}' is missing")
                 continue
-            # Of a tied parameter one name is enough. Where files have several, the last counts, as in load_state_dict.
+            # One name per tied parameter is enough. If files have several, the last one counts, as in load_state_dict.
             chosen = found[here[-1]]
             kind = self._parameters if isinstance(tensor, Parameter) else self._persistent
             kind[names[0]] = chosen
@@ -40,7 +40,7 @@ class FileValues:
                 if found[name].span.shape != tensor.shape
             ]
         known = {name for names, _ in _named_tensors(model) for name in names}
-        ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())  # of transformers: patterns
+        ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())  # patterns of transformers
         known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
         problems += [
             f"'{name}' is in {tensor.path.name}, and not in the model"
@@ -63,7 +63,7 @@ class FileValues:
         for piece in read_tensors(self._parameters.values()):
             record = store.records[targets[piece.name]]
             write_piece(record, piece.first, piece.values)
-            if piece.first + piece.values.numel() == record.master.tensor.numel():
+            if piece.first + piece.values.numel() == record.copies.master.tensor.numel():
                 end_writes(record)
         self._fill_buffers()
 

@@ -1,4 +1,4 @@
-"""Where a model's first values come from: it has them, makes them itself, or is given files."""
+"""Chooses where a model's first values come from: the model, its own initialisation, or files."""
 
 import os
 import weakref
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from torch.nn import Module, Parameter
 
-from zinf_compile.errors import ConfigError, UnsupportedError
-from zinf_compile.runtime.slots import return_to_meta
+from zinf_compile.ir.errors import ConfigError, UnsupportedError
+from zinf_compile.runtime.params.records import return_to_meta
 from zinf_compile.weights.file_values import FileValues
 from zinf_compile.weights.reset_values import ResetValues
 
@@ -16,9 +16,10 @@ Values = ResetValues | FileValues
 
 
 def choose_values(model: Module, init: Init) -> Values | None:
-    """Return where the values of ``model`` come from; None if they are where they are. Moves nothing.
+    """Return the source of the first values of ``model``; None if it already has them. Moves nothing.
 
-    ConfigError for an ``init`` that does not give every tensor a value, UnsupportedError for a model that cannot be filled.
+    ConfigError for an ``init`` that does not give every tensor a value, UnsupportedError for a model that cannot be
+    filled.
     """
     if init is not None and not isinstance(init, str | os.PathLike):
         is_list = isinstance(init, Sequence) and len(init) > 0

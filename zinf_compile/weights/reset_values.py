@@ -1,8 +1,8 @@
-"""``init="reset"``: a model on meta gets its first values from its own initialisation, a module at a time.
+"""``init="reset"``: initialises a model on meta by its own initialisation, one module at a time.
 
-What building in memory would run, in the order in which it would: a module's children, then its own ``reset_parameters()``
-(or ``_reset_parameters()``, where torch calls it so), and at the end of a model with ``_init_weights(module)``, as those of
-transformers have, that for each module below. So the same seed gives the same numbers.
+It runs what building in memory would run, in the same order: a module's children, then its own ``reset_parameters()``
+(or ``_reset_parameters()``, as torch names it in some modules), and, for a model with ``_init_weights(module)`` as in
+transformers, that for each of its modules at the end. So the same seed gives the same numbers.
 """
 
 import inspect
@@ -15,38 +15,39 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from zinf_compile.errors import ConfigError
-from zinf_compile.runtime.lending import Site, check_room, lend_values
-from zinf_compile.runtime.ram import return_freed_memory
-from zinf_compile.runtime.slots import record_of
-from zinf_compile.runtime.store import Store
+from zinf_compile.ir.errors import ConfigError
+from zinf_compile.runtime.model.full_parameters import Site, check_room, hold_full_values
+from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.process.ram import return_freed_memory
+from zinf_compile.runtime.store.store import Store
 
-_MARK = 0xA5  # in every byte of what has no value yet: a tensor that still begins and ends so was not written
+_MARK = 0xA5  # fills tensors without values: one that still begins and ends with it was not written
 
 
 class Reset(NamedTuple):
-    """One call of a model's own initialisation, which gives values to the tensors of ``module``."""
+    """One call of a model's own initialisation, which initialises the tensors of ``module``."""
 
     module: Module
     call: Callable[[], object]
-    is_tied: bool = False  # whether building had tied weights by then, so that it writes to them wherever they are used
+    is_tied: bool = False  # whether weights are tied by then, so that it writes to tied weights too
 
 
 def resets_of(model: Module) -> list[Reset]:
-    """Return the calls in the order in which building in memory makes them, as far as a built model shows it."""
+    """Return the calls in the order of building in memory, as far as the built model shows it."""
     resets: list[Reset] = []
     initialized: set[Module] = set()
     for module in _children_first(model, set()):
         for name in ("reset_parameters", "_reset_parameters"):
             reset = getattr(module, name, None)
-            # Of a module that has only children, reset_parameters is for starting again: its __init__ did not call it.
+            # If a module has only children, its __init__ did not call reset_parameters, which then is for restarting.
             if callable(reset) and (name.startswith("_") or _own_tensors(module)):
                 resets.append(Reset(module, reset))
                 break
         initialize = getattr(module, "_init_weights", None)
         if not callable(initialize) or not _takes_one_argument(initialize):
             continue
-        # Of transformers: each module once, by the innermost model, which ties weights afterwards. Others ``apply`` it last.
+        # transformers: each module once, by the innermost model, which ties weights afterwards. Others ``apply`` it
+        # last.
         is_pretrained = hasattr(module, "_initialize_weights")
         for part in _children_first(module, set()):
             if not is_pretrained or part not in initialized:
@@ -74,7 +75,7 @@ def _own_tensors(module: Module) -> list[Tensor]:
 
 
 class MetaBuffers:
-    """The buffers of a model that are on meta. They get memory, then values; ``undo`` puts back what was there."""
+    """The meta buffers of a model. They get memory, then values; ``undo`` restores them."""
 
     def __init__(self, model: Module) -> None:
         self._names = {
@@ -87,7 +88,7 @@ class MetaBuffers:
         self._memory: dict[tuple[Module, str], Tensor] = {}
 
     def names(self, *, persistent: bool | None = None) -> dict[str, Module]:
-        """Return the modules of these buffers by the buffers' names; of all, or of those a state dict has, or has not."""
+        """Return the modules of these buffers by buffer name: of all, or only of persistent or non-persistent ones."""
         return {
             label: module
             for (module, name), label in self._names.items()
@@ -95,13 +96,13 @@ class MetaBuffers:
         }
 
     def give_memory(self, module: Module) -> None:
-        """Give memory without values to those of one module that are still on meta."""
+        """Allocate uninitialised memory for the buffers of one module that are still on meta."""
         for key, was in self._was.items():
             if key[0] is module and was is not None and module._buffers.get(key[1]) is was:
                 self._memory[key] = module._buffers[key[1]] = _mark(torch.empty_like(was, device="cpu"))
 
     def without_value(self) -> list[str]:
-        """Return the names of those that nobody has written or replaced."""
+        """Return the names of buffers that were neither written nor replaced."""
         without = []
         for (module, name), label in self._names.items():
             now = module._buffers.get(name)
@@ -117,7 +118,7 @@ class MetaBuffers:
 
 
 class ResetValues:
-    """The values that a model's own initialisation gives; ConfigError, before anything moves, if it gives some none."""
+    """First values by the model's own initialisation; ConfigError, before anything moves, if that leaves some out."""
 
     def __init__(self, model: Module) -> None:
         self._model = model
@@ -130,17 +131,19 @@ class ResetValues:
         _refuse(model, [*unable, *(name for name, module in self._buffers.names().items() if module not in able)])
 
     def fill(self, store: Store) -> None:
-        """Run it, and write the values home. ConfigError for what has none afterwards."""
+        """Run it, and store the values. ConfigError for tensors that have none afterwards."""
         records = list(store.records.values())
-        versions = {record.name: record.version for record in records}  # of those that have no value yet
+        versions = {record.name: record.version for record in records}  # of parameters without a value yet
         paths = {module: path for path, module in self._model.named_modules()}
         with torch.no_grad():
             for reset in self._resets:
                 self._buffers.give_memory(reset.module)
                 _run(reset, paths[reset.module], store, versions)
-        # What a module did not write, one that holds it may have written at home.
+        # What a module did not write, its parent may have written in the store.
         without = [
-            record.name for record in records if versions.get(record.name) == record.version and not record.exposed
+            record.name
+            for record in records
+            if versions.get(record.name) == record.version and not record.copies.is_exposed
         ]
         _refuse(self._model, [*without, *self._buffers.without_value()])
 
@@ -150,18 +153,18 @@ class ResetValues:
 
 
 def _run(reset: Reset, path: str, store: Store, versions: dict[str, int]) -> None:
-    """Run one call on full values in memory; parameters that it gives a first value leave ``versions``."""
+    """Run one call on full values in memory; parameters that it initialises are removed from ``versions``."""
     mine, others = _own_sites(reset, path)
     check_room(store, [site.record for site in mine], f"initialising '{path}'")
     unread = frozenset(site.record.name for site in mine if versions.get(site.record.name) == site.record.version)
-    with scratch(others), lend_values(mine, unread=unread, in_original_dtype=True) as lent:
+    with scratch(others), hold_full_values(mine, unread=unread, in_original_dtype=True) as full:
         for name in unread:
-            _mark(lent[name].data)
-        before = {name: lent[name]._version for name in unread}
+            _mark(full[name].data)
+        before = {name: full[name]._version for name in unread}
         reset.call()
-        written = {name for name in unread if lent[name]._version > before[name] or not _is_unwritten(lent[name].data)}
-    lent.clear()
-    return_freed_memory()  # the system's allocator would keep the largest module so far, and then some
+        written = {name for name in unread if full[name]._version > before[name] or not _is_unwritten(full[name].data)}
+    full.clear()
+    return_freed_memory()  # the system's allocator would keep the memory of the largest module
     for name in unread - written:
         versions[name] = store.records[name].version
     for name in written:
@@ -169,7 +172,7 @@ def _run(reset: Reset, path: str, store: Store, versions: dict[str, int]) -> Non
 
 
 def reset_buffers(model: Module, buffers: MetaBuffers, modules: Container[Module]) -> None:
-    """Let some modules give values to their buffers, without touching parameters or the state of torch's generator."""
+    """Let some modules initialise their buffers, without changing parameters or torch's random state."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for module, call, _ in resets_of(model):
             if module in modules:
@@ -182,9 +185,9 @@ def reset_buffers(model: Module, buffers: MetaBuffers, modules: Container[Module
 
 @contextmanager
 def scratch(sites: Iterable[tuple[Module, str]]) -> Iterator[None]:
-    """Register memory of their own in place of parameters, and forget it afterwards.
+    """Temporarily register scratch tensors in place of parameters.
 
-    A second user of a tied parameter draws numbers for it too; building in memory drew them before it tied the two.
+    A second user of a tied parameter draws numbers for it too, as building in memory did before it tied the two.
     """
     was = [(module, name, module._parameters[name]) for module, name in sites]
     try:
@@ -201,7 +204,7 @@ def scratch(sites: Iterable[tuple[Module, str]]) -> Iterator[None]:
 
 
 def _own_sites(reset: Reset, path: str) -> tuple[list[Site], list[tuple[Module, str]]]:
-    """Return the parameters of a module that a call writes to, and those that belong to the module they are tied to."""
+    """Return the parameters of a module that a call writes to, and those that belong to another module by tying."""
     module, mine, others = reset.module, [], []
     for name, parameter in module._parameters.items():
         if (record := record_of(parameter)) is not None:

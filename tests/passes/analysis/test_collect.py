@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from zinf_compile.facts import GraphFacts, working_set
+from zinf_compile.ir.facts import GraphFacts, working_set
+from zinf_compile.ir.schedule import Schedule
 from zinf_compile.passes.contract import node_facts
 
 Function = Callable[..., object]
@@ -19,7 +20,7 @@ def test_a_value_lives_from_its_node_to_its_last_reader(trace: Function, analyze
     graph_module = trace(lambda anchor, x: torch.exp(torch.cos(torch.sin(x))), (4,))
     facts = analyze(graph_module)  # anchor 0, x 1, sin 2, cos 3, exp 4, output 5
     assert _live(facts) == {"sin": (2, 4), "cos": (3, 5), "exp": (4, 6)}
-    assert facts.num_ticks == facts.num_forward_ticks == 6
+    assert facts.schedule == Schedule.of_one_graph(6, 6)
     assert working_set(facts.values, facts.num_ticks) == [0, 0, 16, 32, 32, 16]
 
 
@@ -58,7 +59,7 @@ def test_results_of_one_node_die_on_their_own(trace: Function, analyze: Function
     nbytes = {value.name: value.nbytes for value in facts.values}
     ends = {name: end for name, (_, end) in _live(facts).items()}
     assert sorted(nbytes.values()) == [16, 16, 16, 16, 32]
-    # Both are made by the op, beside what it reads, however late they are taken out of what it returns.
+    # The op allocates both results while its inputs are live, however late getitem reads them.
     assert [start for name, (start, _) in _live(facts).items() if name.startswith("max")] == [2, 2]
     values, indices = (name for name in nbytes if name.startswith("max"))
     assert (nbytes[values], ends[values]) == (16, 6)
@@ -66,7 +67,7 @@ def test_results_of_one_node_die_on_their_own(trace: Function, analyze: Function
 
 
 def _make_training_graphs(trace: Function, gather: Function, store_grad: Function) -> tuple[fx.GraphModule, ...]:
-    """Return forward and backward of ``sin(x @ a)``; what is saved is named as torch's partitioner names it."""
+    """Return forward and backward of ``sin(x @ a)``; saved values have the names that torch's partitioner gives them."""
 
     def forward(anchor: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.mm(x, gather(anchor, "a", 4, 4))
@@ -90,7 +91,7 @@ def test_backward_continues_the_ticks_of_forward(
 ) -> None:
     forward, backward = _make_training_graphs(trace, gather, store_grad)
     facts = analyze(forward, backward)
-    assert (facts.num_forward_ticks, facts.num_ticks) == (6, 19)
+    assert facts.schedule == Schedule.of_one_graph(6, 19)
     assert [op.tick for op in facts.ops] == list(range(19))
     assert [node_facts(node).tick for node in backward.graph.nodes] == list(range(6, 19))
 
@@ -100,7 +101,7 @@ def test_uses_and_gradients_of_a_parameter(
 ) -> None:
     facts = analyze(*_make_training_graphs(trace, gather, store_grad))
     (use,) = facts.uses
-    assert (use.parameter, use.ticks) == ("a", (3, 17))  # mm, and mm through a view: making the view reads nothing
+    assert (use.parameter, use.ticks) == ("a", (3, 17))  # mm, and mm through a view; the view itself reads nothing
     (gradient,) = facts.gradients
     assert (gradient.parameter, gradient.tick, gradient.nbytes) == ("a", 14, 64)
 

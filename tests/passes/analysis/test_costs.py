@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from zinf_compile.facts import at_sizes
-from zinf_compile.ops import LOGIT_SUMS, LOGIT_SUMS_BACKWARD, WEIGH_LOGIT_SUMS
+from zinf_compile.ir.facts import at_sizes
+from zinf_compile.ir.ops import LOGIT_SUMS, LOGIT_SUMS_BACKWARD, WEIGH_LOGIT_SUMS
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops
 
 Function = Callable[..., object]
@@ -61,7 +61,7 @@ ROWS, GROUPS, INNER, OUTER = 48, 4, 16, 32
 @pytest.mark.parametrize(
     ("left", "right", "num_flops"),
     [
-        ((ROWS, INNER), (GROUPS, INNER, OUTER), 2 * ROWS * INNER * OUTER),  # rows by experts: forward
+        ((ROWS, INNER), (GROUPS, INNER, OUTER), 2 * ROWS * INNER * OUTER),  # rows grouped by expert: forward
         ((GROUPS, OUTER, INNER), (INNER, ROWS), 2 * OUTER * INNER * ROWS),
         ((INNER, ROWS), (ROWS, OUTER), 2 * INNER * ROWS * OUTER),  # the gradient of each expert's weight
         ((GROUPS, ROWS, INNER), (GROUPS, INNER, OUTER), 2 * GROUPS * ROWS * INNER * OUTER),
@@ -114,7 +114,7 @@ def test_attention_backward_on_the_cpu(trace: Function) -> None:
     rows, columns = (2, 3, 5, 8), (2, 3, 7, 8)
     graph_module = trace(backward, rows, rows, columns, rows, (2, 3, 5))
     node = _only(graph_module, aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-    # the scores again, gradients of the weights, of the values, of the queries and of the keys
+    # recomputed scores, gradients of the weights, of the values, of the queries and of the keys
     assert count_flops(node) == 5 * (2 * 3) * (2 * 5 * 7 * 8)
 
 

@@ -1,11 +1,11 @@
-"""Which saved values may leave the device: those that own all of their bytes, which nobody else holds or writes."""
+"""Which saved values may be offloaded: those that own their whole storage, which nothing else holds or writes."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
 
-from zinf_compile.facts import GraphFacts
+from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.passes.contract import node_facts
 
 Function = Callable[..., fx.GraphModule]
@@ -21,7 +21,7 @@ def _idle(facts: GraphFacts) -> dict[str, tuple[int, int] | None]:
 
 
 def _backward(trace: Function, saved: str, shape: tuple[int, ...], function: Callable[..., object]) -> fx.GraphModule:
-    """Return the graph of a function of an anchor, a saved value, and a gradient, named as torch's partitioner does."""
+    """Return the graph of a function of an anchor, a saved value and a gradient, with the names of torch's partitioner."""
     traced = trace(function, shape, (2, 4))
     traced.graph.find_nodes(op="placeholder")[1].name = saved
     return traced

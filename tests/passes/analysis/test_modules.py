@@ -1,4 +1,4 @@
-"""Module paths as Dynamo writes them, made one; and the block a path lies in."""
+"""Module paths in Dynamo's spellings are normalised; and the block that a path belongs to."""
 
 import pytest
 import torch
@@ -23,8 +23,14 @@ def _make_node(key: str, *paths: str) -> fx.Node:
         ("L['self'].layers[3].up", "layers.3.up"),
         ("L['self'].experts['left'].up", "experts.left.up"),
         ("L['model'].layers.0", "layers.0"),
-        ("G['model'].layers.0", "layers.0"),  # a model that the compiled function finds among its globals
+        ("G['model'].layers.0", "layers.0"),  # a model that is a global of the compiled function
         ("L['self']._orig_mod.layers.0", "layers.0"),
+        ("L['fn'].__self__", ""),  # torch.compile of a bound method of the model
+        ("L['fn'].__self__._modules['11']", "11"),
+        ("L['fn'].__self__.layers[3].up", "layers.3.up"),
+        ("L['fn'].__self__._orig_mod.layers.0", "layers.0"),
+        ("L['self'].modules_to_save", "modules_to_save"),
+        ("L['self'].layers.__self__", "layers.__self__"),  # a submodule that is really named so
     ],
 )
 def test_paths_are_those_of_named_modules(path: str, expected: str) -> None:

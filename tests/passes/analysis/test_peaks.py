@@ -1,4 +1,4 @@
-"""What a segment takes beside what goes in and comes out, and how long it takes: by hand."""
+"""Peak memory of a segment besides its inputs and outputs, and its run time, computed by hand."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,19 +6,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from zinf_compile.facts import OpFact
-from zinf_compile.hardware_io import load_hardware
+from zinf_compile.hardware.profile_io import load_hardware
+from zinf_compile.ir.facts import OpFact
+from zinf_compile.ir.sizes import evaluate_sizes
 from zinf_compile.passes.analysis.peaks import peak_inside
 from zinf_compile.passes.analysis.shapes import GraphShapes
-from zinf_compile.passes.planning.costs import op_seconds, ops_seconds, seconds_expression
-from zinf_compile.sizes import evaluate_sizes
+from zinf_compile.passes.planner.cost.costs import op_seconds, ops_seconds, seconds_expression
 
 Trace = Callable[..., fx.GraphModule]
 KIB = 1024
 
 
 def test_a_chain_holds_two_at_once_and_its_result_is_counted_elsewhere(trace: Trace) -> None:
-    """Of four tensors of 1 KiB in a row, each is made beside the one before it; the last is the result."""
+    """In a chain of four tensors of 1 KiB, each is allocated while the previous one is live; the last is the result."""
 
     def run(anchor: Tensor, x: Tensor) -> Tensor:
         return x.sin().cos().exp().neg()
@@ -32,7 +32,7 @@ def test_what_is_read_late_is_held_and_views_keep_what_they_show(trace: Trace) -
         shown = kept.view(16, 16).t()
         return x.cos().exp().neg() + shown.reshape(256)
 
-    # kept, exp and neg at once; then kept, a copy of it in other order and neg, and beside them the result.
+    # kept, exp and neg at once; then kept, its transposed copy, neg and the result.
     assert peak_inside(trace(run, (256,)).graph) == 3 * KIB - KIB
 
 
@@ -46,7 +46,7 @@ def test_a_convolution_has_its_copies_inside(trace: Trace) -> None:
 
 
 def test_peaks_of_changing_sizes_are_the_largest_of_what_may_be_largest(trace: Trace, trace_dynamic: Trace) -> None:
-    """Of two rows of tensors, one of rows x columns and one of rows x rows, which is larger depends on the call."""
+    """One chain has tensors of rows x columns, the other of rows x rows: which peak is larger depends on the call."""
 
     def run(anchor: Tensor, x: Tensor) -> Tensor:
         wide = x.sin().cos().sum(1)
@@ -61,7 +61,7 @@ def test_peaks_of_changing_sizes_are_the_largest_of_what_may_be_largest(trace: T
 
 
 def test_a_peak_that_is_larger_by_a_constant_is_not_dropped(trace: Trace, trace_dynamic: Trace) -> None:
-    """The second part, of one row less, holds a tensor more that is never given up."""
+    """The second chain has one row less, and holds one more tensor to the end."""
 
     def run(anchor: Tensor, x: Tensor, z: Tensor) -> Tensor:
         wide = x.sin()

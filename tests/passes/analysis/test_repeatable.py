@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_compile.ops import GATHER
+from zinf_compile.ir.ops import GATHER
 from zinf_compile.passes.analysis.repeatable import is_repeatable
 
 aten = torch.ops.aten

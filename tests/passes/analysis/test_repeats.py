@@ -1,10 +1,12 @@
-"""Expanded facts, on a graph made by hand: a chain of blocks, each with a gather, a product and a saved value."""
+"""Facts expanded from a few blocks, on a hand-made chain of blocks: each has a gather, a product and a saved value."""
 
 from dataclasses import replace
 
 import pytest
 
-from zinf_compile.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
+from zinf_compile.ir.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
+from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Phase
+from zinf_compile.ir.schedule import Schedule
 from zinf_compile.passes.analysis.repeats import (
     NUM_TEMPLATES,
     NotRepeatedError,
@@ -13,13 +15,12 @@ from zinf_compile.passes.analysis.repeats import (
     expand_runs,
     without_names,
 )
-from zinf_compile.terms import ActivationPolicy, LiveRange
 
 RUN = Run(container="layers", first=1, num_blocks=NUM_TEMPLATES)
 
 
 def make_chain(num_blocks: int) -> GraphFacts:
-    """Return facts of a run of blocks between ``embed`` and one module more in the same list."""
+    """Return facts of a run of blocks, with ``embed`` before it and another module of the same list after it."""
     names = ["embed", *(f"layers.{1 + block}" for block in range(num_blocks)), f"layers.{1 + num_blocks}"]
     ops: list[OpFact] = []
 
@@ -57,8 +58,7 @@ def make_chain(num_blocks: int) -> GraphFacts:
     return GraphFacts(
         name="chain",
         policy=ActivationPolicy.SAVE,
-        num_forward_ticks=num_forward_ticks,
-        num_ticks=len(ops),
+        schedule=Schedule.of_one_graph(num_forward_ticks, len(ops)),
         ops=tuple(ops),
         values=tuple(sorted(values, key=lambda value: (value.live.start, value.name))),
         uses=tuple(
@@ -80,7 +80,7 @@ def make_chain(num_blocks: int) -> GraphFacts:
 def test_a_chain_is_expanded_to_the_longer_chain(num_blocks: int) -> None:
     expanded = expand_run(make_chain(NUM_TEMPLATES), RUN, num_blocks)
     assert without_names(expanded) == without_names(make_chain(num_blocks))
-    names = [op.name for op in expanded.ops[: expanded.num_forward_ticks]]
+    names = [op.name for op in expanded.ops[: expanded.schedule.ticks(Phase.FORWARD).stop]]
     assert len(set(names)) == len(names)
 
 
@@ -99,7 +99,7 @@ def test_paths_behind_the_run_are_numbered_on() -> None:
 
 
 def edited(facts: GraphFacts, name: str, **changes: object) -> GraphFacts:
-    """Return facts in which one op is another."""
+    """Return facts with the fields of one op changed."""
     ops = tuple(replace(op, **changes) if op.name == name and op.op == "mm" else op for op in facts.ops)  # type: ignore[arg-type]
     return replace(facts, ops=ops)
 

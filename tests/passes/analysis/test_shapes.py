@@ -1,4 +1,4 @@
-"""Symbols of shapes: their names, which input shows them, and torch's arithmetic in plain sympy."""
+"""Symbols of shapes: their names, which input has them as a dimension, and torch's arithmetic in plain sympy."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy import functions
 
-from zinf_compile.errors import UnsupportedError
+from zinf_compile.ir.errors import UnsupportedError
+from zinf_compile.ir.sizes import Expression, evaluate_sizes, size_symbol
 from zinf_compile.passes.analysis.shapes import GraphShapes, find_sources
-from zinf_compile.sizes import Expression, evaluate_sizes, size_symbol
 
 Function = Callable[..., object]
 
 
 def _names(trace_dynamic: Function, *inputs: Tensor) -> dict[int, str]:
-    """Return the name of each size of the inputs that may change, by its value at capture."""
+    """Return the name of each dynamic size of the inputs, by its value at capture."""
     graph_module = trace_dynamic(lambda anchor, *tensors: [torch.sin(tensor) for tensor in tensors], *inputs)
     return {symbol.value: symbol.name for symbol in GraphShapes(graph_module.graph).symbols}
 
@@ -37,7 +37,7 @@ def test_the_second_dimension_of_floats_is_no_sequence(trace_dynamic: Function) 
 
 
 def _make_graph(*inputs: Tensor) -> fx.Graph:
-    """Return a graph of inputs alone, with a symbol for each dimension, as Dynamo has them for what is marked dynamic."""
+    """Return a graph with placeholders only and a symbol for each dimension, as Dynamo makes for ``mark_dynamic``."""
     graph, env = fx.Graph(), ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
     for position, tensor in enumerate(inputs):
@@ -55,7 +55,7 @@ def test_inputs_of_one_batch_share_its_name() -> None:
     assert len(find_sources(graph)) == 4
     shapes = GraphShapes(graph)
     assert [(symbol.name, symbol.value) for symbol in shapes.symbols] == [("batch", 3), ("sequence", 70)]
-    # Where a call has two, the larger counts.
+    # If a call has two of them, the larger counts.
     assert shapes.read([torch.zeros(8, 60), torch.zeros(5, 512)]) == {"batch": 8, "sequence": 512}
 
 
@@ -63,7 +63,7 @@ def test_no_size_is_less_for_sharing_a_name() -> None:
     graph = _make_graph(torch.zeros(4), torch.zeros(4))
     shapes = GraphShapes(graph)
     longer, shorter = (source.symbol for source in find_sources(graph))
-    size = shapes.size(8 * (longer - shorter + 3))  # by 3 more than the difference, which a call may have
+    size = shapes.size(8 * (longer - shorter + 3))  # a call may have a size of the difference plus 3
     assert evaluate_sizes([size], {"batch": 10}) == {size: 8 * 13}
 
 

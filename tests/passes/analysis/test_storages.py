@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from zinf_compile.errors import UnsupportedError
+from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.passes.analysis.storages import find_roots, raw_size, tensor_nbytes
 from zinf_compile.passes.fx_edit import view_source
 
@@ -15,7 +15,7 @@ Function = Callable[..., object]
 
 
 def _root_names(graph_module: fx.GraphModule) -> dict[str, str]:
-    """Return for each call the name of the node that allocated, for those that did not allocate themselves."""
+    """Return, for each call that does not allocate its result, the name of the node that did."""
     roots = find_roots(graph_module.graph)
     return {node.name: root.node.name for node, root in roots.items() if root.node is not node}
 
@@ -52,7 +52,7 @@ def test_unsafe_views_are_views() -> None:
     ids=["split", "split_with_sizes", "chunk", "unbind", "tensor_split"],
 )
 def test_pieces_of_a_tensor_are_views_of_it(trace: Function, split: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
-    """Lists of views have no alias set in their schema, only the mark that the argument goes into a list."""
+    """Schemas of ops that return lists of views have no alias set, only the wildcard ``(a -> *)`` on the argument."""
     graph_module = trace(lambda anchor, x: torch.sin(split(torch.cos(x))[1]), (4, 2))
     roots = find_roots(graph_module.graph)
     (sin,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)

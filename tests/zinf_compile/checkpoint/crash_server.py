@@ -1,10 +1,11 @@
-"""Trains a small model in forked processes that kill themselves at a chosen system call. Driven by test_crash.py.
+"""Train a small model in forked processes that kill themselves at a chosen system call. Driven by test_crash.py.
 
-Imports torch once, starts no thread, and forks for every run. Reads one JSON object per line and answers with one:
+The server imports torch once, starts no thread, and forks for every run. It reads one JSON object per line and answers
+with one:
 
     {"folder": ..., "kill_at": 17}    train from the checkpoint in the folder, if any, saving after every step; die in the
                                       middle of the 17th call that touches a disk (null: live)
-    -> {"signal": 9, "events": [...]} what it did until then
+    -> {"signal": 9, "events": [...]} what the run did until then
 """
 
 import gc
@@ -30,7 +31,7 @@ Call = Callable[..., object]
 
 
 def dying(call: Call, name: str, kill_at: int | None, counter: "itertools.count[int]") -> Call:
-    """Return a system call that kills this process when the counter is at ``kill_at``: writes are half done then."""
+    """Wrap a system call so that it kills this process when the counter is at ``kill_at``, after half of a write."""
 
     def run(*args: object, **kwargs: object) -> object:
         if next(counter) == kill_at:
@@ -44,7 +45,7 @@ def dying(call: Call, name: str, kill_at: int | None, counter: "itertools.count[
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return a hash of all parameters, buffers, optimizer state and the random state."""
+    """Return a hash of all parameters, buffers, optimizer state and the RNG state."""
     found = hashlib.sha256(torch.get_rng_state().numpy())
     state = optimizer.state_dict()["state"]
     values = [*model.state_dict().values(), *(value for index in sorted(state) for value in state[index].values())]
@@ -98,11 +99,11 @@ def run(folder: str, kill_at: int | None) -> dict[str, object]:
 def main() -> None:
     """Answer requests until there are no more."""
     torch.set_num_threads(1)
-    for name in ("optimize", "save", "load"):  # import all that a run needs: names load when they are first used
+    for name in ("optimize", "save", "load"):  # import in the parent what a run needs: public names load lazily
         getattr(zinf_compile, name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork copies no threads"
     gc.collect()
-    gc.freeze()  # else the collector of every fork writes to, and so copies, the pages of all that is imported
+    gc.freeze()  # else the garbage collector of every fork writes to, and so copies, all pages of imported modules
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(run(request["folder"], request["kill_at"])), flush=True)

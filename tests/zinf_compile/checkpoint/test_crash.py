@@ -1,4 +1,4 @@
-"""Processes that die by SIGKILL, in training and in saving: the checkpoint they leave is whole, and training goes on."""
+"""SIGKILL during training and during saving leaves a complete checkpoint, from which training resumes."""
 
 import json
 import os
@@ -47,9 +47,9 @@ def test_killed_at_any_point(run: Run, tmp_path: Path) -> None:
     died: Counter[str] = Counter()
     for trial in range(NUM_TRIALS):
         folder = tmp_path / f"{trial}"
-        point = num_calls * trial // NUM_TRIALS + points.randrange(num_calls // NUM_TRIALS)  # all over the run
+        point = num_calls * trial // NUM_TRIALS + points.randrange(num_calls // NUM_TRIALS)  # spread over the run
         attempts = [run(folder, point)]
-        if trial % 2:  # and once more, while it is resumed
+        if trial % 2:  # kill it again while it resumes
             attempts.append(run(folder, points.randrange(num_calls // 3)))
         for killed in attempts:
             assert killed["signal"] == 9, killed
@@ -57,18 +57,18 @@ def test_killed_at_any_point(run: Run, tmp_path: Path) -> None:
         num_saved = max(attempt["noted"].get("saved", 0) for attempt in attempts)
         resumed = run(folder, None)
         assert resumed["status"] == 0, resumed
-        # Of a save that was under way, the rename may have happened or not.
+        # If a save was in progress, its rename may have happened or not.
         assert resumed["noted"].get("loaded", 0) in (num_saved, num_saved + 1), (attempts, resumed)
         assert resumed["noted"]["digest"] == digest, (attempts, resumed)
-        if "saved" in resumed["noted"]:  # what the dead have left is gone
+        if "saved" in resumed["noted"]:  # leftovers of the killed processes are removed
             assert len(list(folder.glob("data-*"))) == 1
-            assert not (folder / "manifest.json.new").exists()
+            assert sorted(os.listdir(folder))[1:] == ["manifest.json"]
     assert died.total() >= 25
     assert died.keys() >= {"placement", "training", "saving", "loading"}, died
 
 
 def test_all_is_on_the_disk_before_the_rename(make: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a power failure would need: every file and folder is synchronised before the rename that makes it count."""
+    """For power failures: every file and folder is fsynced before the rename that makes the checkpoint valid."""
     model, optimizer = make()
     zinf_compile.save(tmp_path / "saved", model, optimizer)
     calls = []
@@ -79,7 +79,7 @@ def test_all_is_on_the_disk_before_the_rename(make: Callable, tmp_path: Path, mo
         fsync(descriptor)
 
     def note_replace(*paths: Path) -> None:
-        assert (tmp_path / "saved" / "data-1" / "model.safetensors").exists(), "the old one goes last"
+        assert (tmp_path / "saved" / "data-1" / "model.safetensors").exists(), "the old checkpoint must be removed last"
         calls.append(Path("rename"))
         replace(*paths)
 
@@ -89,11 +89,13 @@ def test_all_is_on_the_disk_before_the_rename(make: Callable, tmp_path: Path, mo
         zinf_compile.save(tmp_path / "saved", model, optimizer)
     assert [str(path) for path in calls] == [
         ".",
+        "saved/.zinf-saving.json",
+        "saved/data-2/.zinf-made-this",
         "saved/data-2/model.safetensors",
         "saved/data-2/optimizer.safetensors",
         "saved/data-2/objects.pt",
+        "saved/data-2/manifest.json",
         "saved/data-2",
-        "saved/manifest.json.new",
         "rename",
         "saved",
     ]

@@ -1,10 +1,14 @@
-"""What is refused, in which words, and that nothing has changed then: wrong arguments, other models, damaged files."""
+"""Wrong arguments, other models and damaged files raise the right message, and nothing changes."""
 
+import dataclasses
 import fcntl
 import json
 import os
+import random
 import re
 import shutil
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +18,12 @@ from torch import Tensor, nn
 
 import zinf_compile
 from zinf_compile.checkpoint import load as load_module
-from zinf_compile.errors import CapacityError, CheckpointError, ConfigError, StoreError, UnsupportedError
+from zinf_compile.checkpoint.checkpoint_folder import read_manifest
+from zinf_compile.ir.errors import CapacityError, CheckpointError, ConfigError, StoreError, UnsupportedError
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
-    """Return copies of all that ``load`` may change."""
+    """Return copies of everything that ``load`` may change."""
     values: dict[str, object] = {name: value.clone() for name, value in model.state_dict().items()}
     values |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     values["random"] = torch.get_rng_state()
@@ -165,7 +170,7 @@ def test_the_damaged_tensor_is_named(make: Callable, saved: Path) -> None:
 def test_damage_between_the_two_looks(
     make: Callable, saved: Path, stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checksums are compared again while a file is taken. An optimized model refuses then, and can be loaded again."""
+    """Checksums are compared again while a file is read. A half-loaded model refuses to run until it is loaded again."""
     model, optimizer = make(stored=stored)
     path = data_of(saved) / "optimizer.safetensors"
     whole = path.read_bytes()
@@ -190,7 +195,7 @@ def test_damage_between_the_two_looks(
 
 
 def test_models_that_share_budgets(make: Callable, tmp_path: Path) -> None:
-    """Each is saved and loaded by itself. After a step that failed they go on once both are loaded."""
+    """Each is saved and loaded separately. After a failed step they can continue once both are loaded."""
     model, optimizer = make()
     critic = zinf_compile.optimize(nn.Linear(65, 300), share=model)
     critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
@@ -242,18 +247,150 @@ def test_a_file_of_another_checkpoint(make: Callable, saved: Path, tmp_path: Pat
         (lambda text: text.replace('"data-1"', '"../x"'), "is damaged .'../x' is no data folder"),
         (lambda text: text.replace('"crc32"', '"crc33"'), "is damaged"),
         (
+            lambda text: re.sub(r'"crc32": \d+', '"crc32": "x"', text),
+            "is damaged .a size or a checksum in it is no whole",
+        ),
+        (lambda text: re.sub(r'"objects_crc32": \d+', '"objects_crc32": -1', text), "is damaged"),
+        (lambda text: text.replace('"name": "0.weight"', '"name": null'), "is damaged .a name in it is no text"),
+        (lambda text: text.replace('"data-1"', f'"data-{"1" * 5000}"'), "is damaged"),
+        (lambda text: "[" * 10**6, "is damaged"),
+        (
             lambda text: text.replace('"version": 1', '"version": 9'),
             "is of version 9, and this zinf_compile reads version 1",
         ),
     ],
 )
 def test_manifests_that_make_no_sense(edit: Callable[[str], str], message: str, make: Callable, saved: Path) -> None:
+    """Not detected by a checksum: older manifests have none, and an attacker can compute a matching one."""
     path = saved / "manifest.json"
-    path.write_text(edit(path.read_text()))
+    path.write_text(edit(re.sub(r',\s*"manifest_crc32": \d+', "", path.read_text())))
     made = make()
     refuse(saved, made, CheckpointError, re.escape(str(path)) + " " + message)
-    with pytest.raises(CheckpointError, match=message):  # nor is it replaced: it may be of use to somebody
+    with pytest.raises(CheckpointError, match=message):  # nor does a save replace it: the user may still need it
         zinf_compile.save(saved, *made)
+
+
+def test_any_flip_in_a_manifest_is_damage(saved: Path) -> None:
+    """The message does not blame another model, version or folder."""
+    path = saved / "manifest.json"
+    whole, content = read_manifest(saved), path.read_bytes()
+    bits = random.Random(0)
+    for position in range(0, len(content), 4):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << bits.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            assert read_manifest(saved) == whole, position  # white space
+        except CheckpointError as error:
+            assert "manifest.json is damaged" in str(error)  # noqa: PT017
+    path.write_text(re.sub(r',\s*"manifest_crc32": \d+', "", content.decode()))
+    assert read_manifest(saved) == whole, "a manifest from before checksums must load"
+
+
+def forge(folder: Path, **changes: object) -> None:
+    """Change the objects of a checkpoint and update its checksums."""
+    path = data_of(folder) / "objects.pt"
+    torch.save(torch.load(path) | changes, path)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    manifest = dataclasses.replace(manifest, objects_crc32=zlib.crc32(path.read_bytes()))
+    (folder / "manifest.json").write_text(manifest.dump())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"options": [{"params": []}]}, r"option 'params' of parameter group 0 is \[\], which is not of the kind"),
+        ({"options": [{"lr": "boo"}]}, "option 'lr' of parameter group 0 is 'boo', which is not of the kind"),
+        ({"options": [{"lr": torch.zeros(2)}]}, "option 'lr' of parameter group 0"),
+        ({"options": [{"betas": (0.9,)}]}, "option 'betas' of parameter group 0"),
+        ({"options": [{"maximize": 3.0}]}, "option 'maximize' of parameter group 0"),
+        ({"options": {"lr": 1.0}}, "cannot be read .its options are no list"),
+        ({"options": [[1]]}, "cannot be read .its options and states are not dicts"),
+        ({"options": [{1: 1}]}, "cannot be read .an option has no name"),
+        ({"states": {"0.weight": {"exp_avg": torch.zeros(3)}}}, "cannot be read .a state is a tensor"),
+        ({"states": [1]}, "cannot be read .its states are no dict"),
+        ({"modules": {1: 2}}, "cannot be read .a state has no name"),
+        ({"random_state": torch.zeros(3)}, "cannot be read"),
+        ({"random_state": torch.zeros(5056, dtype=torch.uint8)}, "cannot be read"),
+        ({"random_state": None}, "cannot be read"),
+        ({"device_random_state": 3}, "cannot be read .its random state of the device is none"),
+        ({"more": 1}, "cannot be read"),
+    ],
+)
+def test_forged_objects(make: Callable, saved: Path, stored: bool, changes: dict[str, object], message: str) -> None:
+    """All objects are checked before anything changes."""
+    forge(saved, **changes)
+    refuse(saved, make(stored=stored), CheckpointError, r"objects\.pt .*" + message)
+
+
+def test_objects_that_would_grow(make: Callable, saved: Path) -> None:
+    path = data_of(saved) / "objects.pt"
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    manifest = read_manifest(saved)
+    assert manifest is not None
+    manifest = dataclasses.replace(manifest, objects_crc32=zlib.crc32(path.read_bytes()))
+    (saved / "manifest.json").write_text(manifest.dump())
+    refuse(saved, make(), CheckpointError, r"objects\.pt cannot be read .it is compressed")
+
+
+def test_options_of_another_form_are_taken(make: Callable, saved: Path) -> None:
+    """A learning rate that is a tensor, missing options, and options that only a scheduler adds."""
+    options = {"lr": torch.tensor(0.5), "betas": [0.5, 0.75], "foreach": False, "initial_lr": 0.5, "maximize": None}
+    forge(saved, options=[options])
+    model, optimizer = make()
+    zinf_compile.load(saved, model, optimizer)
+    assert {name: optimizer.param_groups[0][name] for name in options} == options
+
+
+def test_a_module_refuses_its_state(tmp_path: Path) -> None:
+    """Only the module can check its extra state. Modules loaded before it get theirs back, and no tensor has changed."""
+
+    class Counts(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> int:
+            return self.count
+
+        def set_extra_state(self, state: int) -> None:
+            if state == 7:
+                raise ValueError("seven")
+            self.count = state
+
+    model = nn.Sequential(Counts(2, 2), Counts(2, 2))
+    model[0].count, model[1].count = 5, 7
+    zinf_compile.save(tmp_path / "x", model)
+    model[0].count, model[1].count = 1, 2
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+    with pytest.raises(ValueError, match="seven"):
+        zinf_compile.load(tmp_path / "x", model)
+    assert (model[0].count, model[1].count) == (1, 2)
+    assert all(torch.equal(value, before[name] + 1) for name, value in model.named_parameters())
+
+
+def test_a_gradient_of_nobody(make: Callable, tmp_path: Path) -> None:
+    model, optimizer = make(stored=False)
+    model(torch.randn(3, 65)).sum().backward()
+    zinf_compile.save(tmp_path / "pending", model, optimizer)
+    content = data_of(tmp_path / "pending") / "gradients.safetensors"
+    content.write_bytes(content.read_bytes().replace(b'"3.bias"', b'"3.xxxx"'))
+    manifest = read_manifest(tmp_path / "pending")
+    assert manifest is not None
+    tensors = (
+        dataclasses.replace(tensor, name="3.xxxx") if (tensor.file, tensor.name) == (content.name, "3.bias") else tensor
+        for tensor in manifest.tensors
+    )
+    manifest = dataclasses.replace(manifest, tensors=tuple(tensors))
+    (tmp_path / "pending" / "manifest.json").write_text(manifest.dump())
+    message = "has a gradient in the checkpoint, and is not in this model: '3.xxxx'"
+    refuse(tmp_path / "pending", (model, optimizer), ConfigError, message)
 
 
 def test_no_checkpoint(make: Callable, tmp_path: Path) -> None:
@@ -303,12 +440,12 @@ def test_a_closed_model(make: Callable, saved: Path) -> None:
 def test_inside_of_full_parameters(make: Callable, saved: Path) -> None:
     model, optimizer = make()
     with zinf_compile.full_parameters(model):
-        lent = r"'0\.weight' is lent to full_parameters\(\)"
-        with pytest.raises(UnsupportedError, match=lent):
+        held = r"'0\.weight' is held by full_parameters\(\)"
+        with pytest.raises(UnsupportedError, match=held):
             zinf_compile.save(saved, model, optimizer)
-        with pytest.raises(UnsupportedError, match=lent):
+        with pytest.raises(UnsupportedError, match=held):
             zinf_compile.load(saved, model, optimizer)
-    with zinf_compile.full_parameters(model[0]), pytest.raises(UnsupportedError, match=lent):
+    with zinf_compile.full_parameters(model[0]), pytest.raises(UnsupportedError, match=held):
         zinf_compile.load(saved, model, optimizer)
     zinf_compile.load(saved, model, optimizer)
 
@@ -331,7 +468,7 @@ def test_a_full_disk(make: Callable, saved: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class FailsAt:
-    """A system call whose ``at``-th call fails."""
+    """Wraps a system call so that its ``at``-th call fails."""
 
     def __init__(self, call: Callable, at: int) -> None:
         self._call, self._at, self.num_calls = call, at, 0
@@ -344,7 +481,7 @@ class FailsAt:
 
 
 def test_a_write_that_fails(make: Callable, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every call in turn: the checkpoint that was there stays whole, and nothing is left over."""
+    """Each call fails in turn: the existing checkpoint stays complete, and no files are left over."""
     made = make()
     plain, last = contents(*made), [1, "two", (3.0, None)]
     for name in ("pwritev", "fsync", "ftruncate", "replace", "posix_fallocate"):
@@ -361,7 +498,7 @@ def test_a_write_that_fails(make: Callable, saved: Path, monkeypatch: pytest.Mon
                     last = (name, at)
                     break
             extra = zinf_compile.load(saved, *made)
-            is_replaced = extra == (name, at)  # by then the rename has happened
+            is_replaced = extra == (name, at)  # the rename has already happened
             assert is_replaced == (name == "fsync" and len(list(saved.glob("data-*"))) == 2)
             assert is_replaced or extra == last
             assert_unchanged(plain, *made)
@@ -385,13 +522,68 @@ def test_two_at_once(make: Callable, saved: Path) -> None:
         os.close(descriptor)
 
 
-def test_leftovers_go_and_other_files_stay(make: Callable, saved: Path) -> None:
+def listed(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_what_is_not_ours_stays(make: Callable, saved: Path, tmp_path: Path) -> None:
+    """Whatever their names: a folder without our marker, a copy of our folder, links, and other files in our folder."""
     made = make()
-    (saved / "data-9").mkdir()
-    (saved / "data-9" / "model.safetensors").write_bytes(bytes(9))
-    (saved / "manifest.json.new").write_text("{")
-    (saved / "notes.txt").write_text("mine")
-    (saved / "data-mine").mkdir()
+    for name in ("data-2024", "data-mine", "elsewhere"):
+        (saved / name).mkdir()
+        (saved / name / "model.safetensors").write_text("mine")
+    (saved / "manifest.json.new").write_text("mine")
+    (saved / "data-2").symlink_to("elsewhere")
+    (saved / "data-3").symlink_to("nowhere")
+    (saved / "data-4").write_text("mine")
+    shutil.copytree(saved / "data-1", saved / "data-77")
+    (saved / "data-1" / "thesis.csv").write_text("mine")
+    before = set(listed(saved))
     zinf_compile.save(saved, *made)
-    assert sorted(path.name for path in saved.iterdir()) == ["data-2", "data-mine", "manifest.json", "notes.txt"]
-    assert json.loads((saved / "manifest.json").read_text())["data_folder"] == "data-2"
+    gone = {
+        f"data-1/{name}" for name in (".zinf-made-this", "model.safetensors", "objects.pt", "optimizer.safetensors")
+    }
+    assert before - set(listed(saved)) == gone
+    assert json.loads((saved / "manifest.json").read_text())["data_folder"] == "data-5", "a name that was unused"
+    zinf_compile.save(saved, *made)
+    new = {f"data-6/{Path(name).name}" for name in gone} | {"data-6"}
+    assert set(listed(saved)) == before - gone | new
+    zinf_compile.load(saved, *made)
+
+
+def test_only_what_a_save_has_marked_is_a_leftover(make: Callable, saved: Path) -> None:
+    """Being listed by a killed save is not enough: names outside, links and others' folders are not touched."""
+    made = make()
+    outside = saved.parent / "data-8"
+    shutil.copytree(saved / "data-1", outside)
+    shutil.copytree(saved / "data-1", saved / "data-8")
+    shutil.copytree(saved / "data-1", saved / "data-9")
+    identity = json.loads((outside / ".zinf-made-this").read_text())["identity"]
+    (saved / "data-7").symlink_to(outside)
+    own = {"data-7": identity, "data-8": identity, "data-9": "of another", "../data-8": identity, "data-10": [identity]}
+    (saved / ".zinf-saving.json").write_text(json.dumps(own))
+    zinf_compile.save(saved, *made)
+    assert sorted(os.listdir(saved)) == ["data-2", "data-7", "data-9", "manifest.json"]
+    assert len(os.listdir(outside)) == len(os.listdir(saved / "data-9")) == 4
+
+
+def test_a_checkpoint_without_a_marker(make: Callable, saved: Path) -> None:
+    """A checkpoint from before markers loads, and the next save removes the data folder that its manifest names."""
+    made = make()
+    (saved / "data-1" / ".zinf-made-this").unlink()
+    zinf_compile.load(saved, *made)
+    zinf_compile.save(saved, *made)
+    assert sorted(os.listdir(saved)) == ["data-2", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "data-1", "data-1/objects.pt", "data-1/model.safetensors"])
+def test_links_and_fifos_in_a_checkpoint(make: Callable, saved: Path, tmp_path: Path, name: str) -> None:
+    """They are refused, and a FIFO does not block."""
+    made, path = make(), saved / name
+    path.rename(tmp_path / "moved")
+    path.symlink_to(tmp_path / "moved")
+    refuse(saved, made, CheckpointError, re.escape(str(path)) + " .*is a symbolic link")
+    if name != "data-1":
+        path.unlink()
+        os.mkfifo(path)
+        refuse(saved, made, CheckpointError, re.escape(str(path)) + " cannot be read: it is a FIFO, not a regular file")

@@ -1,4 +1,4 @@
-"""``zinf doctor``: what it prints and keeps, and what it says about machines that lack something."""
+"""``zinf doctor``: what it prints and stores, and what it says about machines that lack something."""
 
 import json
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from zinf_compile import this_machine
 from zinf_compile.cli import doctor
 from zinf_compile.cli.main import main
-from zinf_compile.hardware import Hardware
-from zinf_compile.hardware_io import load_hardware
-from zinf_compile.runtime.machine import Machine, inspect_machine
-from zinf_compile.runtime.measured import find_measured, keep_measured, measured_path
-from zinf_compile.terms import Tier
+from zinf_compile.driver import this_machine
+from zinf_compile.hardware.profile_io import load_hardware
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.hardware import Hardware
+from zinf_compile.runtime.calibration.machine import Machine, inspect_machine
+from zinf_compile.runtime.calibration.measured import find_measured, keep_measured, measured_path
 
 HARDWARE = replace(load_hardware("laptop-16g"), name="kept")
 WELL = Machine(
@@ -41,7 +41,7 @@ WELL = Machine(
 
 @pytest.fixture
 def is_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], None]:
-    """Return what says how busy the machine is; its cache folder is empty, and measuring is quick."""
+    """Return a function that sets the load of the machine; the cache folder is empty, and measuring is quick."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(this_machine, "_REPEATS", 1)
 
@@ -68,7 +68,7 @@ def test_what_was_measured_is_kept_saved_and_read_again(
     assert hardware.op_overhead_seconds > 0
     assert first["machine"]["nvme"] == str(tmp_path)
     assert not list(tmp_path.glob(".*"))  # the file on disk is gone
-    # Kept: rates measured twice are never equal.
+    # The profile was reused: two measurements never give equal rates.
     assert find_measured(str(tmp_path), this_machine.DTYPES) == hardware
     assert main(["doctor", "--nvme", str(tmp_path), "--json"]) == 0
     assert read(capsys)["hardware"] == first["hardware"]

@@ -1,4 +1,4 @@
-"""`zinf plan`: exit codes, what is printed and saved, and models that cannot be had."""
+"""`zinf plan`: exit codes, what is printed and saved, and models that cannot be loaded."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zinf_compile.cli.main import main
-from zinf_compile.plans import Plan
+from zinf_compile.ir.plan_io import load_plan
 
 GPT = ["plan", "gpt", "--layers", "1", "--hidden", "64", "--heads", "2", "--batch", "2", "--seq", "16", "--vocab", "64"]
 MODULE = """
@@ -35,11 +35,11 @@ def unfit():
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the name of a module with functions of a user, in the current folder."""
+    """Return the name of a user's module in the current folder."""
     name = f"planned_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*sys.path])  # the command adds the folder
+    monkeypatch.setattr("sys.path", [*sys.path])  # restored later: the command appends the folder
     return name
 
 
@@ -47,8 +47,8 @@ def test_a_gpt_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     path = tmp_path / "plan.json"
     assert main([*GPT, "--hardware", "h200", "--device-memory", "1GiB", "--save", str(path)]) == 0
     printed = capsys.readouterr()
-    plan = Plan.load(path)
-    assert printed.out.startswith("plan v1  GPT graph 0  training")
+    plan = load_plan(path)
+    assert printed.out.startswith("plan v2  GPT graph 0  training")
     assert printed.err == ""
     assert plan.hardware.name == "h200"
     assert plan.tiers[0].capacity == 2**30
@@ -65,7 +65,7 @@ def test_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT, "--hardware", "laptop-16g", "--inference", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["num_ticks"] == document["num_forward_ticks"]
+    assert [run["phase"] for run in document["schedule"]["runs"]] == ["forward"]
 
 
 def test_what_does_not_fit_is_1_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,11 +103,14 @@ def test_a_function_that_fails_or_returns_something_else(
     ("words", "message"),
     [
         (["gpt", "--layers", "2"], "gpt needs --hidden, --heads"),
-        (["gpt", "--layers", "2", "--hidden", "65", "--heads", "2"], "--hidden 65 cannot be cut into 2 heads"),
-        (["gpt", "--layers", "0", "--hidden", "64", "--heads", "2"], "--layers 0 is not a size"),
+        (
+            ["gpt", "--layers", "2", "--hidden", "65", "--heads", "2"],
+            "--hidden must be divisible by --heads, ",
+        ),
+        (["gpt", "--layers", "0", "--hidden", "64", "--heads", "2"], "--layers must be at least 1, and is 0"),
         (["bert"], "bert is no model; give gpt, hf:PATH"),
         (["no_such_module:make"], "no_such_module cannot be imported: ModuleNotFoundError"),
-        (["hf:nowhere"], "hf:nowhere is no config.json, nor a folder with one"),
+        (["hf:nowhere"], "no config.json found at nowhere"),
         (["hf:nowhere", "--layers", "2"], "--layers cannot be given"),
     ],
 )
@@ -119,6 +122,13 @@ def test_what_is_no_model(words: list[str], message: str, capsys: pytest.Capture
 def test_unknown_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT, "--hardware", "h2000"]) == 2
     assert "no hardware profile 'h2000'" in capsys.readouterr().err
+
+
+def test_both_ways_to_compute(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--hardware", "h200", "--compute", "inductor"]) == 0
+    assert "compiled segments; seconds count all of their ops" in capsys.readouterr().out
+    assert main([*GPT, "--hardware", "h200", "--compute", "aten"]) == 0
+    assert "computes op by op" in capsys.readouterr().out
 
 
 def test_a_transformers_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`zinf train --save-every --resume`: bit by bit, after a SIGKILL, and under other budgets."""
+"""`zinf train --save-every --resume` is bitwise exact, after a SIGKILL and under other budgets."""
 
 import re
 import signal
@@ -21,7 +21,7 @@ def _losses(printed: str) -> dict[str, str]:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    """Return the tensors of the checkpoint in a folder, as they are on the disk."""
+    """Return the bytes of the tensor files of the checkpoint in a folder."""
     (data,) = folder.glob("data-*")
     return {path.name: path.read_bytes() for path in data.glob("*.safetensors")}
 

@@ -13,10 +13,11 @@ from types import ModuleType
 import pytest
 
 from zinf_compile.cli import diff, show
-from zinf_compile.errors import ConfigError, PlanFileError
-from zinf_compile.hardware_io import load_hardware
-from zinf_compile.plans import Plan
-from zinf_compile.printing import dump_plan
+from zinf_compile.hardware.profile_io import load_hardware
+from zinf_compile.inspect.printing import dump_plan
+from zinf_compile.ir.errors import ConfigError, PlanFileError
+from zinf_compile.ir.plan import Plan, RecomputedValue
+from zinf_compile.ir.plan_io import save_plan
 
 
 def run(command: ModuleType, *arguments: Path | str) -> int:
@@ -30,7 +31,7 @@ def run(command: ModuleType, *arguments: Path | str) -> int:
 @pytest.fixture
 def saved(small_plan: Plan, tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
-    small_plan.save(path)
+    save_plan(small_plan, path)
     return path
 
 
@@ -66,7 +67,7 @@ def test_diff_of_different_plans_is_1(
     small_plan: Plan, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other.json"
-    replace(small_plan, name="other", prefetch_nbytes=800).save(other)
+    save_plan(replace(small_plan, name="other", prefetch_nbytes=800), other)
     assert run(diff, saved, other) == 1
     assert capsys.readouterr().out == "name: small -> other\nprefetch: 400 B -> 800 B\n"
 
@@ -94,9 +95,19 @@ def test_diff_tells_other_hardware(
     small_plan: Plan, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other.json"
-    replace(small_plan, hardware=load_hardware("h200")).save(other)
+    save_plan(replace(small_plan, hardware=load_hardware("h200")), other)
     assert run(diff, saved, other) == 1
     out = capsys.readouterr().out
     assert "hardware name: paper -> h200\n" in out
     assert "hardware tier device: none -> 131.32 GiB\n" in out
     assert "hardware devices per node: 1 -> 8\n" in out
+
+
+def test_diff_tells_what_is_made_again(
+    small_plan: Plan, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.json"
+    values = (RecomputedValue(value="gelu", nbytes=2**20, tick=7, seconds=1.0),)
+    save_plan(replace(small_plan, activations=replace(small_plan.activations, recomputed=values)), other)
+    assert run(diff, saved, other) == 1
+    assert capsys.readouterr().out == "values recomputed in backward: 0 of 0 B -> 1 of 1.0 MiB\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zinf_compile.cli.text import ByteVocabulary, TokenizerVocabulary, TokenStream, read_text
-from zinf_compile.errors import ConfigError
+from zinf_compile.ir.errors import ConfigError
 
 
 def _stream(folder: Path, text: bytes) -> TokenStream:

@@ -1,10 +1,12 @@
 """`zinf train` from its command line."""
 
+import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from zinf_compile.cli import presets, train, training
 from zinf_compile.cli.main import main
 from zinf_compile.cli.optimizers import measure_state
 from zinf_compile.cli.presets import PRESETS, STATE_BYTES, load_example
-from zinf_compile.config import parse_size
+from zinf_compile.cli.progress import Speed
+from zinf_compile.ir.config import parse_size
 
 needs_optimize = pytest.mark.skipif(not hasattr(zinf_compile, "optimize"), reason="zinf_compile.optimize is not there")
 
@@ -104,7 +107,38 @@ def test_ctrl_c_is_status_130(
 
     monkeypatch.setattr(training, "_warm_up_cosine", interrupt)
     assert main([*tiny, "--plain", "--steps", "1"]) == 130
-    assert "stopped" in capsys.readouterr().err
+    assert capsys.readouterr().err == "zinf train: stopped; nothing is saved; with --save-every N it can be resumed\n"
+
+
+def test_ctrl_c_says_how_to_resume(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training.Training.run
+
+    def interrupted(self: training.Training, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        for result in run(self, *args, **kwargs):
+            yield result
+            if result.step == 3 * (1 + (self.schedule.steps > 4)):
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Training, "run", interrupted)
+    words = [*tiny, "--plain", "--steps", "9", "--checkpoint", str(tmp_path / "x"), "--save-every"]
+    assert main([*words, "7"]) == 130
+    assert f"stopped; nothing is saved in {tmp_path / 'x'} yet; pass a smaller --save" in capsys.readouterr().err
+    assert main([*words, "4"]) == 130
+    stopped = f"zinf train: stopped; resume with --resume; last checkpoint: step 4 in {tmp_path / 'x'}\n"
+    assert capsys.readouterr().err == stopped
+    assert main([*words, "4", "--resume"]) == 130
+    assert capsys.readouterr().err == stopped, "the last checkpoint must still be step 4, from which it resumed"
+
+
+def test_the_speed_is_of_several_steps() -> None:
+    """The slow first step, which captures, and single slow or fast steps do not affect it."""
+    speed, shown = Speed(100), []
+    for seconds in (50.0, 1.0, 1.1, 0.1, 20.0, 1.05):
+        speed.add(seconds)
+        shown.append(str(speed))
+    assert shown == ["2 tokens/s", *(f"{100 / median:,.0f} tokens/s" for median in (1.0, 1.05, 1.0, 1.05, 1.05))]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +163,10 @@ def test_ctrl_c_is_status_130(
         (["--lora", "4"], "as in zinf train hf:llama --lora 8"),
         (["--optimizer", "adamx"], "choose one of Adafactor, "),
         (["--optimizer", "lbfgs"], "use AdamW, or another"),
-        (["--optimizer", "muon", "--plain"], "Muon only supports 2D parameters"),
+        (["--optimizer", "muon", "--plain"], "Muon cannot train this model: Muon only supports 2D parameters"),
         (["--lr", "-1"], "Invalid learning rate: -1.0; change --lr"),
+        (["--plain", "--device-memory", "1GiB", "--nvme", "."], "--device-memory, --nvme means nothing with --plain"),
+        (["--plain", "--compute", "inductor"], "--compute means nothing with --plain"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_status_2(
@@ -176,3 +212,17 @@ def test_help_needs_no_torch() -> None:
     out = subprocess.run([sys.executable, "-c", script + "assert 'torch' not in sys.modules"], capture_output=True)
     assert out.returncode == 0, out.stderr.decode()
     assert all(command in out.stdout.decode() for command in ("train", "show", "diff"))
+
+
+@pytest.mark.parametrize(
+    ("given", "reserve"),
+    [({}, 0), ({"device_memory": "512MiB"}, "auto"), ({"host_memory": "1GiB", "reserve_memory": "64MiB"}, "64MiB")],
+)
+def test_budgets_of_presets_are_for_the_model_and_stated_ones_for_the_process(
+    given: dict[str, str], reserve: object
+) -> None:
+    names = ("seq", "batch", "steps", "lr", "compute_dtype", "device_memory", "host_memory", "reserve_memory")
+    args = argparse.Namespace(**{**dict.fromkeys(names), **given})
+    train._fill_from_preset(args, PRESETS["demo"])
+    assert args.reserve_memory == reserve
+    assert args.host_memory == given.get("host_memory", PRESETS["demo"].host_memory)

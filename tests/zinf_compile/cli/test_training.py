@@ -1,4 +1,4 @@
-"""The loop of `zinf train`, beside one written by hand."""
+"""The loop of `zinf train`, compared with a hand-written one."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from zinf_compile.cli.optimizers import find_optimizer, make_optimizer, measure_state
 from zinf_compile.cli.text import Batch, ByteVocabulary, TokenStream
 from zinf_compile.cli.training import Schedule, Training
-from zinf_compile.errors import UnsupportedError
+from zinf_compile.ir.errors import UnsupportedError
 
 STREAM = TokenStream(ByteVocabulary().encode(bytes(range(256))), ByteVocabulary(), "all bytes")
 
@@ -71,5 +71,5 @@ def test_state_of_optimizers(name: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("name", ["lbfgs", "sparseadam"])
 def test_optimizers_that_cannot_be_streamed_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="cannot step parameters that live in a store"):
+    with pytest.raises(UnsupportedError, match="is not supported by zinf_compile"):
         find_optimizer(name, 0.01)

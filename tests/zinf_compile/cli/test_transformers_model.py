@@ -1,4 +1,4 @@
-"""`zinf train hf:FOLDER`, with and without LoRA, beside plain transformers and PEFT."""
+"""`zinf train hf:FOLDER`, with and without LoRA, compared with plain transformers and PEFT."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def _losses(printed: str) -> list[str]:
 def test_within_a_budget_the_losses_are_those_of_plain(
     tiny: list[str], llama: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str]
 ) -> None:
-    # dropout draws other numbers in a captured graph
+    # dropout draws different random numbers in a captured graph
     config = json.loads((llama / "config.json").read_text())
     (tmp_path / "model.safetensors").symlink_to(llama / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
@@ -72,7 +72,7 @@ def test_first_values_of_its_own_are_those_of_plain(
 def test_lora_resumes_with_its_random_numbers(
     tiny: list[str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model has dropout, and the run is stopped behind its second step."""
+    """The model has dropout, and the run is stopped after its second step."""
     words = ["train", f"hf:{llama}", *tiny[1:], "--plain", "--lora", "4", "--compute-dtype", "bfloat16", "--steps", "4"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert main([*words, "--checkpoint", str(whole)]) == 0

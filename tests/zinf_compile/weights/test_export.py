@@ -1,7 +1,11 @@
-"""Exports: what other libraries read back is what the model holds, and a failed one leaves nothing."""
+"""Exports: other libraries read back the model's values, and a failed export leaves no files."""
 
+import functools
+import itertools
 import json
 import os
+import signal
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile.errors import ConfigError, StoreError, UnsupportedError
+from zinf_compile.ir.errors import ConfigError, StoreError, UnsupportedError
 from zinf_compile.weights import export
 
 
@@ -33,7 +37,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def optimize(tmp_path: Path) -> Iterator[Callable[..., nn.Module]]:
-    """Return ``zinf_compile.optimize`` with small budgets; what it has made is closed afterwards."""
+    """Return ``zinf_compile.optimize`` with small budgets; its models are closed afterwards."""
     models = []
 
     def call(model: nn.Module, **options: object) -> nn.Module:
@@ -74,7 +78,7 @@ def assert_holds(folder: Path, model: nn.Module, dtype: torch.dtype | None = Non
 def test_one_file(
     optimize: Callable[..., nn.Module], tmp_path: Path, host_memory: str, compute_dtype: torch.dtype | None
 ) -> None:
-    """The optimizer's values, wherever they live, and not those that compute reads."""
+    """The master copies are exported, wherever they live, not the compute copies."""
     model = train(optimize(Net(), host_memory=host_memory, compute_dtype=compute_dtype))
     zinf_compile.export(model, tmp_path / "a" / "b")
     assert os.listdir(tmp_path / "a" / "b") == ["model.safetensors"]
@@ -126,15 +130,15 @@ def test_transformers_reads_it(optimize: Callable[..., nn.Module], tmp_path: Pat
     for dtype, size in ((None, "5GB"), (torch.bfloat16, "50KB")):
         folder = tmp_path / str(dtype)
         zinf_compile.export(model, folder, dtype=dtype, max_shard_size=size)
-        again, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        assert not any(told.values()), told
+        again, loading_info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(loading_info.values()), loading_info
         assert type(again) is transformers.LlamaForCausalLM
         assert again.dtype == (dtype or torch.float32)
         assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
         for name, value in model.state_dict().items():
             assert torch.equal(again.state_dict()[name], value.to(dtype)), name
         assert ("lm_head.weight" in read(folder)) != tied
-    assert model.config.architectures is None, "the model's own config is not touched"
+    assert model.config.architectures is None, "the model's own config must not change"
 
 
 def test_refusals(optimize: Callable[..., nn.Module], tmp_path: Path) -> None:
@@ -171,6 +175,8 @@ def test_a_failure_leaves_nothing(
     model = optimize(Net())
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").write_text("mine")
+    (tmp_path / "there" / "config.json").write_text("mine")
+    model.config = types.SimpleNamespace(save_pretrained=lambda folder: (folder / "config.json").write_text("new"))
     before = sorted(tmp_path.rglob("*"))
     replace = Path.replace
 
@@ -184,6 +190,7 @@ def test_a_failure_leaves_nothing(
         with pytest.raises(StoreError, match=r"moving .*model-00003.* failed: No space left on device"):
             zinf_compile.export(model, tmp_path / folder, max_shard_size=1000)
         assert sorted(tmp_path.rglob("*")) == before
+        assert (tmp_path / "there" / "config.json").read_text() == "mine"
     monkeypatch.undo()
 
     def fail(tensor: Tensor) -> Iterator[Tensor]:
@@ -195,3 +202,43 @@ def test_a_failure_leaves_nothing(
         with pytest.raises(KeyboardInterrupt):
             zinf_compile.export(model, tmp_path / folder)
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def killed_export(model: nn.Module, folder: Path, at: int) -> int:
+    """Export in a process that kills itself at its ``at``-th change of a folder; return its exit status."""
+    child = os.fork()
+    if child == 0:
+        counter = itertools.count(1)
+
+        def dying(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if next(counter) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        for name in ("mkdir", "fsync", "replace", "unlink", "rmdir"):
+            setattr(os, name, functools.partial(dying, getattr(os, name)))
+        zinf_compile.export(model, folder, max_shard_size=150_000)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_killed_exports_leave_nothing_to_the_next(tmp_path: Path) -> None:
+    """Killed at each change of the folder in turn. Files that only look like leftovers stay."""
+    model, folder = Net(), tmp_path / "out"
+    for name in ("mine", "linked"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("mine")
+    folder.mkdir()
+    (tmp_path / "mine").rename(folder / f".zinf-export-{'0' * 32}")
+    (folder / f".zinf-export-{'1' * 32}").symlink_to(tmp_path / "linked")
+    before, num_left = sorted(tmp_path.rglob("*")), 0
+    for at in itertools.count(1):
+        status = killed_export(model, folder, at)
+        for path in folder.glob("model*"):
+            path.unlink()
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        num_left += sorted(tmp_path.rglob("*")) != before
+    assert sorted(tmp_path.rglob("*")) == before
+    assert num_left > 5

@@ -1,0 +1,1 @@
+"""What plans are checked against: an exact solver, simple baselines, and the formulas of the papers."""

@@ -1,0 +1,1 @@
+"""Capture of a model that is not in memory, over fake tensors."""

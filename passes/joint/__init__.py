@@ -1,1 +1,0 @@
-"""Joint graph edits, after autograd and before partitioning: what the partitioner must know."""

@@ -1,0 +1,1 @@
+"""Facts, budgets and rates to a plan. Pure, and without torch."""

@@ -1,0 +1,1 @@
+"""Estimated seconds of ops."""

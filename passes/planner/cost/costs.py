@@ -1,0 +1,101 @@
+"""Estimates seconds (roofline): an op takes the longer of its arithmetic and its memory traffic; a module sums its ops."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from zinf_compile.ir.facts import GraphFacts, OpFact, working_set
+from zinf_compile.ir.hardware import Hardware
+from zinf_compile.ir.plan import ComputeSpan
+from zinf_compile.ir.sizes import Expression, Size
+from zinf_compile.passes.planner.cost.op_kinds import kind_of, num_calls
+from zinf_compile.passes.planner.memory.activations import unbound_values
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """The rates that give the seconds of an op."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    overhead_seconds: float
+
+
+def op_seconds(op: OpFact, hardware: Hardware) -> float:
+    """Return the estimated seconds of one op: call overhead, plus the longer of its arithmetic and its memory traffic.
+
+    A segment is estimated as the sum of its ops, though fused ops are faster.
+    """
+    if op.inner:
+        return sum(ops_seconds(op.inner, hardware))
+    return _seconds_at(op, _rates(op, hardware))
+
+
+def ops_seconds(ops: Iterable[OpFact], hardware: Hardware) -> Iterator[float]:
+    """Yield ``op_seconds`` of each. A graph has few kinds of ops, whose rates are looked up once."""
+    rates: dict[tuple[str, str], _Rates] = {}
+    for op in ops:
+        if op.inner:
+            yield op_seconds(op, hardware)
+            continue
+        kind = "input" if op.op == op.name else op.op, op.dtype
+        if kind not in rates:
+            rates[kind] = _rates(op, hardware)
+        yield _seconds_at(op, rates[kind])
+
+
+def _seconds_at(op: OpFact, rates: _Rates) -> float:
+    longer = max(op.num_flops / rates.flops_per_second, op.nbytes_accessed / rates.bytes_per_second)
+    return rates.overhead_seconds + longer
+
+
+def seconds_expression(op: OpFact[Size], hardware: Hardware) -> Expression:
+    """Return ``op_seconds`` in the symbols of its sizes: overhead + Max(FLOPs / rate, bytes / bandwidth)."""
+    import sympy
+
+    if op.inner:
+        total: Expression = sympy.Add(*(seconds_expression(each, hardware) for each in op.inner))
+        return total
+    rates = _rates(op, hardware)
+    arithmetic = sympy.sympify(op.num_flops) / rates.flops_per_second
+    traffic = sympy.sympify(op.nbytes_accessed) / rates.bytes_per_second
+    seconds: Expression = rates.overhead_seconds + sympy.Max(arithmetic, traffic)
+    return seconds
+
+
+def _rates(op: OpFact[Size], hardware: Hardware) -> _Rates:
+    is_attention = "attention" in op.op
+    flops_per_second = hardware.attention_flops_per_second if is_attention else hardware.flops_per_second
+    return _Rates(
+        flops_per_second=flops_per_second(op.dtype),
+        bytes_per_second=hardware.op_bytes_per_second(kind_of(op.op), op.dtype),
+        overhead_seconds=hardware.op_overhead_seconds * num_calls(op.op),
+    )
+
+
+def plan_spans(
+    graph: GraphFacts, hardware: Hardware, seconds_of_ops: Sequence[float] | None = None
+) -> tuple[ComputeSpan, ...]:
+    """Return runs of consecutive ops of one module and phase, covering every tick.
+
+    ``seconds_of_ops`` are the seconds of each op, if the caller has them already.
+    """
+    live = working_set(unbound_values(graph), graph.num_ticks)
+    timed = zip(graph.ops, seconds_of_ops or ops_seconds(graph.ops, hardware), strict=True)
+    spans = []
+    for (module, phase), run in groupby(
+        timed, key=lambda item: (item[0].module, graph.schedule.phase_of(item[0].tick))
+    ):
+        ops, seconds = zip(*run, strict=True)
+        start, end = ops[0].tick, ops[-1].tick + 1
+        spans.append(
+            ComputeSpan(
+                module=module,
+                phase=phase,
+                start=start,
+                end=end,
+                seconds=sum(seconds),
+                peak_nbytes=max(live[start:end]),
+            )
+        )
+    return tuple(spans)

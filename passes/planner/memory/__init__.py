@@ -1,0 +1,1 @@
+"""Arena offsets; which activations are saved and which are recomputed."""

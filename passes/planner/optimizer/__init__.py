@@ -1,0 +1,1 @@
+"""The optimizer step: its chunks and the bytes they move."""

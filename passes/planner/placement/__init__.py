@@ -1,0 +1,1 @@
+"""Which tier each copy lives on."""

@@ -1,0 +1,1 @@
+"""What moves when: gathers, gradients, activations."""

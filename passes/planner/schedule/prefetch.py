@@ -1,0 +1,319 @@
+"""Gathers: which parameters move together, when each gather starts, and when its arena bytes are free again.
+
+Parameters of one block on the same tier move together, up to ``group_nbytes``. A gather is issued no more than
+``prefetch_nbytes`` of gathers ahead of compute, and otherwise as late as it still arrives in time.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from zinf_compile.hardware.world import World
+from zinf_compile.ir.facts import GraphFacts, ParameterFact, UseFact
+from zinf_compile.ir.glossary import LiveRange, Phase, Tier
+from zinf_compile.ir.plan import Placement
+from zinf_compile.ir.transfers import Moved, Transfer
+from zinf_compile.passes.planner.memory.arena import ArenaLayout, Piece, align, plan_arena
+
+# Gathers are issued early enough for a disk this many times slower than measured: a shared disk is at times half as fast.
+_MARGIN = 2.0
+
+
+# Not slotted: its bytes are cached.
+@dataclass(frozen=True, kw_only=True)
+class Residency:
+    """A stretch of ticks in which some parameters are needed on the device."""
+
+    name: str
+    phase: Phase
+    source: Tier
+    parameters: tuple[str, ...]
+    sizes: tuple[int, ...]  # of each parameter, rounded up to the arena's alignment
+    need_by: int
+    release: int
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Return the arena bytes it takes."""
+        return sum(self.sizes)
+
+
+# Not slotted, and compared by identity: most callers need only the byte count.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TransferPlan:
+    """One transfer for each residency, issued at its tick, with its place in the arena that holds them."""
+
+    residencies: Sequence[Residency]
+    issues: Sequence[int]
+    layout: ArenaLayout
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Return the bytes of the arena that holds the transfers."""
+        return self.layout.nbytes
+
+    @cached_property
+    def gathers(self) -> tuple[Transfer, ...]:
+        """Return the transfers with their offsets, by issue tick."""
+        gathers = [
+            Transfer(
+                what=Moved.PARAMETERS,
+                name=residency.name,
+                parameters=residency.parameters,
+                source=residency.source,
+                destination=Tier.DEVICE,
+                offsets=tuple(itertools.accumulate(residency.sizes[:-1], initial=offset)),
+                nbytes=residency.nbytes,
+                issue=issue,
+                need_by=residency.need_by,
+                release=residency.release,
+            )
+            for residency, issue, offset in zip(self.residencies, self.issues, self.layout.offsets, strict=True)
+        ]
+        return tuple(sorted(gathers, key=lambda gather: (gather.issue, gather.need_by, gather.name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkTime:
+    """How long a gradient that is complete after a tick occupies the lanes of one leg on its way home."""
+
+    tick: int
+    seconds: float
+    lanes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """When compute reaches each tick if it never waits, and when gradients occupy the lanes, by tick."""
+
+    reached_seconds: tuple[float, ...]
+    sinks: tuple[SinkTime, ...]
+    world: World
+
+
+def plan_residencies(
+    graph: GraphFacts,
+    parameters: Sequence[ParameterFact],
+    placements: Sequence[Placement],
+    *,
+    group_nbytes: int,
+    held_past: int = 1,
+    num_ranks: int = 1,
+) -> tuple[Residency, ...]:
+    """Return when which parameters must be on the device. See ``ResidencyPlanner.plan``."""
+    planner = ResidencyPlanner(graph, parameters, num_ranks=num_ranks)
+    return planner.plan(placements, group_nbytes=group_nbytes, held_past=held_past)
+
+
+class _Used(NamedTuple):
+    """A parameter that a graph reads, and when it does."""
+
+    name: str
+    block: str
+    dtype: str
+    ticks: tuple[tuple[Phase, tuple[int, ...]], ...]  # of each phase that reads it
+
+
+class _Streamed(NamedTuple):
+    """A parameter that is gathered from its home, and the arena bytes it takes."""
+
+    used: _Used
+    source: Tier
+    nbytes: int
+
+
+class ResidencyPlanner:
+    """Residencies of one graph, for any homes. Equal ones are the same object."""
+
+    def __init__(self, graph: GraphFacts, parameters: Sequence[ParameterFact], *, num_ranks: int = 1) -> None:
+        uses = {use.parameter: use for use in graph.uses}
+        self._num_ranks = num_ranks
+        self._used = [
+            _Used(parameter.name, parameter.block, uses[parameter.name].dtype, _by_phase(graph, uses[parameter.name]))
+            for parameter in parameters
+            if parameter.name in uses
+        ]
+        self._made: dict[tuple[tuple[str, ...], Tier, tuple[int, ...], int, int], Residency] = {}
+
+    def plan(self, placements: Sequence[Placement], *, group_nbytes: int, held_past: int = 1) -> tuple[Residency, ...]:
+        """Return when which parameters must be on the device, by need-by tick. Resident parameters do not appear.
+
+        Uses of a group in one phase share a residency if no more than ``held_past`` other groups are needed in between:
+        keeping the group that long costs less than gathering it again.
+        """
+        stretches = [
+            (group, phase, ticks)
+            for group in _group(self._stream(placements), group_nbytes=group_nbytes)
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+            if (ticks := _ticks_in(group, phase))
+        ]
+        needs = sorted((tick, index) for index, (_, _, ticks) in enumerate(stretches) for tick in ticks)
+        residencies = []
+        for group, phase, ticks in stretches:
+            for run in _split(ticks, needs, held_past):
+                used = group
+                if len(group) > 1:
+                    used = [
+                        item for item in group if any(run[0] <= tick <= run[-1] for tick in _ticks_in([item], phase))
+                    ]
+                residencies.append(self._residency(used, phase, run[0], run[-1] + 1))
+        return tuple(sorted(residencies, key=lambda item: (item.need_by, item.release, item.name)))
+
+    def _stream(self, placements: Sequence[Placement]) -> list[_Streamed]:
+        homes = {placement.parameter: placement for placement in placements}
+        streamed = []
+        for used in self._used:
+            placement = homes.get(used.name)
+            source = Tier.DEVICE if placement is None else placement.home_read(used.dtype)
+            if placement is not None and source is not Tier.DEVICE:
+                nbytes = align(self._num_ranks * placement.nbytes_read(used.dtype))
+                streamed.append(_Streamed(used, source, nbytes))
+        return streamed
+
+    def _residency(self, group: Sequence[_Streamed], phase: Phase, need_by: int, release: int) -> Residency:
+        names, sizes = tuple(item.used.name for item in group), tuple(item.nbytes for item in group)
+        key = names, group[0].source, sizes, need_by, release
+        if key not in self._made:
+            self._made[key] = Residency(
+                name=names[0] if len(group) == 1 else group[0].used.block,
+                phase=phase,
+                source=group[0].source,
+                parameters=names,
+                sizes=sizes,
+                need_by=need_by,
+                release=release,
+            )
+        return self._made[key]
+
+
+def _by_phase(graph: GraphFacts, use: UseFact) -> tuple[tuple[Phase, tuple[int, ...]], ...]:
+    return tuple(
+        (phase, tuple(ticks)) for phase, ticks in itertools.groupby(sorted(use.ticks), graph.schedule.phase_of)
+    )
+
+
+def _ticks_in(group: Sequence[_Streamed], phase: Phase) -> Sequence[int]:
+    """Return the ticks of a phase at which some parameter of a group is read, sorted."""
+    found = [ticks for item in group for each, ticks in item.used.ticks if each is phase]
+    return found[0] if len(found) == 1 else sorted(set(itertools.chain.from_iterable(found)))
+
+
+def _group(streamed: Sequence[_Streamed], *, group_nbytes: int) -> list[list[_Streamed]]:
+    groups: list[list[_Streamed]] = []
+    nbytes = 0  # of the last group
+    for item in streamed:
+        last = groups[-1][-1] if groups else None
+        nbytes += item.nbytes
+        if (
+            last is not None
+            and last.used.block == item.used.block
+            and last.source is item.source
+            and nbytes <= group_nbytes
+        ):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+            nbytes = item.nbytes
+    return groups
+
+
+def _split(ticks: Sequence[int], needs: Sequence[tuple[int, int]], held_past: int) -> list[list[int]]:
+    """Return the ticks in runs, cut where more than ``held_past`` other groups are needed in between.
+
+    ``needs`` are pairs of a tick and the index of the group that is needed there, sorted.
+    """
+    runs = [[ticks[0]]]
+    for before, after in itertools.pairwise(ticks):
+        others: set[int] = set()
+        for position in range(bisect.bisect_left(needs, (before + 1, 0)), len(needs)):
+            tick, who = needs[position]
+            if tick >= after or len(others) > held_past:
+                break
+            others.add(who)
+        if len(others) > held_past:
+            runs.append([])
+        runs[-1].append(after)
+    return runs
+
+
+def _earliest_issues(residencies: Sequence[Residency], prefetch_nbytes: int) -> list[int]:
+    issues: list[int] = []
+    first, behind = 0, 0  # the residency that is waited for, and the bytes of those from there to this one
+    for index, residency in enumerate(residencies):
+        if residency.phase is not residencies[first].phase:
+            first, behind = index, 0
+        elif index:
+            behind += residency.nbytes
+        while first < index and behind > prefetch_nbytes:
+            first += 1
+            behind -= residencies[first].nbytes
+        issues.append(residencies[first].need_by)
+    return issues
+
+
+def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> list[int]:
+    """Return the last tick at which each gather may be issued, from the last need-by backwards over each lane.
+
+    A gradient that uses the same lane makes the gathers before it earlier.
+    """
+    issues = [residency.need_by for residency in residencies]
+    reached, sinks = pace.reached_seconds, pace.sinks
+    num_sinks = len(sinks)  # that are complete before what has been looked at
+    free: dict[str, float] = {}  # until when a lane may be taken by what is needed earlier
+    phase = None
+    for index in reversed(range(len(residencies))):
+        residency = residencies[index]
+        if residency.phase is not phase:
+            phase, free = residency.phase, {}
+        while num_sinks and sinks[num_sinks - 1].tick >= residency.need_by:
+            num_sinks -= 1
+            for lane in sinks[num_sinks].lanes:
+                if lane in free:
+                    free[lane] -= _MARGIN * sinks[num_sinks].seconds
+        due = reached[residency.need_by]
+        for leg in reversed(pace.world.gather_legs(residency.source, residency.nbytes)):
+            lanes = leg.route.lanes
+            due = min(due, *(free.get(lane, math.inf) for lane in lanes)) - _MARGIN * leg.seconds
+            for lane in lanes:
+                free[lane] = due
+        latest = bisect.bisect_right(reached, due) - 1
+        issues[index] = min(residency.need_by, max(0, latest))
+    return issues
+
+
+def plan_transfers(
+    residencies: Sequence[Residency],
+    *,
+    prefetch_nbytes: int,
+    pace: Pace | None = None,
+) -> TransferPlan:
+    """Return one gather per residency with its issue tick and its arena offsets.
+
+    A gather is issued at the need-by tick of an earlier gather of its phase, or at its own: at the earliest from which on
+    at most ``prefetch_nbytes`` are still needed, itself included. Nothing crosses from forward into backward, since other
+    programs may run in between. With a ``pace``, it is issued as late as it still arrives in time.
+    """
+    return bind_transfers(residencies, plan_issues(residencies, prefetch_nbytes=prefetch_nbytes, pace=pace))
+
+
+def plan_issues(residencies: Sequence[Residency], *, prefetch_nbytes: int, pace: Pace | None = None) -> tuple[int, ...]:
+    """Return the issue ticks of ``plan_transfers``."""
+    issues = _earliest_issues(residencies, prefetch_nbytes)
+    if pace is not None:
+        issues = [max(pair) for pair in zip(issues, _latest_issues(residencies, pace), strict=True)]
+    return tuple(issues)
+
+
+def bind_transfers(residencies: Sequence[Residency], issues: Sequence[int]) -> TransferPlan:
+    """Return one gather per residency, issued at the tick given for it, with its arena offsets."""
+    layout = plan_arena(
+        [
+            Piece(nbytes=residency.nbytes, live=LiveRange(start=issue, end=residency.release))
+            for residency, issue in zip(residencies, issues, strict=True)
+        ]
+    )
+    return TransferPlan(residencies=residencies, issues=issues, layout=layout)

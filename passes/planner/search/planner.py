@@ -1,0 +1,170 @@
+"""Facts, budgets and rates in; the Plan out. Pure: the same input gives the same plan on every machine and rank.
+
+Candidate graphs differ in their activation policy, and in whether none, half or all of their activations are offloaded.
+The plan with the shortest simulated step wins.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from zinf_compile.ir.errors import CapacityError, DeviceCapacityError
+from zinf_compile.ir.facts import GraphFacts, working_set
+from zinf_compile.ir.glossary import format_bytes
+from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.transfers import Transfer
+from zinf_compile.passes.planner.cost.op_kinds import keeps_kernels
+from zinf_compile.passes.planner.memory.policies import compute_seconds, may_be_faster
+from zinf_compile.passes.planner.schedule.leaving import count_resting, leaving_levels
+from zinf_compile.passes.planner.schedule.swaps import without_swapped
+from zinf_compile.passes.planner.search.build import Groundwork, Request
+from zinf_compile.passes.planner.search.search import Front, find_plan, minimum_memory, search_front
+from zinf_compile.passes.planner.simulator.simulate import simulate
+
+__all__ = ["Request", "check_fits", "does_fit", "lay_groundworks", "make_plan", "minimum_device_memory"]
+
+_MIB = 2**20
+# Share of a step. If compute stalls no more than this, activations are not offloaded: that would only wear the disk.
+NEGLIGIBLE_STALLS = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Level:
+    """A graph with some of its activations offloaded, and a builder for the rest of its plan."""
+
+    request: Request
+    graph: GraphFacts
+    swaps: tuple[Transfer, ...]  # offloads and reloads
+    groundwork: Groundwork
+
+
+def make_plan(request: Request) -> Plan:
+    """Return the plan with the shortest simulated step of those that fit.
+
+    Raises CapacityError, with the smallest budgets that work, when none does.
+    """
+    front = Front()
+    failure: CapacityError | None = None
+    looked_at: list[_Level] = []
+    for graph in request.candidates:
+        if not may_be_faster(compute_seconds(graph, request.hardware), None if front.best is None else front.best.plan):
+            continue
+        for level in _levels(request, graph, Groundwork(request, graph)):
+            looked_at.append(level)
+            try:
+                found = search_front(level.request, graph, level.swaps, level.groundwork)
+            except CapacityError as error:
+                if not level.swaps:  # offloading activations would leave even less of the other tiers
+                    failure = failure or error
+                continue
+            front.join(found)
+            if found.best is not None and _waits_for_little(found.best.plan):
+                break
+    if front.best is not None:
+        return front.best.plan
+    raise failure or _capacity_error(request, looked_at)
+
+
+def check_fits(request: Request) -> None:
+    """Raise what ``make_plan`` would raise, without searching for the best plan."""
+    if not does_fit(request):
+        make_plan(request)
+
+
+def lay_groundworks(request: Request) -> tuple[Groundwork, ...]:
+    """Return the groundwork of each candidate, which is the same for any device budget."""
+    return tuple(Groundwork(request, graph) for graph in request.candidates)
+
+
+def does_fit(request: Request, groundworks: Sequence[Groundwork] | None = None) -> bool:
+    """Return whether ``make_plan`` succeeds, without searching for the best plan.
+
+    For repeated calls with other device budgets pass ``lay_groundworks``, whose results are reused.
+    """
+    for level in _all_levels(request, groundworks):
+        with suppress(CapacityError):
+            if find_plan(level.request, level.graph, level.swaps, level.groundwork) is not None:
+                return True
+    return False
+
+
+def minimum_device_memory(request: Request) -> int:
+    """Return the bytes of the smallest device budget with which ``make_plan`` succeeds."""
+    return int(min(map(_minimum, _all_levels(request))))  # finite for the level that offloads nothing
+
+
+def _levels(request: Request, graph: GraphFacts, groundwork: Groundwork) -> Iterator[_Level]:
+    yield _Level(request=request, graph=graph, swaps=(), groundwork=groundwork)
+    for swaps in leaving_levels(graph, request.config, request.hardware, groundwork.seconds_of_ops):
+        config = count_resting(swaps).taken_from(request.config)
+        yield _Level(request=replace(request, config=config), graph=graph, swaps=swaps, groundwork=groundwork)
+
+
+def _all_levels(request: Request, groundworks: Sequence[Groundwork] | None = None) -> Iterator[_Level]:
+    for graph, groundwork in zip(request.candidates, groundworks or lay_groundworks(request), strict=True):
+        yield from _levels(request, graph, groundwork)
+
+
+def _minimum(level: _Level) -> float:
+    """Return the smallest device budget for a level; infinity if offloaded activations do not fit beside everything else."""
+    nbytes = minimum_memory(level.request, level.graph, level.swaps, level.groundwork)
+    if level.swaps:
+        request = replace(level.request, config=replace(level.request.config, device_memory=nbytes))
+        with suppress(CapacityError):
+            if find_plan(request, level.graph, level.swaps, level.groundwork) is not None:
+                return nbytes
+        return math.inf
+    return nbytes
+
+
+def _waits_for_little(plan: Plan) -> bool:
+    timeline = simulate(plan)
+    return timeline.stall_seconds <= NEGLIGIBLE_STALLS * timeline.step_seconds
+
+
+def _capacity_error(request: Request, levels: Sequence[_Level]) -> CapacityError:
+    """Return the error that says why no level of a request fits."""
+    minimums = [(_minimum(level), level) for level in levels]
+    minimum, level = min(minimums, key=lambda pair: pair[0])  # finite: that without swaps always is
+    graph = without_swapped(level.graph, level.swaps)
+    live = working_set(graph.values, graph.num_ticks)
+    peak_tick = max(range(len(live)), key=live.__getitem__)
+    at_peak = [value for value in graph.values if value.live.start <= peak_tick < value.live.end]
+    largest = sorted(at_peak, key=lambda value: (-value.nbytes, value.name))[:3]
+    peak_op = next(op for op in graph.ops if op.tick == peak_tick)
+    return DeviceCapacityError(
+        f"{request.name} needs {format_bytes(int(minimum))} on device, device_memory is "
+        f"{format_bytes(request.config.device_memory)}; its activations alone peak at {format_bytes(live[peak_tick])} "
+        f"(in {peak_op.module}, at {peak_op.name}), largest: "
+        + ", ".join(f"{value.name} {format_bytes(value.nbytes)}" for value in largest)
+        + f"; raise device_memory to {-(-int(minimum) // _MIB)}MiB or make the batch smaller"
+        + _describe_reserve(request)
+        + _describe_kernels(request),
+        needed_nbytes=int(minimum),
+        activations_nbytes=live[peak_tick],
+    )
+
+
+def _describe_reserve(request: Request) -> str:
+    """Return a clause on the reserved part of the budget, and how to turn it off."""
+    config = request.config
+    if not config.reserve_memory:
+        return ""
+    of_process = (
+        "" if not config.measures_reserve else ", as measured; reserve_memory=0 keeps budgets for the model only"
+    )
+    return (
+        f"; {format_bytes(config.reserve_memory)} of that are reserve_memory, for Python, torch and captured graphs, so "
+        f"that the whole process stays within device_memory and host_memory{of_process}"
+    )
+
+
+def _describe_kernels(request: Request) -> str:
+    """Return a clause on how to limit cached kernels, if the graph has ops that need one per number of rows."""
+    if not request.kernel_cache_nbytes or not any(map(keeps_kernels, request.candidates[0].ops)):
+        return ""
+    return (
+        f", or start with ONEDNN_PRIMITIVE_CACHE_CAPACITY=64 LRU_CACHE_CAPACITY=64: of it all, "
+        f"{format_bytes(request.kernel_cache_nbytes)} are kernels for the rows of experts that may be kept"
+    )

@@ -1,0 +1,361 @@
+"""The search for the plan of one graph: greedy filling, and steps to neighbouring choices, judged by the simulator.
+
+Device budgets are tried on a ladder from the smallest that works. The rungs, and what is tried on each, do not depend
+on the budget of the request: with more memory the search only continues. So more device memory never makes a plan
+slower.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.facts import GraphFacts
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.transfers import Transfer
+from zinf_compile.passes.planner.memory.arena import align
+from zinf_compile.passes.planner.placement.homes import with_device_memory
+from zinf_compile.passes.planner.search.build import Choice, Groundwork, LookAhead, PlanBuilder, Request
+from zinf_compile.passes.planner.simulator.bound import least_seconds
+from zinf_compile.passes.planner.simulator.simulate import simulate
+
+_MIB = 2**20
+
+
+def _look_ahead(nbytes: int) -> LookAhead:
+    return LookAhead(prefetch_nbytes=nbytes, group_nbytes=nbytes // 4)
+
+
+# Widest first. A group is a quarter of the look-ahead, so that several transfers are in flight. The last entry gathers
+# every parameter by itself, only when it is needed, which takes the least memory.
+_LOOK_AHEADS = tuple(_look_ahead(size * _MIB) for size in (256, 128, 64, 32, 16, 8, 0))
+# Rungs per doubling of the bytes beyond the smallest budget. Bytes between a budget and the highest rung below it are not
+# used: on average 8 % of those beyond the smallest budget.
+_RUNGS_PER_DOUBLING = 4
+_FEW_RUNGS_PER_DOUBLING = 1  # if activations are offloaded: one of several searches for the same graph
+_FIRST_RUNG = 64  # the first rung is this fraction above the smallest budget
+_STEPS_PER_RUNG = 3
+# Relative to the fastest. Steps that differ by less than the simulator's accuracy count as equally long.
+EQUALLY_FAST = 1.005
+# A block that is recomputed uses its weights twice, with most of its other weights in between.
+_HELD_PAST = (1, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The quality of a plan: seconds of its step, then bytes moved, then memory used.
+
+    Steps that differ by less than the simulator's accuracy count as equally long. Then the plan that moves fewer bytes
+    is better, since disks wear and buses are shared.
+    """
+
+    nanoseconds: int
+    nbytes_moved: int  # by transfers, gradients and updates
+    nbytes_away: int  # of compute copies that are not resident: another graph may read them
+    peak_nbytes: int
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """Return the sort key among equally fast plans; smaller is better."""
+        return self.nbytes_moved, self.nanoseconds, self.nbytes_away, self.peak_nbytes
+
+    def beats(self, other: "Score") -> bool:
+        """Return whether this score is at least as good in every respect."""
+        return self.key <= other.key and self.nanoseconds <= other.nanoseconds
+
+
+def score_plan(plan: Plan) -> Score:
+    """Return the score of a plan, by the simulator."""
+    return _score(plan, simulate(plan).step_seconds)
+
+
+def least_score(plan: Plan) -> Score:
+    """Return a lower bound for the score of a plan, without simulating it."""
+    return _score(plan, least_seconds(plan))
+
+
+def _score(plan: Plan, step_seconds: float) -> Score:
+    updates = plan.device_updates
+    return Score(
+        nanoseconds=round(step_seconds * 1e9),
+        nbytes_moved=sum(transfer.nbytes for transfer in plan.gathers)
+        + sum(sink.nbytes for sink in plan.sinks if not sink.stays)
+        + plan.step.nbytes_read
+        + plan.step.nbytes_written
+        + updates.nbytes_in
+        + updates.nbytes_out,
+        nbytes_away=sum(item.compute_nbytes for item in plan.placements if item.compute is not Tier.DEVICE),
+        peak_nbytes=plan.tier(Tier.DEVICE).predicted_peak,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan with the choice that led to it."""
+
+    choice: Choice
+    plan: Plan
+    score: Score
+
+
+class Front:
+    """The Pareto front of plans by time and bytes moved. The best is the one of the fastest that moves the fewest bytes."""
+
+    def __init__(self) -> None:
+        self._found: list[Found] = []
+
+    @property
+    def longest_ns(self) -> float:
+        """Return the longest step, in ns, that counts as equal to the fastest; infinity if there is no plan yet."""
+        return EQUALLY_FAST * min((item.score.nanoseconds for item in self._found), default=math.inf)
+
+    @property
+    def best(self) -> Found | None:
+        """Return the best; None before there is any."""
+        longest = self.longest_ns
+        fast = (item for item in self._found if item.score.nanoseconds <= longest)
+        return min(fast, key=lambda item: item.score.key, default=None)
+
+    def may_have(self, score: Score) -> bool:
+        """Return whether a plan with this lower bound could be on the front, and fast enough."""
+        return score.nanoseconds <= self.longest_ns and not any(item.score.beats(score) for item in self._found)
+
+    def add(self, found: Found | None) -> None:
+        """Add a plan, and remove those that it dominates."""
+        if found is not None and self.may_have(found.score):
+            self._found = [item for item in self._found if not found.score.beats(item.score)] + [found]
+
+    def join(self, other: "Front") -> None:
+        """Add all plans of another front. Joining only the best of each would lose the half percent of tolerance twice."""
+        for found in other._found:
+            self.add(found)
+
+
+def search_plan(
+    request: Request, graph: GraphFacts, swaps: tuple[Transfer, ...] = (), groundwork: Groundwork | None = None
+) -> Found | None:
+    """Return the best plan found for one graph, or None if none fits the device.
+
+    Raises CapacityError when host and nvme cannot hold what the device does not.
+    """
+    return search_front(request, graph, swaps, groundwork).best
+
+
+def search_front(
+    request: Request, graph: GraphFacts, swaps: tuple[Transfer, ...] = (), groundwork: Groundwork | None = None
+) -> Front:
+    """Return the plans found for one graph; none if none fits the device. Join the fronts of several graphs to compare them.
+
+    Raises CapacityError when host and nvme cannot hold what the device does not.
+    """
+    builder = PlanBuilder(request, graph, swaps, groundwork)
+    builder.place_unseen(request.config)  # this choice places the most on host and nvme
+    if builder.floor_nbytes > request.config.device_memory:
+        return Front()
+    if request.placements is not None and (kept := _keep_homes(request, builder)).best is not None:
+        return kept
+    front = Front()
+    turn = 0
+    starts = _starts(request, builder)
+    for memory in _rungs(
+        request, builder, starts, per_doubling=_FEW_RUNGS_PER_DOUBLING if swaps else _RUNGS_PER_DOUBLING
+    ):
+        choices = [choice for start in starts if start.nbytes == memory for choice in start.choices]
+        if front.best is not None:
+            choices += _neighbours(front.best.choice, request, turn)
+            turn += _STEPS_PER_RUNG
+        for choice in choices:
+            _try(builder, choice, memory, front)
+    if front.best is None:  # host and nvme can hold the rest only if all of the device is used
+        front.add(_find_plan(request, builder, starts))
+    return front
+
+
+def find_plan(
+    request: Request, graph: GraphFacts, swaps: tuple[Transfer, ...] = (), groundwork: Groundwork | None = None
+) -> Found | None:
+    """Return any plan for one graph, without a search, or None if none fits the device.
+
+    Raises CapacityError when host and nvme cannot hold what the device does not.
+    """
+    builder = PlanBuilder(request, graph, swaps, groundwork)
+    builder.place_unseen(request.config)  # like the search, so that both find a plan in the same cases
+    if builder.floor_nbytes > request.config.device_memory:
+        return None
+    if request.placements is not None and (kept := _keep_homes(request, builder).best) is not None:
+        return kept
+    return _find_plan(request, builder, _starts(request, builder))
+
+
+def _find_plan(request: Request, builder: PlanBuilder, starts: Sequence["_Start"]) -> Found | None:
+    for start in sorted(starts, key=lambda start: start.nbytes):
+        for choice in (choice for choice in start.choices if choice.uses_host):
+            plan = builder.build(choice, request.config.device_memory)
+            if plan is not None:
+                return Found(choice=choice, plan=plan, score=score_plan(plan))
+    return None
+
+
+def minimum_memory(
+    request: Request, graph: GraphFacts, swaps: tuple[Transfer, ...] = (), groundwork: Groundwork | None = None
+) -> int:
+    """Return the bytes of the smallest device budget in which some plan of a graph fits."""
+    return min(start.nbytes for start in _starts(request, PlanBuilder(request, graph, swaps, groundwork)))
+
+
+def _bare_nbytes(request: Request, builder: PlanBuilder, look_ahead: LookAhead, small_nbytes: int) -> int:
+    """Return the smallest device budget for a look-ahead with only ``small_nbytes`` of small parameters resident."""
+    config = with_device_memory(request.config, builder.floor_nbytes)
+    return builder.least_nbytes(builder.place_unseen(config, small_nbytes), look_ahead)
+
+
+def _is_held_elsewhere(request: Request, builder: PlanBuilder, small_nbytes: int) -> bool:
+    """Return whether host and nvme can hold everything but ``small_nbytes`` of small parameters."""
+    try:
+        builder.place_unseen(request.config, small_nbytes)
+    except CapacityError:
+        return False
+    return True
+
+
+def _streaming_nbytes(request: Request, builder: PlanBuilder, look_ahead: LookAhead) -> int:
+    """Return the smallest device budget for a look-ahead with only small parameters resident.
+
+    Small parameters may use an eighth of the budget, so the budget is found by search.
+    """
+    needed = builder.floor_nbytes
+    while True:
+        placed = builder.place_unseen(with_device_memory(request.config, needed))
+        least = builder.least_nbytes(placed, look_ahead)
+        if least <= needed:
+            return needed
+        needed = least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """A simple plan to start from, at the smallest budget it fits in. The search never returns a worse plan."""
+
+    nbytes: int
+    choices: tuple[Choice, ...]
+
+
+def _starts(request: Request, builder: PlanBuilder) -> list[_Start]:
+    """Return one start per look-ahead: everything streamed, issued early or late, from host or nvme.
+
+    First come those that may need the least memory: with hardly any small parameter resident, or with all resident.
+    Those without residents are at the budget that they need themselves.
+    """
+    narrowest = _look_aheads(request)[-1]
+    bare = builder.place_unseen(request.config, 0) if _is_held_elsewhere(request, builder, 0) else None
+    starts = [
+        *(
+            _Start(
+                nbytes=_bare_nbytes(request, builder, narrowest, small_nbytes),
+                choices=(Choice(look_ahead=narrowest, is_filled=False, small_nbytes=small_nbytes),),
+            )
+            for small_nbytes in (0, builder.tiny_nbytes)
+            if _is_held_elsewhere(request, builder, small_nbytes)
+        ),
+        # This may be less, since tiny parameters would take whole pages of the arena.
+        _Start(nbytes=builder.all_resident_nbytes, choices=(Choice(look_ahead=narrowest),)),
+    ]
+    for look_ahead in _look_aheads(request):
+        choice = Choice(look_ahead=look_ahead, is_eager=True, is_filled=False)  # needs the most memory
+        lazy = replace(choice, is_eager=False)
+        starts.append(
+            _Start(
+                nbytes=_streaming_nbytes(request, builder, look_ahead),
+                choices=(choice, lazy, replace(choice, uses_host=False), replace(lazy, uses_host=False)),
+            )
+        )
+        if bare is not None:
+            for is_eager in (True, False):
+                without = replace(choice, is_eager=is_eager, small_nbytes=0)
+                starts.append(
+                    _Start(nbytes=builder.least_nbytes(bare, look_ahead, is_eager=is_eager), choices=(without,))
+                )
+    return starts
+
+
+def _rungs(request: Request, builder: PlanBuilder, starts: Sequence[_Start], *, per_doubling: int) -> Iterator[int]:
+    """Yield the device budgets to plan for, up to that of the request.
+
+    Geometric, and those in which a start fits, and those at which compute copies, then all else, may be resident.
+    """
+    states = sum(
+        item.gradient_nbytes + item.optimizer_state_nbytes + item.trainable * item.master_nbytes
+        for item in (parameter.among(request.num_ranks) for parameter in request.parameters)
+    )
+    highest = builder.all_resident_nbytes + states
+    smallest = min(start.nbytes for start in starts)
+    rungs = {highest, *(start.nbytes for start in starts)}
+    beyond = smallest / _FIRST_RUNG
+    while smallest + beyond < highest:
+        rungs.add(int(smallest + beyond))
+        beyond *= 2 ** (1 / per_doubling)
+    yield from (rung for rung in sorted(rungs) if rung <= request.config.device_memory)
+
+
+def _look_aheads(request: Request) -> Sequence[LookAhead]:
+    if request.config.prefetch_memory is not None:
+        # Without the last one the smallest budget would depend on how early this machine has to issue transfers.
+        return tuple(_look_ahead(nbytes) for nbytes in sorted({request.config.prefetch_memory, 0}, reverse=True))
+    largest = max((align(parameter.compute_nbytes) for parameter in request.parameters), default=0)
+    if largest <= _LOOK_AHEADS[0].prefetch_nbytes:
+        return _LOOK_AHEADS
+    # None of these would allow prefetching the largest parameter.
+    return (*(_look_ahead(times * largest) for times in (4, 2, 1)), _LOOK_AHEADS[0], _LOOK_AHEADS[-1])
+
+
+def _keep_homes(request: Request, builder: PlanBuilder) -> Front:
+    """Return the plans that keep the homes that other graphs of the model use, so that nothing has to move."""
+    assert request.placements is not None
+    front = Front()
+    for look_ahead in _look_aheads(request):
+        choice = Choice(look_ahead=look_ahead)
+        plan = builder.build_at(request.placements, choice)
+        if plan is not None:
+            front.add(Found(choice=choice, plan=plan, score=score_plan(plan)))
+    return front
+
+
+def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]:
+    """Yield the choice itself, to be filled again, and some of those that differ in one respect, varied by ``turn``."""
+    yield replace(choice, is_filled=True)
+    choice = replace(choice, is_filled=True, small_nbytes=None)
+    look_aheads = _look_aheads(request)
+    position = next((index for index, each in enumerate(look_aheads) if each == choice.look_ahead), 0)
+    near = [
+        replace(choice, look_ahead=look_aheads[other])
+        for other in (position - 1, position + 1)
+        if 0 <= other < len(look_aheads)
+    ]
+    near += [
+        replace(choice, held_past=_HELD_PAST[(_HELD_PAST.index(choice.held_past) + 1) % len(_HELD_PAST)]),
+        replace(choice, is_eager=not choice.is_eager),
+        *(
+            replace(choice, are_transfers_hidden=hidden)
+            for hidden in (None, False, True)
+            if hidden is not choice.are_transfers_hidden
+        ),
+        *(replace(choice, resident_share=share) for share in (1.0, 0.5, 0.0) if share != choice.resident_share),
+        replace(choice, uses_host=not choice.uses_host),
+    ]
+    if request.config.prefetch_memory is None:
+        group = choice.look_ahead.group_nbytes
+        near += [
+            replace(choice, look_ahead=replace(choice.look_ahead, group_nbytes=size))
+            for size in (group // 4, group * 2)
+        ]
+    for step in range(_STEPS_PER_RUNG):
+        yield near[(turn + step) % len(near)]
+
+
+def _try(builder: PlanBuilder, choice: Choice, device_memory: int, front: Front) -> None:
+    with suppress(CapacityError):  # with less on the device there may be too much for the other tiers
+        plan = builder.build(choice, device_memory)
+        if plan is not None and front.may_have(least_score(plan)):
+            front.add(Found(choice=choice, plan=plan, score=score_plan(plan)))

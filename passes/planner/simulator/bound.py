@@ -1,0 +1,80 @@
+"""A lower bound of the simulated step of a plan, without simulating it: the busy time of each lane."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from zinf_compile.hardware.world import Leg
+from zinf_compile.ir.glossary import Phase, StepTiming, Tier
+from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATE_LANE
+from zinf_compile.passes.planner.simulator.ways import Ways
+
+# Relative to a step: the simulator adds up seconds in another order, and rounds differently.
+_ROUNDING = 1e-9
+
+
+def least_seconds(plan: Plan) -> float:
+    """Return a lower bound, in seconds, of the simulated step of a plan.
+
+    Forward and backward each last at least as long as their busiest lane, with the updates that must start and end there:
+    an overlapped update ends before forward gathers its parameter, one in backward starts there. A synchronous step lasts
+    at least as long as its own busiest lane. And no lane does two things at a time.
+    """
+    busy = _BusyLanes(plan)
+    lanes = set().union(*busy.phases.values(), busy.beside)
+    whole = max((sum(each[lane] for each in (*busy.phases.values(), busy.beside)) for lane in lanes), default=0.0)
+    in_turn = sum(max(each.values(), default=0.0) for each in busy.phases.values())
+    return max(whole, in_turn) * (1 - _ROUNDING)
+
+
+class _BusyLanes:
+    """How long each lane is busy with what must run in one phase, and with what may run in any."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.phases: dict[Phase, dict[str, float]] = {phase: defaultdict(float) for phase in Phase}
+        self.beside: dict[str, float] = defaultdict(float)
+        self._plan = plan
+        ways = Ways(plan)
+        self._routes = ways.world.routes
+        timing = plan.step.timing
+        if timing is StepTiming.OVERLAPPED and not plan.may_update_beside_compute:
+            timing = StepTiming.SYNCHRONOUS  # as it is simulated
+        for span in plan.spans:
+            self.phases[span.phase][COMPUTE_LANE] += span.seconds
+        phase_of = plan.schedule.phase_of
+        for transfer in plan.transfers:
+            _add(self.phases[phase_of(transfer.issue)], ways.legs(transfer))
+        if plan.schedule.is_training:
+            self._add_updates(timing)
+
+    def _add_updates(self, timing: StepTiming) -> None:
+        plan = self._plan
+        if timing is StepTiming.SYNCHRONOUS:
+            step = self.phases[Phase.STEP]
+            on_host = plan.step.num_elements * (1 - plan.device_updates.share)
+            step[UPDATE_LANE] = on_host / plan.hardware.optimizer_elements_per_second
+            self._add_update(step, plan.step.nbytes_read, plan.step.nbytes_written)
+            return
+        within, phase = {sink.name for sink in plan.sinks}, self.phases[Phase.BACKWARD]
+        if timing is StepTiming.OVERLAPPED:
+            forward = plan.schedule.ticks(Phase.FORWARD)
+            in_forward = {use.parameter for use in plan.uses if use.ticks[0] in forward}
+            within, phase = in_forward, self.phases[Phase.FORWARD]
+        for placement in plan.placements:
+            is_within = placement.parameter in within
+            if placement.gradient_nbytes and (is_within or timing is StepTiming.OVERLAPPED):
+                read = placement.update_nbytes_read
+                if timing is StepTiming.IN_BACKWARD and placement.gradient is Tier.NVME:
+                    read -= placement.gradient_nbytes
+                self._add_update(phase if is_within else self.beside, read, placement.update_nbytes_written)
+
+    def _add_update(self, busy: dict[str, float], read: int, written: int) -> None:
+        for way, nbytes in (((Tier.NVME, Tier.HOST), read), ((Tier.HOST, Tier.NVME), written)):
+            if nbytes:
+                _add(busy, (Leg(self._routes[way], nbytes),))
+
+
+def _add(busy: dict[str, float], legs: Iterable[Leg]) -> None:
+    for leg in legs:
+        for lane in leg.route.lanes:
+            busy[lane] += leg.seconds

@@ -1,0 +1,101 @@
+"""Lanes: each does one thing at a time, in the order of requests. Each thing done is a node of the simulated step."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from zinf_compile.hardware.world import Leg
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.hardware import Hardware, route_name
+from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATE_LANE, Event
+
+
+class _Taking(NamedTuple):
+    """The time in which a transfer slows compute down by a share, as memcpy on the same processors does."""
+
+    start: float
+    end: float
+    share: float
+
+
+class Lanes:
+    """What has occupied each lane so far, as nodes. A node is identified by its index."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.nodes: list[Event] = []
+        routes = {route.name: route for route in hardware.routes}
+        pairs = [(source, destination) for source in Tier for destination in Tier]
+        self._routes = {pair: routes[name] for pair in pairs if (name := route_name(*pair)) in routes}
+        self._last: dict[str, int] = {}  # the last node of each lane
+        self._ends: list[float] = []  # of each node; kept apart, since it is read more often than anything else
+        self._beside: list[_Taking] = []  # transfers that still slow compute down
+
+    def end_of(self, nodes: Iterable[int]) -> float:
+        """Return when the last of some nodes ends; 0 for none."""
+        last = 0.0
+        for node in nodes:
+            end = self._ends[node]
+            if end > last:
+                last = end
+        return last
+
+    def compute(self, name: str, start: float, end: float, after: tuple[int, ...]) -> tuple[int, ...]:
+        """Append a node of compute, unless it takes no time; return the nodes after which compute continues."""
+        if end <= start:
+            return after
+        self.nodes.append(Event(COMPUTE_LANE, name, start, end, 0, after))
+        self._ends.append(end)
+        return (len(self.nodes) - 1,)
+
+    def update(self, name: str, seconds: float, after: tuple[int, ...]) -> int:
+        """Append a node of the update thread."""
+        return self._append(UPDATE_LANE, (UPDATE_LANE,), name, seconds, 0, after)
+
+    def move(self, source: Tier, destination: Tier, name: str, nbytes: int, after: tuple[int, ...]) -> int:
+        """Append a transfer that starts after some nodes, once its route is free; KeyError for an unknown route."""
+        return self.travel(Leg(self._routes[source, destination], nbytes), name, after)
+
+    def travel(self, leg: Leg, name: str, after: tuple[int, ...]) -> int:
+        """Append a leg that starts after some nodes, once all its lanes are free."""
+        node = self._append(leg.route.name, leg.route.lanes, name, leg.seconds, leg.nbytes, after)
+        if leg.route.takes_of_compute:
+            moved = self.nodes[node]
+            self._beside.append(_Taking(moved.start_seconds, moved.end_seconds, leg.route.takes_of_compute))
+        return node
+
+    def end_beside(self, start: float, end: float) -> float:
+        """Return when compute ends that starts now, at ``start``, and would end at ``end`` without transfers beside it."""
+        if not self._beside or end <= start:
+            return end
+        self._beside = [taking for taking in self._beside if taking.end > start]  # compute's clock never goes back
+        bounds = sorted({bound for taking in self._beside for bound in taking[:2] if bound > start})
+        now, seconds = start, end - start
+        for bound in bounds:
+            taken = sum(taking.share for taking in self._beside if taking.start <= now < taking.end)
+            pace = max(0.0, 1.0 - taken)
+            if pace * (bound - now) >= seconds:
+                return now + seconds / pace
+            now, seconds = bound, seconds - pace * (bound - now)
+        return now + seconds
+
+    def start_of(self, source: Tier, destination: Tier, after: tuple[int, ...]) -> float:
+        """Return when a transfer between two tiers would start."""
+        return self.end_of(self._with_last(self._routes[source, destination].lanes, after))
+
+    def _append(
+        self, name: str, lanes: tuple[str, ...], what: str, seconds: float, nbytes: int, after: tuple[int, ...]
+    ) -> int:
+        index = len(self.nodes)
+        after = self._with_last(lanes, after)
+        start = self.end_of(after)
+        self.nodes.append(Event(name, what, start, start + seconds, nbytes, after))
+        self._ends.append(start + seconds)
+        for lane in lanes:
+            self._last[lane] = index
+        return index
+
+    def _with_last(self, lanes: tuple[str, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+        """Return nodes, and the last nodes of some lanes."""
+        for lane in lanes:
+            if lane in self._last:
+                after = (*after, self._last[lane])
+        return after

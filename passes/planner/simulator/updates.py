@@ -1,0 +1,147 @@
+"""The updates of an optimizer step beside compute. They use the disk when nothing else does, in the order queued.
+
+At most two are in progress: while one is written, the next is read. If both could use a lane, the older one does. Where
+updates run on the processors that also compute, compute loses the seconds of every update that starts beside it.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.plan import Placement, Plan
+from zinf_compile.passes.planner.simulator.lanes import Lanes
+
+_MAX_UNDER_WAY = 2
+
+
+class _Update(NamedTuple):
+    """An update that has not started, or one that is computed and not yet written."""
+
+    placement: Placement
+    after: tuple[int, ...]
+    nbytes_read: int
+    on_device: bool  # where only the copies there and back take time
+
+
+class Updates:
+    """The thread that runs the updates of one step: those that are queued, and the nodes that end the others."""
+
+    def __init__(self, plan: Plan, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._taken = plan.hardware.updates_take_of_compute
+        # A placement does not count elements. Gradients have one dtype, so the seconds are divided by their bytes.
+        nbytes = sum(placement.gradient_nbytes for placement in plan.placements)
+        seconds = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
+        self._seconds_per_nbyte = seconds / nbytes if nbytes else 0.0
+        self._device_share = plan.step.device_share
+        self._nbytes = self._nbytes_on_device = (
+            0  # of gradients, of all updates queued so far and of those on the device
+        )
+        self._queued: deque[_Update] = deque()
+        self._unwritten: deque[_Update] = deque()
+        self._unfinished: set[str] = set()
+        self._ends: dict[str, tuple[int, ...]] = {}  # by parameter: the nodes after which its update is written
+        self._last_ends: deque[tuple[int, ...]] = deque([()] * _MAX_UNDER_WAY, maxlen=_MAX_UNDER_WAY)
+        self._idle_until = 0.0  # a bound: nothing that is left starts earlier, since lanes only get busier
+        self._beside: deque[tuple[float, float]] = deque()  # start and seconds of updates not yet taken from compute
+
+    def queue(self, placement: Placement, after: tuple[int, ...], *, with_gradient: bool) -> None:
+        """Queue the update of a parameter, which may start after some nodes; a frozen one has none."""
+        if placement.gradient_nbytes:
+            read = placement.update_nbytes_read
+            if not with_gradient and placement.gradient is Tier.NVME:
+                read -= placement.gradient_nbytes
+            on_device = self._device_share > 0 and placement.has_device_state
+            if not on_device:
+                self._nbytes += placement.gradient_nbytes
+                on_device = self._nbytes_on_device + placement.gradient_nbytes <= self._device_share * self._nbytes
+                self._nbytes_on_device += placement.gradient_nbytes if on_device else 0
+            self._queued.append(_Update(placement, after, read, on_device))
+            self._unfinished.add(placement.parameter)
+            self._idle_until = 0.0
+
+    def advance(self, now: float) -> float:
+        """Start what can start before ``now``; return the seconds that compute lost to updates since the last call."""
+        while self._idle_until < now and self._place_next(before=now):
+            pass
+        lost = 0.0
+        while self._beside and self._beside[0][0] < now:
+            lost += self._beside.popleft()[1]
+        return lost * self._taken
+
+    def finish(self, parameters: Iterable[str]) -> tuple[int, ...]:
+        """Run updates, in order, until those of ``parameters`` are done; return the nodes that end these."""
+        names = tuple(parameters)
+        while not self._unfinished.isdisjoint(names):
+            self._place_next(before=math.inf)
+        return tuple(node for name in names for node in self._ends.get(name, ()))
+
+    def finish_all(self) -> None:
+        """Run all updates that are left."""
+        while self._place_next(before=math.inf):
+            pass
+
+    def _place_next(self, *, before: float) -> bool:
+        """Start the write or the update that can start first, if that is ``before`` a moment; return whether one was."""
+        write = self._lanes.start_of(Tier.HOST, Tier.NVME, self._unwritten[0].after) if self._unwritten else math.inf
+        begin = math.inf
+        if self._queued and len(self._unwritten) < _MAX_UNDER_WAY:
+            update = self._queued[0]
+            after = (*update.after, *self._last_ends[0])
+            begin = (
+                self._lanes.start_of(Tier.NVME, Tier.HOST, after) if update.nbytes_read else self._lanes.end_of(after)
+            )
+        if min(write, begin) >= before:
+            self._idle_until = min(write, begin)
+            return False
+        self._idle_until = 0.0
+        if write <= begin:
+            self._write(self._unwritten.popleft())
+        else:
+            self._begin(self._queued.popleft(), after)
+        return True
+
+    def _begin(self, update: _Update, after: tuple[int, ...]) -> None:
+        """Append the read of an update and, chunk by chunk beside it, its computation."""
+        placement = update.placement
+        if update.on_device:
+            self._begin_on_device(update, after)
+            return
+        seconds = placement.gradient_nbytes * self._seconds_per_nbyte
+        if update.nbytes_read:
+            read = self._lanes.move(Tier.NVME, Tier.HOST, f"update of {placement.parameter}", update.nbytes_read, after)
+            computed = self._lanes.update(f"optimizer ({placement.parameter})", seconds, self._lanes.nodes[read].after)
+            after = (read, computed)
+        else:
+            after = (self._lanes.update(f"optimizer ({placement.parameter})", seconds, after),)
+        self._beside.append((self._lanes.nodes[after[-1]].start_seconds, seconds))
+        self._computed(update, after)
+
+    def _begin_on_device(self, update: _Update, after: tuple[int, ...]) -> None:
+        """Append the read of an update, the copy to the device and the copy back."""
+        placement, name = update.placement, f"update of {update.placement.parameter}"
+        if update.nbytes_read:
+            after = (self._lanes.move(Tier.NVME, Tier.HOST, name, update.nbytes_read, after),)
+        there = self._lanes.move(Tier.HOST, Tier.DEVICE, name, placement.update_nbytes_to_device, after)
+        back = self._lanes.move(Tier.DEVICE, Tier.HOST, name, placement.update_nbytes_to_host, (there,))
+        self._computed(update, (back,))
+
+    def _computed(self, update: _Update, after: tuple[int, ...]) -> None:
+        """Queue the write of an update that is computed; without one it is done."""
+        if update.placement.update_nbytes_written:
+            self._unwritten.append(update._replace(after=after, nbytes_read=0))
+        else:
+            self._end(update.placement, after)
+
+    def _write(self, update: _Update) -> None:
+        """Append the write of an update that is computed."""
+        name, nbytes = f"update of {update.placement.parameter}", update.placement.update_nbytes_written
+        self._end(update.placement, (self._lanes.move(Tier.HOST, Tier.NVME, name, nbytes, update.after),))
+
+    def _end(self, placement: Placement, nodes: tuple[int, ...]) -> None:
+        self._unfinished.discard(placement.parameter)
+        self._ends[placement.parameter] = nodes
+        if placement.update_nbytes_read:  # the others hold no staging
+            self._last_ends.append(nodes)

@@ -1,1 +1,0 @@
-"""Facts to Plan: pure functions of numbers. Imports no torch."""

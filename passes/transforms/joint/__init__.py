@@ -1,0 +1,1 @@
+"""Edits of the joint graph of forward and backward."""

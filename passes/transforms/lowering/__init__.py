@@ -1,0 +1,1 @@
+"""Writes a plan into a graph: transfers, waits, arena views, releases."""

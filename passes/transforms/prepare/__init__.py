@@ -1,0 +1,1 @@
+"""Replaces plain parameter inputs by gathers."""

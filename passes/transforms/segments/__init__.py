@@ -1,0 +1,1 @@
+"""Replaces what one block computes by one compiled op."""

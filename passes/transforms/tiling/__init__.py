@@ -1,0 +1,1 @@
+"""Ops and parameters cut into tiles, before autograd."""

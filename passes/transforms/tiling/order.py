@@ -1,0 +1,30 @@
+"""Whether a call can be moved later: nothing in between may write to what it reads, or change a mode."""
+
+from torch import Tensor, fx
+
+from zinf_compile.passes.transforms.tiling.calls import value_of
+
+_IN_PLACE_OPERATORS = frozenset(
+    f"i{name}" for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
+
+
+def may_run_later(first: fx.Node, last: fx.Node) -> bool:
+    """Return whether ``first``, and the nodes in between, may run just before ``last`` instead."""
+    node = first
+    while node is not last:
+        # A node without a tensor result may begin or end autocast, or switch gradients off.
+        if not isinstance(value_of(node), Tensor | tuple | list) or _may_write(node):
+            return False
+        node = node.next
+    return True
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Return whether a call may write to its operands: by torch's naming convention, or by an argument."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if (name.endswith("_") and not name.endswith("__")) or name.strip("_") in {"setitem", *_IN_PLACE_OPERATORS}:
+        return True
+    return "out" in node.kwargs or any(given is True for given in (*node.args, node.kwargs.get("inplace")))

@@ -1,0 +1,1 @@
+"""This machine: its resources, and its measured rates."""

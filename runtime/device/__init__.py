@@ -1,0 +1,1 @@
+"""Devices that compute: their memory and their streams."""

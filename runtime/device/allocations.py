@@ -1,0 +1,114 @@
+"""Measures, by torch's allocator, how much device memory a model uses, and keeps it within its budget."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import format_bytes
+
+_ROUNDED = 16  # 1/16 of the budget may be lost to rounding: the allocator takes segments of 2 MiB and more
+_SEGMENTS_NBYTES = 2**26  # and one small segment of each kind
+
+
+class CountingDevice(Protocol):
+    """A device whose memory torch's allocator counts and limits."""
+
+    torch_device: torch.device
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Return the bytes of all tensors of this process on the device."""
+
+    @property
+    def peak_allocated_nbytes(self) -> int:
+        """Return the most bytes of tensors since the last ``forget_peak``."""
+
+    @property
+    def free_nbytes(self) -> int:
+        """Return the bytes that this process may still allocate."""
+
+    def forget_peak(self) -> None:
+        """Reset the peak to what is allocated now."""
+
+    def limit(self, nbytes: int | None) -> None:
+        """Make torch refuse to hold more than ``nbytes`` for this process from now on; None removes the limit."""
+
+
+class DeviceAllocations:
+    """The peak of what torch has allocated on a device since the first graph ran.
+
+    On a CPU, ``DeviceRam`` estimates it from the memory of the process.
+    """
+
+    may_settle_again = False  # the plan's workspace has what libraries keep permanently
+    process_peak = 0  # host memory of the process is not measured
+
+    def __init__(self, device: CountingDevice, *, budget: int) -> None:
+        self._device = device
+        self._before: int | None = None
+        self._peak = 0
+        self.budget = budget
+        self.promised = budget
+        self.least_promised = 0
+
+    @property
+    def peak(self) -> int:
+        """Return the peak bytes of the device tier, under any plan."""
+        if self._before is None:
+            return self._peak
+        return max(self._peak, self._device.peak_allocated_nbytes - self._before)
+
+    def begin_again(self, *, after_capture: bool = False) -> None:
+        """Start measuring again, after plans changed or one was added."""
+        self._peak = self.peak
+        self._device.forget_peak()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A block for planning between runs. It needs no special treatment: planning allocates nothing on the device."""
+        yield
+
+    def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
+        """Set the limit that the plans promise for the device tier."""
+        self.promised = max(nbytes, self.least_promised)
+
+    def promise_at_least(self, nbytes: int) -> None:
+        """Raise the limit to at least ``nbytes``, for memory that plans do not know."""
+        self.least_promised = max(self.least_promised, nbytes)
+        self.promised = max(self.promised, nbytes)
+
+    def begin(self, homes_nbytes: int) -> None:
+        """Begin a graph run. At the first one, what is allocated beyond ``homes_nbytes`` is not the model's.
+
+        Until the run ends, torch's allocator refuses to exceed the budget plus what is not the model's now. CapacityError
+        if less is free than the plan needs.
+        """
+        others = max(0, self._device.allocated_nbytes - homes_nbytes)
+        if self._before is None:
+            self._check_free(self.promised - homes_nbytes)
+            self._before = others
+            self._device.forget_peak()
+        self._device.limit(others + self.budget + self.budget // _ROUNDED + _SEGMENTS_NBYTES)
+
+    def _check_free(self, needed: int) -> None:
+        free = self._device.free_nbytes
+        if needed > free:
+            raise CapacityError(
+                f"the plan needs {format_bytes(needed)} more of {self._device.torch_device}, but {format_bytes(free)} are "
+                f"free: something else has taken device memory since device_memory={self.budget} was chosen; end it, or "
+                f"lower device_memory to {(self.budget - (needed - free)) // 2**20}MiB"
+            )
+
+    def end(self) -> None:
+        """End a graph run, and remove the limit on allocations."""
+        self._device.limit(None)
+        self._peak = self.peak
+
+    def settle(self, ours_nbytes: int, *, again: bool = False) -> None:
+        """Do nothing: the allocator counts tensors only, not other memory of the process."""
+
+    def sample(self, host_nbytes: int) -> None:
+        """Do nothing: the allocator records every peak itself, and reading it takes longer than issuing a transfer."""

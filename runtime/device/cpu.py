@@ -1,0 +1,130 @@
+"""The CPU as a device: its memory is the host's, and its streams are synchronous."""
+
+import mmap
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.config import free_memory
+from zinf_compile.ir.hardware import MemorySpace
+from zinf_compile.runtime.device.device import Event, MemoryUse
+from zinf_compile.runtime.device.host_mapping import map_large
+from zinf_compile.runtime.process.ram import DeviceRam
+
+
+class CpuEvent:
+    """An event of a synchronous stream, which has always happened."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def wait(self) -> None:
+        """Return at once: the event has happened."""
+
+    def seconds_until(self, later: Event) -> float:
+        """Return the seconds between two timed events."""
+        assert isinstance(later, CpuEvent)
+        return later._seconds - self._seconds
+
+
+_DONE = CpuEvent(0.0)
+
+
+class CpuStream:
+    """A synchronous stream: work runs on the calling thread."""
+
+    synchronous = True
+
+    def wait(self, event: Event) -> None:
+        """Return at once: every event of a CPU has happened."""
+        assert isinstance(event, CpuEvent)
+
+    def record(self, *, timed: bool = False) -> CpuEvent:
+        """Return an event that has happened."""
+        return CpuEvent(time.perf_counter()) if timed else _DONE
+
+    def copy(self, source: Tensor, destination: Tensor) -> None:
+        """Copy flat bytes now."""
+        destination.copy_(source)
+
+
+class CpuBlock:
+    """A page-aligned mapping, as O_DIRECT requires. Its pages are touched, so that the system counts them at once.
+
+    Forked children do not inherit them: they would be copy-on-write, and a read in flight could land in a child's copy.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory: mmap.mmap = map_large(nbytes)
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def elements(self, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """See Block.elements."""
+        return torch.frombuffer(self._memory, dtype=dtype, count=num_elements, offset=offset)
+
+    def buffer(self, offset: int, nbytes: int) -> memoryview:
+        """See Block.buffer."""
+        return memoryview(self._memory)[offset : offset + nbytes]
+
+
+class CpuDevice:
+    """The processors of the host. All CPU devices are one."""
+
+    torch_device = torch.device("cpu")
+    memory = MemorySpace(unified=True)
+    compute = to_device = to_host = update = CpuStream()
+
+    def updating(self) -> AbstractContextManager[object]:
+        """Do nothing: ops run on the calling thread."""
+        return nullcontext()
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory, with undefined content."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+
+    def allocate_block(self, nbytes: int) -> CpuBlock:
+        """Return one mapping for many tensors."""
+        return CpuBlock(nbytes)
+
+    def selected(self) -> AbstractContextManager[object]:
+        """Do nothing: ops run on the calling thread."""
+        return nullcontext()
+
+    def follow(self) -> None:
+        """Do nothing: ops run on the calling thread."""
+
+    def synchronize(self) -> None:
+        """Return at once: all work is done."""
+
+    def pin(self, address: int, nbytes: int) -> str | None:
+        """Do nothing: there is no copy engine that needs pinned pages."""
+        return None
+
+    def unpin(self, address: int) -> None:
+        """Do nothing."""
+
+    @property
+    def free_nbytes(self) -> int:
+        """Return the bytes of RAM that this process may still take."""
+        return free_memory()
+
+    def measure_use(self, *, budget: int) -> MemoryUse:
+        """Return what estimates the device tier's share of the memory of the process."""
+        return DeviceRam(budget=budget)
+
+    def give_back(self) -> None:
+        """Do nothing: torch caches no freed CPU memory."""
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other device is the CPU too, so that its rates are measured once."""
+        return isinstance(other, CpuDevice)
+
+    def __hash__(self) -> int:
+        """Return the same for all."""
+        return hash(CpuDevice)
+
+
+CPU = CpuDevice()

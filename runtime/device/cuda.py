@@ -1,0 +1,207 @@
+"""An NVIDIA GPU as a device: four streams, events between them, and memory from torch's allocator.
+
+Code that depends on the order of streams and events is in ``link.py``, which tests run on a fake device, without a GPU.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.errors import CapacityError, ConfigError
+from zinf_compile.ir.glossary import format_bytes
+from zinf_compile.ir.hardware import MemorySpace
+from zinf_compile.runtime.device.allocations import DeviceAllocations
+from zinf_compile.runtime.device.device import AllocatedBlock, Event, MemoryUse, Stream
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
+
+
+class CudaEvent:
+    """A point in the order of a CUDA stream."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        """Block the calling thread, and no other, until the stream has reached the event."""
+        self.event.synchronize()
+
+    def seconds_until(self, later: Event) -> float:
+        """Return the seconds between two timed events, both of which have been waited for."""
+        assert isinstance(later, CudaEvent)
+        milliseconds: float = self.event.elapsed_time(later.event)
+        return milliseconds / 1000
+
+
+class CudaStream:
+    """A CUDA stream of torch."""
+
+    synchronous = False
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def wait(self, event: Event) -> None:
+        """Make later work on this stream wait for an event. Does not block."""
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+    def record(self, *, timed: bool = False) -> CudaEvent:
+        """Return an event after all work enqueued so far; with ``timed`` it can be used to measure seconds."""
+        # Blocking: a thread that waits for it sleeps, and leaves its core to the threads that launch ops and run updates.
+        return CudaEvent(self.stream.record_event(torch.cuda.Event(enable_timing=timed, blocking=True)))
+
+    def copy(self, source: Tensor, destination: Tensor) -> None:
+        """Enqueue a copy of flat bytes. Asynchronous if host memory is pinned; else CUDA copies to its own buffer first."""
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            destination.copy_(source, non_blocking=True)
+
+
+class CudaDevice:
+    """One GPU. ConfigError if torch finds no GPU with this index."""
+
+    memory = MemorySpace(unified=False)
+
+    def __init__(self, name: str) -> None:
+        if not torch.cuda.is_available():
+            why = "torch here is built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
+            raise ConfigError(
+                f"device={name!r} asks for an NVIDIA GPU, but {why}; give device='cpu', or install torch for CUDA and check "
+                "that `nvidia-smi` lists the GPU"
+            )
+        asked = torch.device(name)
+        index = torch.cuda.current_device() if asked.index is None else asked.index
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device={name!r} does not exist: torch finds {torch.cuda.device_count()} GPUs, the last is "
+                f"'cuda:{torch.cuda.device_count() - 1}'"
+            )
+        self.torch_device = torch.device("cuda", index)
+        # Copies in each direction and updates have a stream each, and run concurrently; link.py handles the hazards.
+        self._to_device = CudaStream(torch.cuda.Stream(self.torch_device))
+        self._to_host = CudaStream(torch.cuda.Stream(self.torch_device))
+        self._update = CudaStream(torch.cuda.Stream(self.torch_device))
+        self._compute: CudaStream | None = None
+
+    @property
+    def compute(self) -> CudaStream:
+        """The stream of the model's ops: the one that was current when ``follow`` was last called."""
+        if self._compute is None:
+            self.follow()
+        assert self._compute is not None
+        return self._compute
+
+    def follow(self) -> None:
+        """Use the caller's current stream as the compute stream. Called on the model's thread before it runs ops."""
+        current = torch.cuda.current_stream(self.torch_device)
+        if self._compute is not None:
+            if self._compute.stream == current:
+                return
+            # Hazard: work enqueued on the previous stream may still write what ops on this one read, such as residents.
+            current.wait_stream(self._compute.stream)
+        self._compute = CudaStream(current)
+
+    @property
+    def to_device(self) -> Stream:
+        """The stream of copies from host memory."""
+        return self._to_device
+
+    @property
+    def to_host(self) -> Stream:
+        """The stream of copies to host memory."""
+        return self._to_host
+
+    @property
+    def update(self) -> Stream:
+        """The stream of optimizer updates, beside the model's ops."""
+        return self._update
+
+    def updating(self) -> AbstractContextManager[object]:
+        """A block in which the calling thread enqueues ops on the update stream."""
+        return torch.cuda.stream(self._update.stream)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return device memory from torch's allocator. CapacityError, with the free bytes, if there is too little."""
+        try:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            ours = torch.cuda.memory_reserved(self.torch_device)
+            raise CapacityError(
+                f"{self.torch_device} has no {format_bytes(nbytes)} left: {format_bytes(free)} of {format_bytes(total)} are "
+                f"free, this process holds {format_bytes(ours)} and others hold {format_bytes(total - free - ours)}; end "
+                f"other processes, or lower device_memory by what they took since it was chosen"
+            ) from error
+
+    def allocate_block(self, nbytes: int) -> AllocatedBlock:
+        """Return one allocation for many tensors. CapacityError, with the free bytes, if there is too little."""
+        return AllocatedBlock(self.allocate([nbytes], torch.uint8))
+
+    def selected(self) -> AbstractContextManager[object]:
+        """A block in which the calling thread enqueues ops on the compute stream, even if it is not the model's thread."""
+        return torch.cuda.stream(self.compute.stream)
+
+    def synchronize(self) -> None:
+        """Block until all streams have finished their work."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def pin(self, address: int, nbytes: int) -> str | None:
+        """Pin whole pages of host memory; return the reason as text if that fails, else None."""
+        runtime = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        if int(code) == 0:
+            return None
+        with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel would report it
+            torch.zeros(1, device=self.torch_device)
+            self.synchronize()
+        return str(runtime.cudaGetErrorString(code))
+
+    def unpin(self, address: int) -> None:
+        """Undo ``pin``."""
+        self.synchronize()  # a copy in flight must not continue with unpinned pages
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Return the bytes of all tensors of this process on the device."""
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    @property
+    def peak_allocated_nbytes(self) -> int:
+        """Return the most bytes of tensors since the last ``forget_peak``."""
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    @property
+    def free_nbytes(self) -> int:
+        """Return the bytes that this process may still allocate."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free + torch.cuda.memory_reserved(self.torch_device) - self.allocated_nbytes
+
+    def measure_use(self, *, budget: int) -> MemoryUse:
+        """Return what measures a model's memory use by torch's allocator."""
+        return DeviceAllocations(self, budget=budget)
+
+    def forget_peak(self) -> None:
+        """Reset the peak to what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def limit(self, nbytes: int | None) -> None:
+        """Make torch refuse to hold more than ``nbytes`` for this process from now on; None removes the limit."""
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        fraction = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+
+    def give_back(self) -> None:
+        """Return memory that torch's allocator caches to the system."""
+        torch.cuda.empty_cache()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether it is the same GPU, so that its rates are measured once."""
+        return isinstance(other, CudaDevice) and self.torch_device == other.torch_device
+
+    def __hash__(self) -> int:
+        """Return the hash of the GPU's name."""
+        return hash(self.torch_device)

@@ -1,0 +1,1 @@
+"""Runs lowered graphs: the executor, op bodies, compiled segments, autograd leaves."""

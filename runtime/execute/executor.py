@@ -1,0 +1,96 @@
+"""Runs a lowered graph: checks that it can run, measures it, and leaves nothing in flight when it fails."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from zinf_compile.ir.errors import CapacityError, StoreError
+from zinf_compile.ir.glossary import Phase
+from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.process.inference import outside_inference
+from zinf_compile.runtime.process.interrupts import interruptible, uninterrupted
+from zinf_compile.runtime.store.store import Store
+
+
+class Executor:
+    """A lowered forward or backward graph as a callable that takes its inputs in one list."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: Callable[[list[Any]], Sequence[Any]],
+        phase: Phase,
+        *,
+        prepare: Callable[[list[Any]], int],
+        records: Callable[[], Iterable[StoredParameter]],
+    ) -> None:
+        """``prepare`` is called with the inputs before each run, and returns the arena bytes that the graph needs;
+        ``records`` returns the parameters that it reads."""
+        self._store = store
+        self._run = run
+        self._phase = phase
+        self._prepare = prepare
+        self._records = records
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the graph. An I/O error makes the store fail; after any error no transfer is left in flight."""
+        # Interrupts may raise inside the graph's code. The cleanup after that is not interrupted again.
+        with uninterrupted(), self._store.busy(f"a {self._phase}"):
+            return self._call(inputs)
+
+    def _call(self, inputs: list[Any]) -> Sequence[Any]:
+        store = self._store
+        with outside_inference():
+            self._make_ready(inputs)
+        with store.meter.phase(self._phase, store.device.compute):
+            try:
+                with interruptible():
+                    return self._run(inputs)
+            except StoreError as error:
+                store.transfers.abandon_gathers()
+                store.fail(error)
+                raise
+            except torch.OutOfMemoryError as error:
+                self._abandon()
+                raise CapacityError(
+                    f"an op of the {self._phase} needs more device memory than the plan reserves for it, or other processes "
+                    f"have taken some: {str(error).splitlines()[0]}; lower device_memory, so that the plan leaves more of "
+                    f"it free, or raise reserve_memory"
+                ) from error
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                store.ram.end()
+
+    def _make_ready(self, inputs: list[Any]) -> None:
+        """Raise if the graph cannot run, and prepare everything that it needs besides its inputs."""
+        store = self._store
+        store.check_usable()
+        store.follow_compute()
+        if self._phase is Phase.FORWARD:
+            store.refresh_stale()
+        else:
+            self._check_not_updated()
+        arena_nbytes = self._prepare(inputs)  # raises for inputs too large for the budgets, before anything has run
+        if self._phase is Phase.FORWARD:
+            for record in self._records():
+                record.update.note_forward()
+        store.held.begin_run()
+        store.arena.reserve(arena_nbytes)
+
+    def _abandon(self) -> None:
+        """Leave nothing in flight."""
+        self._store.transfers.abandon_gathers()
+        with suppress(StoreError), self._store.failing_on_error():
+            self._store.tensor_io.wait_writes()
+
+    def _check_not_updated(self) -> None:
+        for record in self._records():
+            if record.update.is_since_forward:
+                raise RuntimeError(
+                    f"parameter '{record.name}' was modified by an optimizer step between forward and backward of this "
+                    "model; call backward() before step()"
+                )

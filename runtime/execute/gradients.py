@@ -1,0 +1,130 @@
+"""Gradients of captured graphs: each is stored at home, handed to autograd, used for an update at once, or dropped."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.errors import StoreError, UnsupportedError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.execute.leaves import Delivery, choose_delivery
+from zinf_compile.runtime.params.home_gradient import begin_gradient, note_norms, settle_gradient, show_gradient
+from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.params.tiles import StoredTile
+from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.store.store import store_of
+
+
+@without_interrupts
+def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
+    """Start writing a gradient, or a tile of one, to its home, or adding it to the gradient there.
+
+    It is complete after ``wait_writes``. A gradient that autograd must see is handed over instead, and one that was not
+    requested is dropped.
+    """
+    record = stored.whole
+    store, slot, parameter = record.store, record.gradient.slot, record.parameter
+    store.check_usable(record)  # waits for its update
+    store.follow_compute()
+    if slot is None:
+        raise StoreError(f"a gradient arrived for '{record.name}', which is frozen")
+    _refuse_sparse(record, grad)
+    delivery = choose_delivery(record)
+    if delivery is Delivery.AUTOGRAD:
+        _hand_over(stored, grad)
+    if delivery is not Delivery.HOME:
+        return
+    with torch.no_grad(), store.failing_on_error():
+        if isinstance(stored, StoredTile):
+            _store_tile(stored, slot, grad)
+        elif parameter.grad is None:
+            if store.early_step is None or not store.early_step.take(record, grad):
+                _put_gradient(record, grad, Tier.DEVICE)
+        elif slot.is_home_of(parameter.grad):
+            store.await_gradient(record)
+            on_sum = partial(note_norms, record) if store.wanted_norms else None
+            store.tensor_io.add_value(slot, grad, Tier.DEVICE, on_sum=on_sum)
+        else:  # the user set this gradient: accumulate in place, as PyTorch does
+            parameter.grad.add_(grad.to(parameter.grad.device, parameter.grad.dtype))
+
+
+def _hand_over(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
+    """Keep a copy of a gradient until autograd takes it; the original may be in the arena."""
+    record = stored.whole
+    backward = torch._C._current_graph_task_id()
+    if isinstance(stored, StoredTile):
+        record.gradient.hand_over_rows(backward, stored.rows, grad)
+    else:
+        record.gradient.hand_over(backward, grad.to(record.parameter.device))  # on the device that autograd expects
+
+
+def _store_tile(tile: StoredTile, slot: Slot, grad: Tensor) -> None:
+    """Start writing a tile of a gradient to its home, or adding it to the gradient there, until ``step()``."""
+    record, parameter, rows = tile.whole, tile.whole.parameter, tile.rows
+    if parameter.grad is None:  # the first tile of a new gradient
+        slot = begin_gradient(record)
+        record.gradient.begin_tiles()
+        parameter.grad = show_gradient(record)
+    elif not slot.is_home_of(parameter.grad):  # the user set this gradient: accumulate in place
+        theirs = parameter.grad.narrow(rows.dim, rows.start, rows.length)
+        theirs.add_(grad.to(theirs.device, theirs.dtype))
+        return
+    missing = record.gradient.find_missing(rows)
+    there = list(rows.without(missing))  # after an interrupted backward these may be rows of other tiles
+    if there:
+        record.store.finish(record)  # also with step_in_backward: a tiled parameter is not updated before ``step()``
+        settle_gradient(record)
+    for part in there:
+        record.store.tensor_io.add_value(slot.part(part), _rows_of(grad, rows, part), Tier.DEVICE)
+    for part in missing:
+        record.store.tensor_io.write_value(slot.part(part), _rows_of(grad, rows, part), Tier.DEVICE)
+        record.gradient.add_rows(part)
+
+
+def _rows_of(grad: Tensor, rows: Slice, part: Slice) -> Tensor:
+    """Return a part of the gradient of a tile."""
+    return grad if part == rows else grad.narrow(rows.dim, part.start - rows.start, part.length)
+
+
+@without_interrupts
+def take_gradient_home(parameter: Tensor) -> None:
+    """After autograd accumulated into a parameter itself (outside of captured graphs), move a fresh gradient home."""
+    record = record_of(parameter)
+    assert record is not None
+    store = store_of(record)
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, slot = parameter.grad, record.gradient.slot
+        if grad is None or slot is None:
+            return
+        if grad.layout is not torch.strided:
+            parameter.grad = None
+            _refuse_sparse(record, grad)
+        if slot.is_home_of(grad):
+            return
+        store.check_usable(record)
+        if store.early_step is not None and store.early_step.take(record, grad):
+            parameter.grad = None
+            return
+        with store.failing_on_error():
+            # Autograd's gradient is on the device of the parameter that users see.
+            _put_gradient(record, grad, Tier.DEVICE if store.device.memory.unified else Tier.HOST)
+            store.tensor_io.wait_writes()
+
+
+def _refuse_sparse(record: StoredParameter, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of '{record.name}' is a {grad.layout} tensor, but a store keeps dense ones; build its module "
+            "with sparse=False"
+        )
+
+
+def _put_gradient(record: StoredParameter, grad: Tensor, source: Tier) -> None:
+    """Start writing a new gradient to its home, and set ``parameter.grad`` to it."""
+    slot = begin_gradient(record)
+    if not slot.in_memory and grad.is_contiguous() and grad.dtype == slot.tensor.dtype:
+        note_norms(record, grad)
+    record.store.tensor_io.write_value(slot, grad, source)
+    record.parameter.grad = show_gradient(record)

@@ -1,0 +1,152 @@
+"""What a model and its optimizer hold, by name: every tensor with its home."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from zinf_compile.ir.errors import UnsupportedError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.optim.step_jobs import state_slot
+from zinf_compile.runtime.params.home import HomeTensor
+from zinf_compile.runtime.params.home_gradient import begin_gradient, settle_gradient, show_gradient
+from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.store.store import Store, store_of
+from zinf_compile.runtime.transfer.tensor_io import TensorIO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomedTensor:
+    """A tensor of the model's state with its home, and the tensor I/O that moves it."""
+
+    slot: Slot
+    tensor_io: TensorIO | None = None  # of the store that has the slot; None: a plain tensor in memory
+    compute: Slot | None = None  # the compute copy that is made from it
+
+
+def stores_of(model: Module) -> tuple[Store, ...]:
+    """Return the stores in which parameters of a model live; none for a plain model."""
+    records = (record_of(parameter) for parameter in model.parameters())
+    return tuple({record.store.store_id: store_of(record) for record in records if record is not None}.values())
+
+
+def records_in(store: Store, model: Module) -> list[StoredParameter]:
+    """Return the parameters of a model that live in a store; it may have those of other models too."""
+    records = (record_of(parameter) for parameter in model.parameters())
+    return [record for record in records if record is not None and record.store is store]
+
+
+def model_tensors(model: Module) -> dict[str, HomedTensor]:
+    """Return every parameter and every persistent buffer by its name in ``state_dict()``; a tied one once."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if (record := record_of(parameter)) is None:
+            tensors[name] = _plain(name, parameter)
+        else:
+            compute = record.copies.compute if record.copies.are_two else None
+            tensors[name] = HomedTensor(slot=record.copies.master, tensor_io=record.store.tensor_io, compute=compute)
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                name = f"{path}.{key}" if path else key
+                tensors[name] = _plain(name, buffer)
+    return tensors
+
+
+def modules_with_state(model: Module) -> dict[str, Module]:
+    """Return the modules that have a ``get_extra_state`` of their own, by path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not Module.get_extra_state
+    }
+
+
+def gradient_tensors(model: Module) -> dict[str, HomedTensor]:
+    """Return the gradients there are, by the names of their parameters."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        record = record_of(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = parameter.grad
+        if grad is None:
+            continue
+        if record is not None and record.gradient.slot is not None and record.gradient.slot.is_home_of(grad):
+            settle_gradient(record)
+            tensors[name] = HomedTensor(slot=record.gradient.slot, tensor_io=record.store.tensor_io)
+        else:
+            tensors[name] = _plain(f"the gradient of {name}", grad)
+    return tensors
+
+
+def gradient_dtype(parameter: Parameter) -> torch.dtype | None:
+    """Return the dtype of a parameter's gradients; None for one that was frozen when its store took it."""
+    record = record_of(parameter)
+    if record is None:
+        return parameter.dtype
+    return record.gradient.slot.tensor.dtype if record.gradient.slot is not None else None
+
+
+def add_gradient(parameter: Parameter) -> HomedTensor:
+    """Give a parameter a gradient whose content is to be filled in; return it."""
+    record = record_of(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        if record is None or record.gradient.slot is None:
+            parameter.grad = torch.zeros_like(parameter)
+            return _plain("a gradient", parameter.grad)
+        begin_gradient(record)
+        parameter.grad = show_gradient(record)
+        return HomedTensor(slot=record.gradient.slot, tensor_io=record.store.tensor_io)
+
+
+def remove_gradient(parameter: Parameter) -> None:
+    """Leave a parameter without a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None
+
+
+def state_tensors(optimizer: Optimizer, parameter: Parameter) -> dict[str, HomedTensor]:
+    """Return the tensors that an optimizer keeps for a parameter, step counts too, by their keys."""
+    record = record_of(parameter)
+    tensors = {}
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor):
+            continue
+        slot = record.copies.states.get(key) if record is not None else None
+        if record is not None and slot is not None and slot.is_home_of(value):
+            tensors[key] = HomedTensor(slot=slot, tensor_io=record.store.tensor_io)
+        else:
+            tensors[key] = _plain(f"{key} of the optimizer", value)
+    return tensors
+
+
+def add_state(
+    optimizer: Optimizer, parameter: Parameter, key: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> HomedTensor:
+    """Give an optimizer a state tensor for a parameter, whose content is to be filled in; return it.
+
+    One that has an element for every element of a stored parameter lives in its store.
+    """
+    record = record_of(parameter)
+    if record is not None and shape and shape == tuple(record.copies.master.tensor.shape):
+        slot = state_slot(record, optimizer, key, dtype)
+        optimizer.state[parameter][key] = HomeTensor.show(slot, record)
+        return HomedTensor(slot=slot, tensor_io=record.store.tensor_io)
+    if record is None and shape == tuple(parameter.shape):
+        value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    else:
+        value = torch.zeros(shape, dtype=dtype)
+    optimizer.state[parameter][key] = value
+    return _plain(key, value)
+
+
+def _plain(name: str, tensor: Tensor) -> HomedTensor:
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{name} is a {tensor.layout} tensor on {tensor.device}; this version saves and loads dense ones with values"
+        )
+    return HomedTensor(slot=Slot(slice=Slice.of_whole(name, tensor.shape), tier=Tier.HOST, tensor=tensor.detach()))

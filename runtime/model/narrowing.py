@@ -1,0 +1,26 @@
+"""Give a parameter a compute copy narrower than what its model computes with, for graphs that cast every read of it."""
+
+import torch
+
+from zinf_compile.ir.copies import Role
+from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.store.store import Store
+from zinf_compile.runtime.transfer.slot_stream import convert_slot
+
+
+def narrow_parameter(store: Store, record: StoredParameter, dtype: torch.dtype) -> None:
+    """Make a compute copy of ``dtype`` beside the one copy there is, which becomes the master copy; blocks.
+
+    The new one is made on the tier of the master copy, and replaces a separate compute copy if there was one. StoreError
+    if bytes cannot be moved.
+    """
+    master = record.copies.master
+    if (wide := record.copies.drop_compute()) is not None:
+        store.held.count_home(wide.tier, -wide.nbytes)
+        wide.give_back(store.layout)
+    compute = store.new_slot(record.name, master.tensor.shape, dtype, master.tier)
+    master.label = Role.MASTER.label
+    with store.failing_on_error():
+        convert_slot(master, compute, store.tensor_io)
+        store.tensor_io.wait_writes()
+    record.copies.narrow(compute)

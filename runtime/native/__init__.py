@@ -1,0 +1,1 @@
+"""C++ of ours, compiled once at first use."""

@@ -1,1 +1,0 @@
-"""The NVMe tier: engines that move bytes, and the layout of the store file."""

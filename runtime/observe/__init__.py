@@ -1,0 +1,1 @@
+"""What a run did: bytes, seconds, recordings, progress."""

@@ -1,0 +1,399 @@
+"""The streamed step: the user's own optimizer, chunk by chunk, from and to the store.
+
+Each chunk of a parameter is read into staging memory, updated by a shadow of the user's optimizer, and written back,
+while the next chunks are read and the last ones written. ``step_hooks`` decides when; ``step_jobs`` says what.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.errors import CapacityError, StoreError
+from zinf_compile.ir.glossary import Phase, Tier, format_bytes
+from zinf_compile.ir.plan import UPDATE_NBYTES
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.optim.fused_adamw import Kernel
+from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, copied, find_job_kernel, update_slice
+from zinf_compile.runtime.optim.step_jobs import COMPUTE, GRADIENT, MASTER, Job
+from zinf_compile.runtime.optim.temporaries import piece_elements
+from zinf_compile.runtime.params.home import HomeTensor
+from zinf_compile.runtime.process.interrupts import check_interrupt
+from zinf_compile.runtime.process.waiting import wait_future
+from zinf_compile.runtime.storage.futures import call_when_done, return_when_done, then_start
+from zinf_compile.runtime.storage.nvme.engine import ALIGN, whole_sectors
+from zinf_compile.runtime.storage.staging import StagingBuffer
+from zinf_compile.runtime.store.store import Store
+
+_ROUNDED = 8  # one part in so many of a whole tensor's temporaries is lost to rounding up
+_PIECE_NBYTES = UPDATE_NBYTES // 2  # of temporaries at once: the system's allocator holds more than that
+_READ_AHEAD = 3  # chunks read or being read: an update that shares its cores must not leave the disk idle
+
+
+class JobSource(Protocol):
+    """Jobs that arrive while others run."""
+
+    def __iter__(self) -> Iterator[Job | None]:
+        """Yield jobs; None if the next has not come yet."""
+
+    def end(self) -> Sequence[Job]:
+        """Accept no more jobs, and return those that were not started."""
+
+
+class StreamedStep:
+    """One step of one optimizer over parameters of one store."""
+
+    def __init__(self, store: Store, jobs: Sequence[Job] | JobSource, *, element_wise: bool) -> None:
+        """Take over ``jobs``; CapacityError if staging cannot hold a chunk of one. Nothing is in flight before ``run``."""
+        self._store = store
+        self._source = jobs
+        self._element_wise = element_wise
+        self._num_threads = torch.get_num_threads()  # of the calling thread: the update thread has one
+        self._is_shown = False  # whether optimizer.state shows the state after the step
+        self._is_cut = True  # chunks are updated in pieces where the update allocates
+        self._jobs: list[Job] = []
+        self._kernels: dict[Job, Kernel | None] = {}
+        self._num_elements = self._num_on_device = 0
+        if isinstance(jobs, Sequence):
+            for job in jobs:
+                self._admit(job)
+
+    def _admit(self, job: Job) -> None:
+        if self._goes_to_device(job):
+            job.update_on_device(self._store.device.compute.record())
+        self._kernels[job] = None if job.is_on_device else find_job_kernel(job)
+        self._check_fits(job)
+        self._jobs.append(job)
+
+    def _goes_to_device(self, job: Job) -> bool:
+        """Return whether a job is updated on the device: where its state lives, or by the share of all others that are."""
+        if not self._store.device_share or not self._element_wise or job.changes_gradient:
+            return False
+        if job.has_device_state:
+            return True
+        self._num_elements += job.num_elements
+        wanted = self._num_on_device + job.num_elements <= self._store.device_share * self._num_elements
+        self._num_on_device += job.num_elements if wanted else 0
+        return wanted
+
+    @property
+    def largest_lease_nbytes(self) -> int:
+        """Return the bytes of staging that the largest chunk takes; 0 if nothing is on nvme."""
+        return max((self._lease_nbytes(job, self._chunk_elements(job)) for job in self._jobs), default=0)
+
+    def begin(self) -> None:
+        """Make every access to one of the parameters wait for its update from now on."""
+        for job in self._jobs:
+            job.record.update.begin(job.update)
+
+    def start(self) -> None:
+        """Run it in the background where an unfinished update cannot be observed; or now, if nothing would overlap."""
+        with self._store.meter.phase(Phase.STEP):
+            if self._may_overlap():
+                self._store.held.settle(again=True)
+                self._show_next_states()
+                self.begin()
+                in_sight = [job.record for job in self._jobs if not job.may_outlive_step]  # before a thread holds them
+                self._store.updates.submit(self.run)
+                for record in in_sight:
+                    self._store.finish(record, may_leave=False)
+                    self._store.check_usable(record)
+            else:
+                with self._store.busy("an optimizer step"):
+                    self.begin()
+                    self._make_room()
+                    self.run()
+                    self._show_next_states()
+            self._store.held.sample()
+            self._store.held.settle()
+
+    def _show_next_states(self) -> None:
+        """Let ``optimizer.state`` show what it is after the step. An error of the step from then on stops the model."""
+        self._is_shown = True
+        for job in sorted(self._jobs, key=lambda job: job.position):
+            job.show_next_state()
+
+    def _may_overlap(self) -> bool:
+        """Return whether it may run beside compute, and something overlaps: bytes to move, or a device of its own."""
+        moves_bytes = not self._store.device.memory.unified or any(job.staged_slots for job in self._jobs)
+        return self._store.config.overlap_step and self._element_wise and moves_bytes and self.fits_beside_compute
+
+    def _make_room(self) -> None:
+        """Make room for temporaries within the promised memory: drop the arena if there is no other room.
+
+        Plans do not know the optimizer: if that is not enough, the promise is raised.
+        """
+        store, held = self._store, self._held_nbytes
+        if not store.device.memory.unified:  # updates on the host allocate host memory, which the arena is no part of
+            return
+        whole = 2 * max((job.temporary_nbytes * self._chunk_elements(job) for job in self._jobs), default=0)
+        if self._element_wise and held + store.arena.nbytes + whole <= store.ram.promised:
+            self._is_cut = False  # threads would split pieces at other elements, where some kernels round differently
+            return
+        needed = max((self._temporary_nbytes(job) for job in self._jobs if self._kernels[job] is None), default=0)
+        if needed > 0 and held + store.arena.nbytes + needed > store.ram.promised:
+            if store.arena.taken_nbytes == 0:
+                store.arena.drop()
+            store.ram.promise_at_least(held + store.arena.nbytes + needed)
+
+    @property
+    def _held_nbytes(self) -> int:
+        """Return the bytes on the device tier between runs of graphs, without the arena."""
+        return self._store.held.nbytes_on(Tier.DEVICE) + self._store.open_forwards.nbytes_beside()
+
+    def _temporary_nbytes(self, job: Job) -> int:
+        """Return what an update allocates at most, with the overhead of the system's allocator."""
+        nbytes = job.temporary_nbytes * job.num_elements
+        return min(UPDATE_NBYTES, 2 * nbytes) if self._element_wise else nbytes + nbytes // _ROUNDED
+
+    @property
+    def fits_beside_compute(self) -> bool:
+        """Return whether its temporaries fit beside those of compute; kernels allocate nothing."""
+        return self._store.updates.may_allocate or all(self._kernels[job] is not None for job in self._jobs)
+
+    def run(self) -> None:
+        """Update every parameter. An error fails the store, and marks parameters with unfinished updates as torn."""
+        pending: deque[Chunk] = deque()
+        try:
+            for job in self._source:
+                if job is None:
+                    self._update_all(pending)
+                    continue
+                if job not in self._kernels:
+                    self._admit(job)
+                for part in job.elements.pieces(self._chunk_elements(job)):
+                    # An interrupt waits for the end of a step that is not in the background; a second one breaks it off.
+                    check_interrupt(only_if_impatient=True)
+                    if len(pending) >= _READ_AHEAD:
+                        self._update(pending.popleft())
+                    pending.append(self._read(job, part, pending))
+                if job.num_elements == 0:
+                    self._complete_when_home(job)
+            self._update_all(pending)
+            writes = [write for job in self._jobs for write in job.writes]
+            self._store.io_pool.wait(writes, "optimizer state on its way home")
+        except BaseException as error:  # an error of the user's optimizer too: nothing may stay in flight
+            if not isinstance(self._source, Sequence):
+                self._jobs += self._source.end()
+            self._abandon(pending)
+            begun = [job.record for job in self._jobs if job.is_begun]
+            if begun or self._is_shown or isinstance(error, StoreError):
+                self._store.fail(error, updated=[record for record in begun if not record.update.is_torn])
+            self._let_go()
+            raise
+        finally:
+            for job in self._jobs:  # callbacks of writes refer to the job, and it to a gradient that should be freed
+                job.writes.clear()
+
+    def _complete_when_home(self, job: Job) -> None:
+        """Wake whoever waits for a parameter once its last write is done."""
+        job.is_updated = True
+
+        def complete(error: BaseException | None) -> None:
+            if error is None:
+                job.record.update.mend()
+                job.update.set_result(None)
+            else:
+                job.record.update.tear()
+                job.update.set_exception(error)
+
+        call_when_done(job.writes, complete)
+
+    def _abandon(self, pending: deque[Chunk]) -> None:
+        """Wait for what is in flight, and mark parameters whose update was begun and will not end as torn."""
+        while pending:
+            self._return(pending.popleft())
+        for job in self._jobs:
+            for write in job.writes:
+                wait_future(write, f"a write of {job.record.name}")
+            if not job.is_updated:
+                if job.is_begun:
+                    job.record.update.tear()
+                else:
+                    job.record.update.mend()
+
+    def _let_go(self) -> None:
+        """Wake whoever waits for a parameter that will not be updated."""
+        for job in self._jobs:
+            if not job.is_updated:
+                job.update.set_exception(StoreError(f"the update of '{job.record.name}' was given up after an error"))
+
+    def _chunk_elements(self, job: Job) -> int:
+        if not self._element_wise:
+            return max(1, job.num_elements)
+        wanted = self._store.chunk_elements
+        slots = job.staged_slots
+        if not slots:  # a kernel allocates nothing per element, and splits a chunk among its threads
+            return wanted if self._kernels.get(job) is None else max(1, job.num_elements)
+        per_element = sum(slot.tensor.dtype.itemsize for slot in slots.values())
+        fitting = self._store.staging.capacity // per_element
+        return min(wanted, max(ALIGN, fitting - fitting % ALIGN))
+
+    def _check_fits(self, job: Job) -> None:
+        needed = self._lease_nbytes(job, min(job.num_elements, self._chunk_elements(job)))
+        self._check_temporaries(job)
+        if needed > self._store.staging.capacity:
+            why = "" if self._element_wise else f", because {type(job.optimizer).__name__} needs whole tensors"
+            raise CapacityError(
+                f"updating '{job.record.name}' needs {format_bytes(needed)} of staging at once{why}; host_memory leaves "
+                f"{format_bytes(self._store.staging.capacity)}; raise host_memory to {-(-2 * needed // 2**20)}MiB"
+            )
+
+    def _check_temporaries(self, job: Job) -> None:
+        if self._element_wise or not self._store.device.memory.unified:
+            return
+        held, needed, budget = self._held_nbytes, self._temporary_nbytes(job), self._store.ram.budget
+        if held + needed > budget:
+            homes = self._store.placements.values()
+            everything = sum(placement.nbytes_on(tier) for placement in homes for tier in Tier)
+            raise CapacityError(
+                f"{type(job.optimizer).__name__} needs whole tensors, and {format_bytes(needed)} to update "
+                f"'{job.record.name}', beside {format_bytes(held)} that are on device; device_memory leaves "
+                f"{format_bytes(budget)}; use an optimizer that updates element by element, such as AdamW, or raise "
+                f"device_memory to {-(-(everything + needed) // 2**20)}MiB, beside which all parameters can reside"
+            )
+
+    @staticmethod
+    def _lease_nbytes(job: Job, num_elements: int) -> int:
+        return sum(whole_sectors(num_elements * slot.tensor.dtype.itemsize) for slot in job.staged_slots.values())
+
+    def _lease(self, nbytes: int, pending: deque[Chunk]) -> StagingBuffer:
+        """Lease staging for a chunk; while there is none, update chunks that have been read, which returns theirs."""
+        while True:
+            lease = self._store.staging.try_lease(nbytes)
+            if lease is not None:
+                return lease
+            if not pending:
+                break
+            self._update(pending.popleft())
+        return self._store.io_pool.lease(nbytes, "optimizer state on its way home")
+
+    def _update_all(self, pending: deque[Chunk]) -> None:
+        while pending:
+            self._update(pending.popleft())
+
+    def _read(self, job: Job, part: Slice, pending: deque[Chunk]) -> Chunk:
+        chunk = Chunk(job=job, slice=part, lease=None, views={}, reads=[])
+        nbytes = self._lease_nbytes(job, part.num_elements)
+        if nbytes == 0:
+            return chunk
+        chunk.lease = self._lease(nbytes, pending)
+        cursor = 0
+        try:
+            for role, slot in job.staged_slots.items():
+                offset, padded = slot.byte_range(part)
+                chunk.views[role] = chunk.lease.view[cursor : cursor + padded]
+                cursor += padded
+                if role in (MASTER, GRADIENT) or role in job.kept_states:
+                    chunk.reads += self._store.io_pool.read(slot, offset, chunk.views[role])
+        except BaseException:
+            self._return(chunk)
+            raise
+        return chunk
+
+    def _update(self, chunk: Chunk) -> None:
+        job, record, io_pool = chunk.job, chunk.job.record, self._store.io_pool
+        try:
+            io_pool.wait(chunk.reads, "optimizer state on its way in")
+            if job.is_on_device:
+                self._make_device_room(chunk)  # a refusal leaves everything as it was
+            job.is_begun = True
+            record.update.tear()
+            with self._store.meter.updating(record.name):
+                back = self._update_on_device(chunk) if job.is_on_device else self._compute(chunk)
+            if self._kernels[job] is None:  # a kernel allocates nothing
+                self._store.held.sample()
+        except BaseException:
+            self._return(chunk)
+            raise
+        writes: list[Future[None]] = []
+        try:
+            for role, slot in job.staged_slots.items():
+                if role != GRADIENT or job.changes_gradient:
+                    offset, _ = slot.byte_range(chunk.slice)
+                    write = partial(io_pool.write, slot, offset, chunk.views[role])
+                    writes += [then_start(back[role], write)] if role in back else write()
+        finally:  # reached also when a pool that was shut down refuses a write
+            writes += (done for role, done in back.items() if role not in job.staged_slots)
+            job.writes += writes
+            if chunk.lease is not None:
+                return_when_done(self._store.staging, chunk.lease, writes)
+        if chunk.slice.stop == job.elements.stop:
+            self._complete_when_home(job)
+
+    def _make_device_room(self, chunk: Chunk) -> None:
+        job = chunk.job
+        away = [role for role in job.home_slots if role != GRADIENT and role not in job.device_slots]
+        dtypes = [*(job.home_slots[role].tensor.dtype for role in away), job.grad.dtype]
+        self._store.device_updates.make_room([dtype.itemsize * chunk.slice.num_elements for dtype in dtypes])
+
+    def _update_on_device(self, chunk: Chunk) -> Mapping[str, Future[None]]:
+        """Enqueue the update of a chunk whose reads are done; return, for each role, what is done when it has come back."""
+        job, record = chunk.job, chunk.job.record
+        here = {role: slot.elements(chunk.slice) for role, slot in job.device_slots.items()}
+        host = {
+            role: chunk.tensor(role, slot)
+            for role, slot in job.home_slots.items()
+            if role != GRADIENT and role not in here
+        }
+        written = tuple(host)
+        host[GRADIENT] = chunk.raw_gradient()
+
+        def update(there: Mapping[str, Tensor]) -> None:
+            for operation in job.deferred:
+                operation(there[GRADIENT])
+            states = {key: there[key] for key in record.copies.states}
+            operands = Operands(
+                slice=chunk.slice,
+                master=there[MASTER],
+                gradient=there[GRADIENT],
+                states=states,
+                compute=there.get(COMPUTE),
+            )
+            update_slice(job, operands, shape=None)
+
+        assert job.before is not None
+        read = {MASTER, GRADIENT, *job.kept_states}
+        return self._store.device_updates.run(record.name, host, read, written, update, here=here, before=job.before)
+
+    def _compute(self, chunk: Chunk) -> Mapping[str, Future[None]]:
+        """Run the user's optimizer on a chunk whose reads are done, on the host: no role has to come back."""
+        job, record = chunk.job, chunk.job.record
+        operands = Operands(
+            slice=chunk.slice,
+            master=chunk.tensor(MASTER, record.copies.master),
+            gradient=chunk.gradient(),
+            states={key: chunk.tensor(key, slot) for key, slot in record.copies.states.items()},
+            compute=chunk.tensor(COMPUTE, record.copies.compute) if record.copies.are_two else None,
+        )
+        kernel = self._kernels[job]
+        if kernel is not None:
+            state = {**copied(job.scalars), **operands.states}
+            master, gradient, compute = operands.master, operands.gradient, operands.compute
+            kernel.update(job.group, state, master, gradient, compute, num_threads=self._num_threads)
+        elif self._element_wise:
+            most = (self._is_cut and piece_elements(_PIECE_NBYTES, job.temporary_nbytes)) or chunk.slice.length
+            for part in chunk.slice.pieces(most):
+                update_slice(job, operands.part(part), shape=None)
+        else:
+            self._show_state(job, update_slice(job, operands, shape=record.copies.master.tensor.shape))
+        return {}
+
+    def _show_state(self, job: Job, new_state: dict[str, Any]) -> None:
+        """Let ``optimizer.state`` show the state of a whole tensor. A tensor without a slot gets one at the next step."""
+        if new_state:
+            state = job.real_optimizer.state[job.record.parameter]
+            for key, value in new_state.items():
+                slot = job.record.copies.states.get(key)
+                state[key] = value if slot is None else HomeTensor.show(slot, job.record)
+
+    def _return(self, chunk: Chunk) -> None:
+        for read in chunk.reads:
+            wait_future(read, f"a read of {chunk.job.record.name}")  # the buffer must not be reused under it
+        if chunk.lease is not None:
+            self._store.staging.return_(chunk.lease)
+            chunk.lease = None

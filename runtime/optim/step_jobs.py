@@ -1,0 +1,371 @@
+"""The jobs of a streamed step: the updates of an optimizer, recorded when ``step()`` is called.
+
+After that the user may change hyperparameters and drop gradients. ``optimizer.state`` shows the state after the step at
+once: home tensors, whose readers wait for the update, and step counts and the like, which are computed by updating a
+few zeros.
+"""
+
+import itertools
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zinf_compile.ir.copies import Role
+from zinf_compile.ir.errors import StoreError, UnsupportedError
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.device.device import Event
+from zinf_compile.runtime.optim.bookkeeping import Bookkeeping, Ledger
+from zinf_compile.runtime.optim.element_wise import SURPRISES
+from zinf_compile.runtime.optim.shadow import (
+    Place,
+    Shadow,
+    StateTensor,
+    copy_scalars,
+    copy_value,
+    freeze,
+    is_element_wise,
+    is_known,
+    probe_state,
+    tells_parameters_apart,
+    traits_of,
+)
+from zinf_compile.runtime.optim.temporaries import TemporaryCount, small_shape
+from zinf_compile.runtime.params.gradient_state import DeferredOp
+from zinf_compile.runtime.params.home import HomeParameter, HomeTensor
+from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.process.random_state import keeping_random_state
+from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.store.store import Store
+
+Group = dict[str, Any]  # a parameter group of an optimizer, as torch has it
+
+# How a job names its slots, beside those of optimizer state.
+GRADIENT, MASTER, COMPUTE = (role.label for role in (Role.GRADIENT, Role.MASTER, Role.COMPUTE))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """One parameter to update: the options of its group, and the state its optimizer keeps for it."""
+
+    record: StoredParameter
+    optimizer: Optimizer  # frozen: as it was
+    real_optimizer: Optimizer
+    place: Place
+    changes_gradient: bool = False  # its update changes the gradient, which is written back
+    ledger: Ledger | None = None  # for whole tensors, where what else an update writes is known only afterwards
+    grad: Tensor  # its home tensor, or a tensor the user put there
+    deferred: tuple[DeferredOp, ...]  # to be applied to the gradient at home first
+    group: Mapping[str, Any]
+    scalars: dict[str, Any]  # the entries of its state that are not per element, before the update
+    kept_states: frozenset[str]  # the per-element ones that it has; the rest of the slots are undefined
+    position: int  # among the jobs of the step, in the order of the optimizer's parameters
+    next_state: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # after the update, per-element tensors at a probe's shape
+    temporary_nbytes: int = 0  # of each element, while it is updated
+    update: Future[None] = field(default_factory=Future)  # done when all of it is home
+    writes: list[Future[None]] = field(default_factory=list)
+    is_begun: bool = False  # some of its elements may have changed
+    is_updated: bool = False  # all of them have
+    home_gradient: Slot | None = field(init=False)  # of the gradient; none of a tensor that the user put there
+    home_slots: Mapping[str, Slot] = field(init=False)  # of all that it reads and writes, by role
+    staged_slots: Mapping[str, Slot] = field(init=False)  # those whose chunks pass through staging
+    device_slots: Mapping[str, Slot] = field(default_factory=dict)  # on the device, updated in place there
+    is_on_device: bool = False  # updated on the device
+    before: Event | None = None  # of the compute stream: what was enqueued before it may still read these slots
+
+    def __post_init__(self) -> None:
+        record = self.record
+        self.home_gradient = record.gradient.slot if record.gradient.is_home(self.grad) else None
+        slots = {MASTER: record.copies.master, **record.copies.states}
+        if record.copies.are_two:
+            slots[COMPUTE] = record.copies.compute
+        if self.home_gradient is not None:
+            slots[GRADIENT] = self.home_gradient
+        self.home_slots = slots
+        self.staged_slots = {role: slot for role, slot in slots.items() if not slot.in_memory}
+
+    def update_on_device(self, before: Event) -> None:
+        """Update it on the device, behind ``before``; slots that live there are updated in place."""
+        self.is_on_device, self.before = True, self.before or before
+        self.device_slots = {role: slot for role, slot in self.home_slots.items() if slot.on_device}
+        self.staged_slots = {role: slot for role, slot in self.staged_slots.items() if role not in self.device_slots}
+
+    @property
+    def has_device_state(self) -> bool:
+        """Return whether some of its optimizer state lives on the device."""
+        return any(slot.on_device for slot in self.record.copies.states.values())
+
+    @property
+    def elements(self) -> Slice:
+        """Return what is updated: all elements that the master copy has, flat."""
+        return self.record.copies.master.slice.flat
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements to update."""
+        return self.elements.num_elements
+
+    @property
+    def may_outlive_step(self) -> bool:
+        """Return whether it may be in flight when ``step()`` returns, since every access to the parameter waits for it."""
+        is_watched = isinstance(self.record.parameter, HomeParameter) and not self.record.is_aliased
+        return is_watched and self.home_gradient is not None
+
+    def show_next_state(self) -> None:
+        """Let ``optimizer.state`` show what it will be after the update."""
+        record = self.record
+        if self.next_state:
+            state, slots = self.real_optimizer.state[record.parameter], record.copies.states
+            for key, value in self.next_state.items():
+                state[key] = HomeTensor.show(slots[key], record) if key in slots else copy_value(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prediction:
+    """The result of an update, found by updating a few zeros."""
+
+    state: dict[str, Any]
+    books: Bookkeeping | None  # what else the update writes; None for classes that write nothing else
+    temporary_nbytes: int  # of each element
+
+
+class JobCollector:
+    """Collects the jobs of one optimizer step over the parameters of one store."""
+
+    def __init__(self, store: Store, optimizer: Optimizer, *, in_backward: bool = False) -> None:
+        """``in_backward``: gradients of all its parameters may still arrive."""
+        self._store = store
+        self._optimizer = optimizer
+        self.known_states = list(optimizer.state)
+        self.frozen = freeze(optimizer)
+        has_gradient = (lambda parameter: parameter.requires_grad) if in_backward else None
+        self.is_element_wise = is_element_wise(optimizer, self.frozen, has_gradient=has_gradient)
+        self.ledger = Ledger(type(optimizer).__name__)
+        self._places: dict[int, Place] = {
+            id(parameter): (index, position)
+            for index, group in enumerate(optimizer.param_groups)
+            for position, parameter in enumerate(group["params"])
+        }
+        self._positions = itertools.count()
+        self._predicted: dict[object, _Prediction] = {}
+        self._counted: dict[object, int] = {}  # temporary bytes of an element, of whole tensors
+        self._probed: dict[tuple[object, torch.dtype], tuple[StateTensor, ...]] = {}
+
+    def collect(self) -> list[Job]:
+        """Return a job for every parameter with a gradient: first those that ``step()`` waits for, then in gather order."""
+        self._store.await_compute()  # attributes of the optimizer, such as a gradient scaler's, may come from the device
+        wanted: list[tuple[StoredParameter, Tensor]] = []
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                record = record_of(parameter)
+                if record is not None and record.store is self._store:
+                    self._store.check_usable(record)
+                    if (grad := parameter.grad) is not None:
+                        _check_whole(record, grad)
+                        wanted.append((record, _as_plain_unless_own(record, grad)))
+                        self._copy_states_of_others(record)
+        jobs = [self.collect_one(record, grad) for record, grad in wanted]
+        if not self.is_element_wise:
+            return jobs  # none is in flight when step() returns, and random numbers are drawn in this order
+        order = self._store.update_order
+        return sorted(jobs, key=lambda job: (job.may_outlive_step, order.get(job.record.name, len(order))))
+
+    def has(self, record: StoredParameter) -> bool:
+        """Return whether the optimizer has a parameter."""
+        return id(record.parameter) in self._places
+
+    def options_of(self, index: int) -> Mapping[str, Any]:
+        """Return the options of a group as they were."""
+        return self.frozen.param_groups[index]
+
+    def collect_one(self, record: StoredParameter, grad: Tensor) -> Job:
+        """Return the job of one parameter, which knows what the optimizer's state will be afterwards."""
+        self._store.check_usable(record)
+        place = self._places[id(record.parameter)]
+        # Not state[parameter], which would make an entry where the user's optimizer makes none.
+        state = self._optimizer.state.get(record.parameter, {})
+        record.copies.own_states(self._optimizer)
+        if self.is_element_wise:
+            self._make_state_slots(record, place)
+        self._take_state_home(record, state)
+        changes_gradient = traits_of(self._optimizer).changes_gradients and self._store.early_step is None
+        if changes_gradient and record.gradient.is_home(grad):
+            self._store.await_gradient(record)  # applies deferred operations
+            record.gradient.forget_norms()
+        job = Job(
+            record=record,
+            optimizer=self.frozen,
+            real_optimizer=self._optimizer,
+            place=place,
+            changes_gradient=changes_gradient,
+            ledger=None if self.is_element_wise or is_known(self._optimizer) else self.ledger,
+            grad=grad,
+            deferred=tuple(record.gradient.deferred) if record.gradient.is_home(grad) else (),
+            group=self.options_of(place[0]),
+            position=next(self._positions),
+            scalars=copy_scalars(state, record.parameter.shape),
+            kept_states=frozenset(key for key in record.copies.states if isinstance(state.get(key), Tensor)),
+        )
+        if self.is_element_wise:
+            prediction = self._predict(job)
+            if prediction.books is not None:
+                self.ledger.note(place[0], prediction.books)
+            dtype = record.copies.master.tensor.dtype
+            job.next_state = prediction.state
+            job.temporary_nbytes = prediction.temporary_nbytes + (0 if grad.dtype == dtype else dtype.itemsize)
+        else:
+            job.temporary_nbytes = self._count_temporaries(job)
+        return job
+
+    def _make_state_slots(self, record: StoredParameter, place: Place) -> None:
+        """Give every per-element state tensor a slot before the first step, so that chunks have somewhere to go."""
+        key = self._kind_of(place), record.copies.master.tensor.dtype
+        if key not in self._probed:
+            self._probed[key] = probe_state(self.frozen, self.options_of(place[0]), place, key[1])
+        for wanted in self._probed[key]:
+            if wanted.key not in record.copies.states:
+                state_slot(record, self._optimizer, wanted.key, wanted.dtype)
+
+    def _kind_of(self, place: Place) -> object:
+        """Return a key that is equal for parameters that the optimizer treats alike: those of a group, if possible."""
+        is_alike = is_known(self._optimizer) or not tells_parameters_apart(self.options_of(place[0]))
+        return place[0] if is_alike else place
+
+    def _predict(self, job: Job) -> "_Prediction":
+        """Return the result of updating a few zeros from the scalars of a job."""
+        dtype = job.record.copies.master.tensor.dtype
+        per_element = {key: job.record.copies.states[key].tensor.dtype for key in sorted(job.kept_states)}
+        key = (self._kind_of(job.place), dtype, tuple(per_element.items()), _scalar_key(job.scalars))
+        if key not in self._predicted:
+            state = {name: copy_value(value) for name, value in job.scalars.items()}
+            state |= {name: torch.zeros(_PROBE_SHAPE, dtype=each) for name, each in per_element.items()}
+            zeros = torch.zeros(_PROBE_SHAPE, dtype=dtype)
+            gradient = torch.zeros_like(zeros)
+            shadow = Shadow(self.frozen, job.group, job.place, zeros, gradient, state, is_trial=True)
+            with keeping_random_state(), TemporaryCount() as count:
+                new_state = shadow.run()
+            books = None if is_known(self._optimizer) else shadow.books()
+            nbytes = -(-count.most_nbytes // zeros.numel())
+            self._predicted[key] = _Prediction(state=new_state, books=books, temporary_nbytes=nbytes)
+        return self._predicted[key]
+
+    def _count_temporaries(self, job: Job) -> int:
+        """Return the temporary bytes per element of a whole-tensor update, measured on a small tensor."""
+        record, group = job.record, job.group
+        master = record.copies.master.tensor
+        shape = small_shape(master.shape)
+        states = {key: record.copies.states[key].tensor.dtype for key in sorted(job.kept_states)}
+        key = (self._kind_of(job.place), master.dtype, job.grad.dtype, shape, tuple(states))
+        if key not in self._counted:
+            with keeping_random_state():
+                small, gradient = torch.rand(shape).to(master.dtype), torch.rand(shape).to(master.dtype)
+                state = {name: copy_value(value) for name, value in job.scalars.items()}
+                state |= {name: torch.rand(shape).to(dtype) for name, dtype in states.items()}
+                if any(isinstance(value, Tensor) and value.numel() > 1 for value in job.scalars.values()):
+                    state = {}  # of other shapes, which fit the large tensor only
+                shadow = Shadow(self.frozen, group, job.place, small, gradient, state, is_trial=True)
+                with TemporaryCount() as count:
+                    try:
+                        shadow.run()
+                    except UnsupportedError:
+                        raise
+                    except SURPRISES:  # it does not accept a small tensor, or an empty state
+                        count.most_nbytes = max(count.most_nbytes, _UNKNOWN * small.nbytes)
+            widened = 0 if job.grad.dtype == master.dtype else master.dtype.itemsize
+            self._counted[key] = -(-count.most_nbytes // max(1, shape.numel())) + widened
+        return self._counted[key]
+
+    def _copy_states_of_others(self, record: StoredParameter) -> None:
+        """Copy state whose home belongs to another parameter or key, as after a swap, since this step writes that home."""
+        record.copies.own_states(self._optimizer)
+        state = self._optimizer.state.get(record.parameter, {})
+        for key, value in state.items():
+            if not isinstance(value, HomeTensor) or _is_shown(record, key, value):
+                continue
+            others = (slot for other, slot in record.copies.states.items() if other != key)
+            if value.record() is not record or any(slot.is_home_of(value) for slot in others):
+                state[key] = value.plain().clone()
+
+    def _take_state_home(self, record: StoredParameter, state: dict[str, Any]) -> None:
+        """Write state that was put into ``optimizer.state``, as ``load_state_dict`` does, to its slot, and show the slot."""
+        shape = record.copies.master.tensor.shape
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or _is_shown(record, key, value) or value.shape != shape:
+                continue
+            if value.dim() == 0 and key not in record.copies.states:  # a step count, and no moment of a 0-dim parameter
+                continue
+            slot = state_slot(record, self._optimizer, key, value.dtype)
+            if not slot.is_home_of(value):
+                with self._store.failing_on_error():
+                    self._store.tensor_io.write_value(slot, value)
+                    self._store.tensor_io.wait_writes()
+                state[key] = HomeTensor.show(slot, record)
+
+
+_PROBE_SHAPE = torch.Size([3])
+_UNKNOWN = 8  # temporaries assumed for an update that cannot be measured
+
+
+def _check_whole(record: StoredParameter, grad: Tensor) -> None:
+    """Raise StoreError for a gradient that lacks tiles, since its backward was broken off."""
+    if record.gradient.rows_home is not None and record.gradient.is_home(grad):
+        found = sum(rows.length for rows in record.gradient.rows_home)
+        num_rows = record.copies.master.tensor.shape[0]
+        raise StoreError(
+            f"the gradient of '{record.name}' has {found} of its {num_rows} rows, since backward was "
+            "broken off; call zero_grad(), and run forward and backward again"
+        )
+
+
+def _as_plain_unless_own(record: StoredParameter, grad: Tensor) -> Tensor:
+    """Return a gradient; as a plain tensor if it is the home tensor of something else.
+
+    Reading that home tensor during the step would wait for the step itself, and operations deferred on it have to be
+    applied before the jobs are collected.
+    """
+    return grad.plain() if isinstance(grad, HomeTensor) and not record.gradient.is_home(grad) else grad
+
+
+def _is_shown(record: StoredParameter, key: str, value: Tensor) -> bool:
+    """Return whether a value of a state is the home tensor of its own slot."""
+    slot = record.copies.states.get(key)
+    return slot is not None and slot.shown is value
+
+
+def state_slot(record: StoredParameter, optimizer: Optimizer, key: str, dtype: torch.dtype) -> Slot:
+    """Return the slot for a state tensor of an optimizer; the content of a new one is undefined."""
+    record.copies.own_states(optimizer)
+    slot = record.copies.states.get(key)
+    if slot is None or slot.tensor.dtype != dtype:
+        slot = _new_state_slot(record, key, dtype)
+        record.copies.put_state(key, slot)
+    return slot
+
+
+def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype) -> Slot:
+    """Return a slot of an optimizer that is gone, if no user holds its tensor, else a new one."""
+    if (forgotten := record.copies.take_forgotten_state(key, dtype)) is not None:
+        return forgotten
+    store, master = record.store, record.copies.master
+    # Nothing is planned for the state of a frozen parameter, which a checkpoint may have.
+    tier = store.placements[record.name].optimizer_state or master.tier
+    return store.new_slot(record.name, master.tensor.shape, dtype, tier, key)
+
+
+def _scalar_key(scalars: Mapping[str, Any]) -> object:
+    """Return a key that is equal for equal scalars; a unique object if equality cannot be decided."""
+    key: list[tuple[object, ...]] = []
+    for name, value in scalars.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            key.append((name, value.dtype, value.shape, value.item()))
+        elif isinstance(value, int | float | bool | None):
+            key.append((name, value))
+        else:
+            return object()
+    return tuple(key)

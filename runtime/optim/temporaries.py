@@ -1,0 +1,71 @@
+"""Measures the temporary memory of an update on a few elements, to choose how many elements to update at once."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_SMALL = 4096  # elements: enough that temporaries of one row or column are small beside the rest
+_KEPT = 16  # dimensions up to this size are kept: those of convolution kernels and the like
+_ALIGN = 512  # elements: on one thread, pieces begin where vectorised kernels see the same alignment
+_COPIES = frozenset({torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default})  # no temporary to convert
+
+
+class TemporaryCount(TorchDispatchMode):
+    """Measures the peak bytes of tensors that ops allocate while it is active. Scalars do not count.
+
+    An op that gets operands of different dtypes converts them internally, where no mode sees it; these copies count too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # TorchDispatchMode has no annotations
+        self.most_nbytes = 0
+        self._alive: dict[StorageWeakRef, int] = {}  # bytes of storages that were made here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op and count its results that share no memory with what it was given."""
+        result = func(*args, **(kwargs or {}))
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        given = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if tensor.numel() > 1 and StorageWeakRef(storage) not in given:
+                self._alive[StorageWeakRef(storage)] = storage.nbytes()
+        self._alive = {reference: nbytes for reference, nbytes in self._alive.items() if not reference.expired()}
+        converted = 0 if func in _COPIES else _converted_nbytes([*inputs, *outputs])
+        self.most_nbytes = max(self.most_nbytes, sum(self._alive.values()) + converted)
+        return result
+
+
+def small_shape(shape: torch.Size) -> torch.Size:
+    """Return a shape of the same proportions with few elements; small dimensions stay as they are."""
+    num_large = sum(size > _KEPT for size in shape)
+    factor = max(1.0, shape.numel() / _SMALL) ** (1 / max(1, num_large))
+    return torch.Size(math.ceil(size / factor) if size > _KEPT else size for size in shape)
+
+
+def piece_elements(nbytes: int, temporary_nbytes: int) -> int | None:
+    """Return how many elements may be updated at once if each takes so many temporary bytes; None for any number.
+
+    Never fewer than a few hundred, below which an update is mostly overhead.
+    """
+    if temporary_nbytes == 0:
+        return None
+    wanted = nbytes // temporary_nbytes
+    return max(_ALIGN, wanted - wanted % _ALIGN)
+
+
+def _converted_nbytes(operands: list[Tensor]) -> int:
+    """Return the bytes of operands that are converted to the widest dtype among them. Masks and indices are not."""
+    numbers = [tensor for tensor in operands if tensor.numel() > 1 and tensor.is_floating_point()]
+    widest = max((tensor.dtype.itemsize for tensor in numbers), default=0)
+    return sum(tensor.numel() * widest for tensor in numbers if tensor.dtype.itemsize < widest)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [tensor for tensor in leaves if tensor.layout is torch.strided]  # others have several storages, or none

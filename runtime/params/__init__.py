@@ -1,0 +1,1 @@
+"""Stored parameters: their slots, the home tensors that users see, and their gradients."""

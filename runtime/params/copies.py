@@ -1,0 +1,128 @@
+"""The copies of a stored parameter: the slots of its values and of its optimizer state, and whether they agree.
+
+Only this file writes the fields of ``Copies`` and ``Seat``.
+"""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zinf_compile.runtime.storage.slots import Slot
+
+
+class Seat:
+    """What connects the captured gathers of one parameter to the autograd graph.
+
+    Dynamo guards on the anchor here: with another one the model is captured again.
+    """
+
+    def __init__(self, anchor: Tensor) -> None:
+        self.anchor = anchor
+        self.is_held = False  # full_parameters() holds its parameter's value
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Copies:
+    """The copies of one parameter. ``master`` is ``compute`` itself where there is only one copy."""
+
+    compute: Slot
+    master: Slot
+    seat: Seat
+    states: dict[str, Slot] = field(default_factory=dict)  # of the optimizer that stepped it last
+    states_owner: "weakref.ref[Optimizer] | None" = None  # that optimizer
+    other_states: "list[tuple[weakref.ref[Optimizer], dict[str, Slot]]]" = field(default_factory=list)
+    synced_version: int = 0  # of the parameter, when the compute copy was last cast from the master
+    is_exposed: bool = False  # a writable alias of the master was handed out since
+
+    @property
+    def are_two(self) -> bool:
+        """Return whether compute and master are two slots."""
+        return self.compute is not self.master
+
+    @property
+    def all(self) -> tuple[Slot, ...]:
+        """Return the slots of the values, each once."""
+        return (self.compute, self.master) if self.are_two else (self.compute,)
+
+    def of_dtype(self, dtype: torch.dtype) -> Slot:
+        """Return the copy that a gather of ``dtype`` moves."""
+        return self.compute if dtype == self.compute.tensor.dtype else self.master
+
+    def train(self, master: Slot, anchor: Tensor) -> None:
+        """Give the parameter the master copy that an optimizer steps, and the anchor of captured graphs that train."""
+        self.master, self.seat.anchor = master, anchor
+
+    def drop_compute(self) -> Slot | None:
+        """Make the master copy the only one; return the separate compute copy that there was, whose bytes are free now."""
+        if not self.are_two:
+            return None
+        dropped, self.compute = self.compute, self.master
+        return dropped
+
+    def narrow(self, compute: Slot) -> None:
+        """Use a compute copy that was cast from the master copy."""
+        self.compute = compute
+
+    def replace(self, slot: Slot, moved: Slot) -> None:
+        """Put ``moved``, which has the same value elsewhere, in the place of a slot."""
+        if self.master is slot:
+            self.master = moved
+        if self.compute is slot:
+            self.compute = moved
+
+    # Whether the compute copy is the master's value
+
+    def expose(self) -> None:
+        """Note that a writable alias of the master copy is handed out."""
+        self.is_exposed = True
+
+    def sync(self, version: int) -> None:
+        """Note that the compute copy is the value that the master copy has at this version of the parameter."""
+        self.synced_version, self.is_exposed = version, False
+
+    def is_synced(self, version: int) -> bool:
+        """Return whether the master copy was not written since the compute copy was made from it."""
+        return version == self.synced_version and not self.is_exposed
+
+    # Full values of it, held by full_parameters()
+
+    def hold(self) -> None:
+        """Note that ``full_parameters()`` holds its value."""
+        self.seat.is_held = True
+
+    def release(self) -> None:
+        """Note that its value is at home again."""
+        self.seat.is_held = False
+
+    # Optimizer state
+
+    def own_states(self, optimizer: Optimizer) -> None:
+        """Make ``states`` an optimizer's: another one keeps its own, and its slots are reused once it is gone."""
+        if self.states_owner is not None:
+            if self.states_owner() is optimizer:
+                return
+            self.other_states.append((self.states_owner, self.states))
+        mine: dict[str, Slot] = next((states for owner, states in self.other_states if owner() is optimizer), {})
+        self.other_states = [(owner, states) for owner, states in self.other_states if states is not mine]
+        self.states, self.states_owner = mine, weakref.ref(optimizer)
+
+    def take_forgotten_state(self, key: str, dtype: torch.dtype) -> Slot | None:
+        """Remove and return the slot of a state tensor that is not referenced any more, since its optimizer is gone."""
+        for owner, states in self.other_states:
+            slot = states.get(key) if owner() is None else None
+            if slot is not None and slot.tensor.dtype == dtype and slot.is_forgotten:
+                return states.pop(key)
+        return None
+
+    def put_state(self, key: str, slot: Slot) -> None:
+        """Give a state tensor of the optimizer that owns the states its slot."""
+        self.states[key] = slot
+
+    @property
+    def states_of_others(self) -> tuple[Mapping[str, Slot], ...]:
+        """Return the slots of optimizers that stepped the parameter earlier."""
+        return tuple(states for _, states in self.other_states)

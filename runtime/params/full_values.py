@@ -1,0 +1,44 @@
+"""The values of stored parameters, written and read in pieces."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.process.interrupts import without_interrupts
+
+
+@without_interrupts
+def write_piece(record: StoredParameter, first: int, values: Tensor) -> None:
+    """Start writing consecutive elements, from ``first`` on, of a parameter's value; ``end_writes`` makes them home.
+
+    A piece that does not reach the end of the parameter begins and ends at a multiple of 4096 elements. The compute copy is
+    cast from what the master copy then holds.
+    """
+    store = record.store
+    values = values.to(record.original_dtype)
+    master = record.copies.master
+    part = master.slice.flat.part(first, first + values.numel())
+    with store.failing_on_error():
+        store.tensor_io.write_value(master.part(part), values)
+        if record.copies.are_two:
+            store.tensor_io.write_value(record.copies.compute.part(part), values)
+
+
+@without_interrupts
+def end_writes(record: StoredParameter) -> None:
+    """Block until what was written is home; raise the parameter's version, and mark the compute copy as in sync."""
+    with record.store.failing_on_error():
+        record.store.tensor_io.wait_writes()
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version(record.parameter)
+    record.copies.sync(record.version)
+
+
+def read_pieces(record: StoredParameter) -> Iterator[Tensor]:
+    """Yield a parameter's value as flat tensors, in order; each is valid until the next is asked for."""
+    store = record.store
+    store.check_usable(record)  # once its update is done
+    with store.failing_on_error():
+        yield from (piece for _, piece in store.tensor_io.read_pieces(record.copies.master))

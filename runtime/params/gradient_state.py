@@ -1,0 +1,145 @@
+"""The gradient of a stored parameter: its slot, what is known of its value, and operations that are deferred.
+
+Only this file writes the fields of ``GradientState``.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.storage.slots import Slot, elements_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeferredOp:
+    """An element-wise in-place operation on a gradient, to be applied when the gradient is next read."""
+
+    call: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """Change a gradient, or a part of one, in place."""
+        return self.call(gradient, *self.args, **self.kwargs)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GradientState:
+    """The gradient of one parameter; without a slot while the parameter is frozen."""
+
+    slot: Slot | None = None
+    held: list[Slot] = field(default_factory=list)  # earlier ones, whose tensors users still hold
+    deferred: list[DeferredOp] = field(default_factory=list)  # operations of the user, not yet applied
+    norms: dict[float, Tensor] = field(default_factory=dict)  # of the gradient at home, by order
+    rows_home: list[Slice] | None = None  # of one that comes in tiles and is not complete yet: which rows are there
+    uses: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)  # autograd nodes that give it gradients
+    home_backward: int = -1  # the last backward, by its number, whose gradient went straight home
+    handed: Tensor | None = None  # a gradient that a captured backward leaves for autograd
+    handed_backward: int = -1  # the backward, by its number, that left it: one that was broken off may leave it behind
+
+    def is_home(self, grad: Tensor) -> bool:
+        """Return whether a gradient is the one at home, and not a tensor that the user put there."""
+        return self.slot is not None and self.slot.is_home_of(grad)
+
+    def train(self, slot: Slot) -> None:
+        """Give the parameter a slot for its gradients."""
+        self.slot = slot
+
+    def replace(self, moved: Slot) -> None:
+        """Use a slot that has the same value elsewhere."""
+        self.slot = moved
+
+    # A new gradient
+
+    def find_forgotten(self) -> Slot | None:
+        """Return a slot whose gradient nobody holds any more."""
+        slots = [*self.held, *([self.slot] if self.slot is not None else [])]
+        return next((slot for slot in slots if slot.is_forgotten), None)
+
+    def begin(self, slot: Slot) -> None:
+        """Begin a new gradient in a slot. What was known of the last one is forgotten; users may still hold its tensor."""
+        was = self.slot
+        if slot is not was:
+            self.held = [each for each in (*self.held, *([was] if was is not None else [])) if each is not slot]
+            self.slot = slot
+        self.deferred.clear()
+        self.norms.clear()
+
+    def begin_tiles(self) -> None:
+        """Note that the new gradient comes in tiles, none of which is there."""
+        self.rows_home = []
+
+    def find_missing(self, rows: Slice) -> list[Slice]:
+        """Return which of some rows of the gradient are not there yet: these are written, and others added to."""
+        return [] if self.rows_home is None else list(rows.without(self.rows_home))
+
+    def add_rows(self, rows: Slice) -> None:
+        """Note that rows have arrived that were missing; with the last ones the gradient is complete."""
+        assert self.slot is not None
+        assert self.rows_home is not None
+        self.rows_home.append(rows)
+        if not list(self.slot.slice.without(self.rows_home)):
+            self.rows_home = None
+
+    # What is known of it, and deferred operations
+
+    def note_norm(self, order: float, norm: Tensor) -> None:
+        """Remember a norm of the gradient as it is at home."""
+        self.norms[order] = norm
+
+    def forget_norms(self) -> None:
+        """Forget what is known of the value, which is about to change."""
+        self.norms.clear()
+
+    def defer(self, operation: DeferredOp) -> None:
+        """Defer an operation until the gradient is read."""
+        self.norms.clear()
+        self.deferred.append(operation)
+
+    def take_deferred(self) -> list[DeferredOp]:
+        """Return the deferred operations, which the caller applies at once; nothing is known of the value any more."""
+        self.norms.clear()
+        operations = self.deferred.copy()
+        self.deferred.clear()
+        return operations
+
+    # Through autograd
+
+    def add_use(self, node: Any) -> None:
+        """Note an autograd node that gives the parameter gradients, as long as it lives."""
+        self.uses.add(node)
+
+    @property
+    def has_uses(self) -> bool:
+        """Return whether an autograd node stands for the parameter; the length of a weak set may count what is gone."""
+        return next(iter(self.uses), None) is not None
+
+    def go_home(self, backward: int) -> None:
+        """Note that its gradient of a backward goes straight home."""
+        self.home_backward = backward
+
+    def hand_over(self, backward: int, grad: Tensor) -> None:
+        """Keep a gradient until autograd takes it: a copy, since what a graph computed may lie in the arena."""
+        self._forget_broken(backward)
+        self.handed = grad.clone() if self.handed is None else self.handed + grad
+
+    def hand_over_rows(self, backward: int, rows: Slice, grad: Tensor) -> None:
+        """Keep some rows of a gradient until autograd takes it; on the CPU."""
+        self._forget_broken(backward)
+        if self.handed is None:
+            self.handed = torch.zeros(rows.shape, dtype=grad.dtype)
+        elements_of(self.handed, rows.whole, rows).view(rows.sizes).add_(grad.to(self.handed.device))
+
+    def _forget_broken(self, backward: int) -> None:
+        if self.handed_backward != backward:
+            self.handed, self.handed_backward = None, backward
+
+    def take_handed(self) -> Tensor | None:
+        """Return what was handed over, and forget it."""
+        handed, self.handed = self.handed, None
+        return handed

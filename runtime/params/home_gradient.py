@@ -1,0 +1,201 @@
+"""Home gradients: what ``p.grad`` shows of a gradient on nvme, without touching the disk for what clipping does to it.
+
+``clip_grad_norm_`` asks every gradient for its norm and then scales it. The norm is computed while the whole gradient is
+in memory on its way home, and element-wise in-place operations are deferred until the optimizer step reads the gradient,
+chunk by chunk::
+
+    backward          sink          norms = {2.0: ...}
+    clip_grad_norm_   vector_norm   -> norms[2.0]
+                      mul_(0.7)     -> deferred += [mul_(0.7)]
+    step              chunk = read; mul_(0.7) on the chunk; update
+
+Any other access applies the deferred operations first, so that results are the same.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zinf_compile.runtime.params.gradient_state import DeferredOp
+from zinf_compile.runtime.params.home import HomeTensor, looks_at_values, refuse_gradient
+from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.storage.slots import Slot
+
+_VECTOR_NORM = torch.linalg.vector_norm
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+_ELEMENT_WISE: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    **{func: func for func in (Tensor.mul_, Tensor.div_, Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_)},
+    Tensor.__imul__: Tensor.mul_,
+    Tensor.__itruediv__: Tensor.div_,
+    torch._foreach_mul_: Tensor.mul_,
+    torch._foreach_div_: Tensor.div_,
+    torch._foreach_clamp_min_: Tensor.clamp_min_,
+    torch._foreach_clamp_max_: Tensor.clamp_max_,
+}
+
+
+class HomeGradient(HomeTensor):
+    """A gradient at home, as users see it."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``: answer from what is known of the gradient, defer it, or run it on the value."""
+        kwargs = kwargs or {}
+        if looks_at_values(func):
+            homes = list(_homes_in((*args, *kwargs.values())))
+            for home in homes:
+                if (record := home.record()) is not None and record.store.early_step is not None:
+                    raise refuse_gradient(record, "looked at")
+            if func is _VECTOR_NORM and (norm := _find_norm(args, kwargs)) is not None:
+                return norm
+            if func in _ELEMENT_WISE and _defer(func, args, kwargs):
+                return args[0] if isinstance(args[0], Tensor) else None
+            if func is _UNSCALE and homes and (record := homes[0].record()) is not None:
+                record.store.await_compute()  # the scale comes from the device, by an asynchronous copy
+            if func is _UNSCALE and all(map(_streamed_record, args[0])):
+                return _unscale(*args)
+            for home in homes:
+                if (record := _streamed_record(home)) is not None:
+                    settle_gradient(record)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def plain(self) -> Tensor:
+        """Return it as a plain tensor over the same bytes."""
+        if (record := self.record()) is not None:
+            settle_gradient(record)
+        return super().plain()
+
+
+@without_interrupts
+def show_gradient(record: StoredParameter) -> Tensor:
+    """Return the gradient of a parameter as ``p.grad`` is to show it; always the same object for one slot."""
+    assert record.gradient.slot is not None
+    return HomeGradient.show(record.gradient.slot, record)
+
+
+@without_interrupts
+def begin_gradient(record: StoredParameter) -> Slot:
+    """Return the slot for a new gradient: another one if users still hold a tensor over the last gradient."""
+    assert record.gradient.slot is not None
+    slot = was = record.gradient.slot
+    if not was.is_forgotten:
+        settle_gradient(record)
+        forgotten = record.gradient.find_forgotten()
+        slot = forgotten or record.store.new_slot(record.name, was.tensor.shape, was.tensor.dtype, was.tier, was.label)
+    record.gradient.begin(slot)
+    return slot
+
+
+def note_norms(record: StoredParameter, value: Tensor) -> None:
+    """Compute the norms that were asked for so far, from a whole gradient in memory: contiguous, as it is stored."""
+    assert record.gradient.slot is not None
+    if record.gradient.slot.is_aliased:  # it may change unseen
+        return
+    for order in record.store.wanted_norms:
+        record.gradient.note_norm(order, _VECTOR_NORM(value, order))
+
+
+@without_interrupts
+def settle_gradient(record: StoredParameter) -> None:
+    """Apply deferred operations, since the value will be read; after that nothing is known of it."""
+    if operations := record.gradient.take_deferred():
+        with torch.no_grad():
+            _rewrite(record, lambda piece: [operation(piece) for operation in operations])
+
+
+@without_interrupts
+def _find_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the norm of a gradient on nvme; None if something else is asked for."""
+    order = args[1] if len(args) == 2 else 2.0
+    record = _streamed_record(args[0])
+    if record is None or len(args) > 2 or kwargs or not isinstance(order, int | float) or record.gradient.deferred:
+        return None
+    assert record.gradient.slot is not None
+    slot = record.gradient.slot
+    if slot.is_aliased:  # it may change unseen
+        return None
+    order = float(order)
+    record.store.wanted_norms.add(order)
+    if order not in record.gradient.norms:
+        value = record.store.memory.new_value(slot.tensor.shape, slot.tensor.dtype)
+        record.store.check_usable(record)
+        with record.store.failing_on_error():
+            record.store.tensor_io.read_value(slot, value)
+        record.gradient.note_norm(order, _VECTOR_NORM(value, order))
+    return record.gradient.norms[order].to(slot.tensor.device, copy=True)  # the device of the gradient that users see
+
+
+@without_interrupts
+def _defer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Defer an operation; return whether that was possible for every gradient it changes.
+
+    Raises what the operation raises for arguments that it does not accept.
+    """
+    targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+    records = [_streamed_record(target) for target in targets]
+    if not all(map(_is_number, (*args[1:], *kwargs.values()))) or not all(records):
+        return False
+    for record in records:
+        assert record is not None
+        assert record.gradient.slot is not None
+        if record.gradient.slot.is_aliased:  # the alias would not show it
+            return False
+        _ELEMENT_WISE[func](torch.empty(0, dtype=record.dtype), *args[1:], **kwargs)
+    rest = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args[1:]]
+    named = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+    for record in records:
+        assert record is not None
+        record.gradient.defer(DeferredOp(call=_ELEMENT_WISE[func], args=tuple(rest), kwargs=named))
+    return True
+
+
+@without_interrupts
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Unscale gradients as ``GradScaler.unscale_`` does, a staging buffer at a time."""
+    for gradient in gradients:
+        record = _streamed_record(gradient)
+        assert record is not None
+        settle_gradient(record)
+        _rewrite(record, lambda piece: _UNSCALE([piece], found_inf, inverse_scale))
+
+
+def _rewrite(record: StoredParameter, change: Callable[[Tensor], object]) -> None:
+    """Read the gradient at home, a staging buffer at a time, and write it back changed in place."""
+    store, slot = record.store, record.gradient.slot
+    assert slot is not None
+    store.check_usable(record)
+    with store.failing_on_error():
+        store.tensor_io.rewrite_value(slot, lambda piece, _: change(piece))
+        store.tensor_io.wait_writes()
+
+
+def _streamed_record(tensor: object) -> StoredParameter | None:
+    """Return whose gradient on nvme a tensor is, if it is the one ``p.grad`` shows now."""
+    record = tensor.record() if isinstance(tensor, HomeGradient) else None
+    if record is None or record.gradient.slot is None or record.gradient.slot.in_memory:
+        return None
+    return record if record.gradient.slot.shown is tensor else None
+
+
+def _homes_in(args: Iterable[Any]) -> Iterator[HomeGradient]:
+    for arg in args:
+        if isinstance(arg, list | tuple):
+            yield from _homes_in(arg)
+        elif isinstance(arg, HomeGradient):
+            yield arg
+
+
+def _is_number(value: object) -> bool:
+    """Return whether an argument is one number, the same for every part of the gradient."""
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.dim() == 0 and not value.requires_grad
+    return value is None or isinstance(value, int | float)

@@ -1,0 +1,212 @@
+"""The record of a stored parameter, and how it is found from the parameter."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.facts import ParameterFact
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.plan import Placement
+from zinf_compile.runtime.observe.meter import Meter
+from zinf_compile.runtime.params.copies import Copies
+from zinf_compile.runtime.params.gradient_state import GradientState
+from zinf_compile.runtime.params.update_state import UpdateState
+from zinf_compile.runtime.storage.slots import Slot, SlotPart, torch_dtype
+from zinf_compile.runtime.storage.tier_memory import TierMemory
+from zinf_compile.runtime.transfer.tensor_io import TensorIO
+
+
+class Owner(Protocol):
+    """The owner of a store, which knows its budgets."""
+
+    def unfreeze(self, record: "StoredParameter") -> None:
+        """Let a parameter be trained that was frozen so far. CapacityError if there is no room for that."""
+
+
+class EarlyStep(Protocol):
+    """What updates a parameter when its gradient is complete."""
+
+    def take(self, record: "StoredParameter", grad: Tensor) -> bool:
+        """Update a parameter; return False if the gradient is to be stored for ``step()``."""
+
+    def note_backward(self) -> None:
+        """Remember that the backward that runs now may update parameters, until it has ended without an error."""
+
+    def find_broken(self) -> "Sequence[StoredParameter]":
+        """Return the parameters that were updated by a backward that did not end."""
+
+    def flush(self) -> None:
+        """Finish the updates that were taken, without waiting for more."""
+
+    def forget(self) -> None:
+        """Forget the open step: every parameter has a new value."""
+
+
+class Stored(Protocol):
+    """A parameter, or a tile of one."""
+
+    @property
+    def whole(self) -> "StoredParameter":
+        """The parameter."""
+
+    def copy_in(self, dtype: torch.dtype) -> Slot | SlotPart:
+        """Return what a gather of ``dtype`` moves."""
+
+
+class RecordStore(Protocol):
+    """What a record, and code that finds it from its parameter or gradient, needs of the store that holds it."""
+
+    store_id: int
+    session: Owner | None
+    early_step: EarlyStep | None
+    wanted_norms: set[float]
+    facts: dict[str, ParameterFact]
+    placements: dict[str, Placement]
+    memory: TierMemory
+    meter: Meter
+    tensor_io: TensorIO
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether bytes can move: the store was neither closed nor forked, and has not failed."""
+
+    @property
+    def is_forked(self) -> bool:
+        """Return whether this process was forked from the one that has the store."""
+
+    def new_slot(self, parameter: str, shape: torch.Size, dtype: torch.dtype, tier: Tier, label: str = "") -> Slot:
+        """Return a slot for a copy of a parameter, which ``label`` names, with undefined content."""
+
+    def gather_value(self, record: "Stored", dtype: torch.dtype) -> Tensor:
+        """Return the full value in one of its dtypes; blocks."""
+
+    def finish(self, record: "StoredParameter", *, may_leave: bool = True) -> None:
+        """Block until nothing is in flight for a parameter."""
+
+    def await_gradient(self, record: "StoredParameter") -> None:
+        """Block until the gradient at home may be added to, with deferred operations applied."""
+
+    def await_compute(self) -> None:
+        """Block until the device has done what was enqueued on its compute stream."""
+
+    def follow_compute(self) -> None:
+        """Take the caller's stream for that of compute."""
+
+    def check_usable(self, record: "StoredParameter | None" = None) -> None:
+        """Raise StoreError if the store was closed or has failed, or if a parameter holds half an update."""
+
+    def check_whole(self) -> None:
+        """Raise StoreError if the store has failed, once no update is in flight."""
+
+    def check_not_failed(self) -> None:
+        """Raise StoreError if the store has failed so far."""
+
+    def failing_on_error(self) -> AbstractContextManager[None]:
+        """Fail when a read or write inside does."""
+
+    def let_go(self, record: "StoredParameter", home: Tensor) -> None:
+        """Note that a user reads a home tensor, and may change it."""
+
+    def take_into_child(self, record: "StoredParameter", home: Tensor) -> None:
+        """In a forked child: make a private copy of the bytes of a home tensor."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
+class StoredParameter:
+    """A parameter and the owners of what belongs to it: its copies, the state of its gradient, the state of its update.
+
+    The compute copy has ``dtype``, or is narrower, for captured graphs that cast every read of the parameter.
+    """
+
+    param: int  # the id in the graph
+    name: str
+    parameter: torch.nn.Parameter
+    store: RecordStore
+    dtype: torch.dtype  # that the model's own code computes with, and of the gradient
+    copies: Copies
+    gradient: GradientState = field(default_factory=GradientState)
+    update: UpdateState = field(default_factory=UpdateState)
+
+    @property
+    def whole(self) -> "StoredParameter":
+        """Return the parameter itself: a tile of one answers with the parameter that it is of."""
+        return self
+
+    def copy_in(self, dtype: torch.dtype) -> Slot:
+        """Return the copy that a gather of ``dtype`` moves."""
+        return self.copies.of_dtype(dtype)
+
+    @property
+    def is_aliased(self) -> bool:
+        """Return whether somebody holds a plain tensor or an array over the bytes of the master, gradient or state."""
+        gradient = [self.gradient.slot] if self.gradient.slot is not None else []
+        others = [*self.copies.states.values(), *gradient]
+        return self.copies.master.may_change_unseen or any(slot.is_aliased for slot in others)
+
+    @property
+    def original_dtype(self) -> torch.dtype:
+        """Return the dtype it had before ``optimize``: a frozen one is kept in the compute dtype only."""
+        return torch_dtype(self.store.facts[self.name].dtype)
+
+    @property
+    def version(self) -> int:
+        """Return autograd's version of the parameter, which every in-place operation raises."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter._version
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Return every slot once."""
+        gradient = [self.gradient.slot] if self.gradient.slot is not None else []
+        return (*self.copies.all, *gradient, *self.copies.states.values())
+
+
+RECORD = "_zinf_record"  # the attribute of a parameter that leads to its StoredParameter
+
+
+def record_of(parameter: object) -> StoredParameter | None:
+    """Return the record of a parameter that some store holds; None for any other object."""
+    if not isinstance(parameter, Tensor):
+        return None
+    record = getattr(parameter, RECORD, None)
+    assert record is None or isinstance(record, StoredParameter)
+    return record
+
+
+_FULL_OF = "_zinf_full_of"  # the attribute of a plain parameter that holds the full value of a stored one
+
+
+def mark_full(parameter: torch.nn.Parameter, record: StoredParameter) -> None:
+    """Let a plain parameter lead to the stored one whose full value it holds, without making it a stored one."""
+    setattr(parameter, _FULL_OF, record)
+
+
+def owner_of(parameter: object) -> StoredParameter | None:
+    """Return the record of a parameter that some store holds, or whose full value it is; None for any other object."""
+    record = record_of(parameter) or getattr(parameter, _FULL_OF, None)
+    assert record is None or isinstance(record, StoredParameter)
+    return record
+
+
+def give_memory(parameter: torch.nn.Parameter, memory: Tensor) -> None:
+    """Give memory to a parameter on meta. It stays the same object wherever it is registered."""
+    successor = torch.nn.Parameter(memory, parameter.requires_grad)
+    successor.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, successor)  # unlike assigning ``.data``, this may change the device
+
+
+def return_to_meta(parameter: torch.nn.Parameter) -> None:
+    """Undo ``give_memory`` and adoption for a parameter that was on meta. It need not have been adopted."""
+    if (record := record_of(parameter)) is None:
+        return
+    parameter.__class__ = torch.nn.Parameter
+    delattr(parameter, RECORD)
+    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # the swap would keep the dictionary only
+    empty = torch.empty(record.copies.master.tensor.shape, dtype=record.original_dtype, device="meta")
+    predecessor = torch.nn.Parameter(empty, parameter.requires_grad)
+    predecessor.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, predecessor)

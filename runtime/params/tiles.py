@@ -1,0 +1,37 @@
+"""Tiles of stored parameters: consecutive rows that a captured graph gathers, and gives a gradient, by themselves.
+
+A tile has a number of its own, under which ops find it, but no home: its bytes are a part of its parameter's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.params.records import RecordStore, StoredParameter
+from zinf_compile.runtime.params.update_state import UpdateState
+from zinf_compile.runtime.storage.slots import SlotPart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class StoredTile:
+    """Consecutive rows of a stored parameter."""
+
+    param: int  # the id in graphs
+    name: str  # in plans
+    whole: StoredParameter
+    rows: Slice
+
+    @property
+    def store(self) -> RecordStore:
+        """Return the store of its parameter."""
+        return self.whole.store
+
+    @property
+    def update(self) -> UpdateState:
+        """Return the state of its parameter's update."""
+        return self.whole.update
+
+    def copy_in(self, dtype: torch.dtype) -> SlotPart:
+        """Return its rows of the copy that a gather of ``dtype`` moves."""
+        return self.whole.copy_in(dtype).part(self.rows)

@@ -1,0 +1,1 @@
+"""Process-level concerns: signals, forks, waiting, threads, memory."""

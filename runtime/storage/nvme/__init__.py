@@ -1,0 +1,1 @@
+"""The store file: an engine that reads and writes it, and its layout."""

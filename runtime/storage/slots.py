@@ -1,0 +1,173 @@
+"""Slots: one stored copy of a slice of a parameter each, on one tier, with the home tensor that users see."""
+
+import sys
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.storage.nvme.engine import whole_sectors
+from zinf_compile.runtime.storage.nvme.layout import Extent, FileLayout
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Slot:
+    """One tensor's home. On nvme it has an extent of the store file, and ``tensor`` is a mapping of it."""
+
+    slice: Slice  # what of its parameter it holds
+    label: str = ""  # which copy of it: "gradient"; empty for the compute copy
+    tier: Tier
+    tensor: Tensor  # the home tensor, for the runtime, whose callers make sure that nothing is in flight for it
+    extent: Extent | None = None
+    on_device: bool = False  # in memory that only the device's streams reach; that of a CPU is host memory
+    shown: Tensor | None = None  # the home tensor for users, of a gradient or optimizer state: using it waits
+    num_own_references: int = field(init=False)  # to its bytes, by our tensors; further ones are aliases of others
+
+    def __post_init__(self) -> None:
+        self.num_own_references = self.num_references
+
+    @property
+    def name(self) -> str:
+        """Return what messages call it: "layers.3.up.weight (gradient)"."""
+        return f"{self.slice.parameter} ({self.label})" if self.label else self.slice.parameter
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the tensor."""
+        return self.tensor.numel() * self.tensor.dtype.itemsize
+
+    @property
+    def whole(self) -> "Slot":
+        """Return the slot itself: a part of a slot answers with the slot that it is a part of."""
+        return self
+
+    def part(self, part: Slice) -> "SlotPart":
+        """Return what a slice of the same parameter has of this slot; ValueError if the slot does not hold all of it."""
+        part.offset_in(self.slice)
+        return SlotPart(whole=self, slice=part)
+
+    def elements(self, part: Slice) -> Tensor:
+        """Return the elements of a slice in the home tensor, flat."""
+        return elements_of(self.tensor, self.slice, part)
+
+    @property
+    def in_memory(self) -> bool:
+        """Return whether the home is RAM, so that the home tensor may be computed on by the CPU."""
+        return self.tier is not Tier.NVME and not self.on_device
+
+    @property
+    def device_bytes(self) -> Tensor | None:
+        """Return the bytes of a home on the device, flat; None of any other."""
+        return self.tensor.detach().view(-1).view(torch.uint8) if self.on_device else None
+
+    def is_home_of(self, tensor: Tensor) -> bool:
+        """Return whether a tensor begins at this home's bytes."""
+        with torch._C.DisableTorchFunctionSubclass():  # a look at the address is not a look at the value
+            return tensor.data_ptr() == self.tensor.data_ptr()
+
+    @property
+    def num_references(self) -> int:
+        """Return how many tensors and arrays hold the bytes of this home, its own home tensors among them."""
+        count: int = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+        return count
+
+    @property
+    def is_aliased(self) -> bool:
+        """Return whether somebody holds a plain tensor or an array over these bytes, whose writes cannot be observed."""
+        return self.num_references > self.num_own_references + (self.shown is not None)
+
+    @property
+    def may_change_unseen(self) -> bool:
+        """Return whether others hold a plain tensor or an array over these bytes, beside what users are shown of a slot.
+
+        That is one tensor for each: the parameter itself for a master copy, ``shown`` for others.
+        """
+        return self.num_references > self.num_own_references + 1
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Return whether nobody but us holds the home tensor for users, or any other tensor over these bytes."""
+        # The slot's own reference, and the call's.
+        is_shown_to_others = self.shown is not None and sys.getrefcount(self.shown) > 2
+        return not is_shown_to_others and not self.is_aliased
+
+    def give_back(self, layout: FileLayout) -> None:
+        """Free its extent, now that its value is elsewhere or not needed any more.
+
+        Not while somebody holds an alias of the mapping: it would read and write whatever is stored there next.
+        """
+        if self.extent is not None and self.is_forgotten:
+            layout.free(self.extent)
+
+    def byte_range(self, part: Slice) -> tuple[int, int]:
+        """Return the offset in file or device memory and the sector-rounded length of a slice, which begins at a sector."""
+        assert self.extent is not None or self.on_device
+        first = 0 if self.extent is None else self.extent.offset
+        itemsize = self.tensor.dtype.itemsize
+        return first + part.offset_in(self.slice) * itemsize, whole_sectors(part.num_elements * itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotPart:
+    """A slot and a slice that it holds, such as a tile, to be moved like a slot. On nvme it begins at a whole sector."""
+
+    whole: Slot
+    slice: Slice
+
+    @property
+    def name(self) -> str:
+        """Return the name of the slot: what went wrong with a part went wrong with all of it."""
+        return self.whole.name
+
+    @property
+    def tier(self) -> Tier:
+        """Return where the home is."""
+        return self.whole.tier
+
+    @property
+    def in_memory(self) -> bool:
+        """Return whether the home is RAM."""
+        return self.whole.in_memory
+
+    @property
+    def device_bytes(self) -> Tensor | None:
+        """Return the bytes of the whole home, if that is on the device."""
+        return self.whole.device_bytes
+
+    @property
+    def tensor(self) -> Tensor:
+        """Return its part of the home tensor. Made anew each time: kept, it would count as an alias that others hold."""
+        return self.whole.elements(self.slice).view(self.slice.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Return its bytes."""
+        return self.slice.num_elements * self.whole.tensor.dtype.itemsize
+
+    def elements(self, part: Slice) -> Tensor:
+        """Return the elements of a slice in the home tensor, flat."""
+        return self.whole.elements(part)
+
+    def byte_range(self, part: Slice) -> tuple[int, int]:
+        """Return the offset and the sector-rounded length of a slice of the parameter, as the whole slot does."""
+        return self.whole.byte_range(part)
+
+
+def elements_of(tensor: Tensor, held: Slice, part: Slice) -> Tensor:
+    """Return the elements of a slice in a contiguous tensor, which holds another slice, flat; they share memory."""
+    first = part.offset_in(held)
+    return tensor.view(-1)[first : first + part.num_elements]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that facts name, as "bfloat16"."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def map_tensor(buffer: memoryview, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor over mapped file bytes."""
+    return torch.frombuffer(buffer, dtype=dtype, count=shape.numel()).view(shape)

@@ -1,0 +1,252 @@
+"""The staging pool: page-aligned host memory for transfers, leased and returned within a byte budget."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from zinf_compile.ir.errors import CapacityError, StoreError, VerifyError
+from zinf_compile.runtime.device.host_mapping import map_memory
+from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.process.waiting import wait_until
+from zinf_compile.runtime.storage.host_memory import Allocate, Memory
+from zinf_compile.runtime.storage.nvme.engine import whole_sectors
+
+_MIB = 1 << 20
+_RETURN_SECONDS = 1.0
+
+
+class StagingBuffer:
+    """One leased staging buffer; leaving its ``with`` block returns it."""
+
+    __slots__ = ("_pool", "_view", "nbytes", "reserved_nbytes")
+
+    def __init__(self, pool: "StagingPool", memory: Memory, nbytes: int) -> None:
+        self._pool = pool
+        self._view: memoryview | None = memoryview(memory).cast("B")[:nbytes]
+        self.nbytes = nbytes
+        self.reserved_nbytes = len(memory)
+
+    @property
+    def view(self) -> memoryview:
+        """The buffer's bytes, ``nbytes`` long, at an address that is a multiple of 4096.
+
+        Reused memory holds what its last lease left there. VerifyError once the buffer is returned: then neither the
+        view nor a tensor over it may be used, since the same bytes are leased to someone else.
+        """
+        if self._view is None:
+            raise VerifyError(f"a staging buffer of {self.nbytes} bytes was used after it was returned")
+        return self._view
+
+    @contextmanager
+    def handed_on(self) -> Iterator[None]:
+        """Let the block give the buffer to who will return it; return it here if the block raises before that."""
+        try:
+            yield
+        except BaseException:
+            self._pool.return_(self)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.return_(self)
+
+
+class StagingPool:
+    """Staging buffers whose bytes, leased and cached together, never exceed ``capacity``. Thread-safe.
+
+    A lease takes whole pages. Returned buffers are kept and given to the next lease with the same number of pages,
+    since the first touch of fresh memory costs more than a copy into it; the longest unused are dropped when room is
+    needed. Leases are served in the order they were asked for, so a big one is not starved by small ones.
+    """
+
+    def __init__(self, capacity: int, allocate: Allocate = map_memory) -> None:
+        self.capacity = capacity
+        self._allocate = allocate
+        self._condition = threading.Condition()  # guards everything below
+        self._leased: dict[StagingBuffer, Memory] = {}
+        self._idle: deque[Memory] = deque()  # the longest unused first
+        self._waiting: deque[object] = deque()
+        self._leased_nbytes = 0
+        self._idle_nbytes = 0
+        self._peak_nbytes = 0
+        self._closed = False
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes that were held at once, leased and cached."""
+        return self._peak_nbytes
+
+    @property
+    def leased_nbytes(self) -> int:
+        """Bytes leased now."""
+        return self._leased_nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes held now, leased and cached."""
+        return self._leased_nbytes + self._idle_nbytes
+
+    @without_interrupts
+    def lease(self, nbytes: int, *, timeout_seconds: float | None = None) -> StagingBuffer:
+        """A buffer of ``nbytes``; blocks until it fits.
+
+        Raises CapacityError when it can never fit or did not within ``timeout_seconds``, StoreError when the pool is
+        closed, before or meanwhile.
+        """
+        if nbytes <= 0:
+            raise VerifyError(f"cannot lease {nbytes} bytes: a staging buffer has at least one")
+        reserved = whole_sectors(nbytes)
+        if reserved > self.capacity:
+            raise CapacityError(
+                f"a staging buffer of {reserved / _MIB:.2f} MiB does not fit in a pool of {self.capacity / _MIB:.2f} "
+                f"MiB; raise the pool's capacity to {reserved} bytes"
+            )
+        ticket = object()
+        with self._condition:
+            self._waiting.append(ticket)
+            try:
+                served = wait_until(
+                    self._condition,
+                    lambda: self._closed or self._may_lease(ticket, reserved),
+                    f"room for {nbytes} bytes of staging",
+                    timeout=timeout_seconds,
+                )
+                if self._closed:
+                    raise StoreError(f"cannot lease {nbytes} bytes: the staging pool is closed")
+                if not served:
+                    raise CapacityError(
+                        f"no room for a staging buffer of {reserved / _MIB:.2f} MiB within {timeout_seconds} seconds: "
+                        f"{self._leased_nbytes / _MIB:.2f} of {self.capacity / _MIB:.2f} MiB are leased in "
+                        f"{len(self._leased)} buffers, {len(self._waiting) - 1} others wait; "
+                        "return buffers earlier or raise the pool's capacity"
+                    )
+                return self._grant(nbytes, reserved)
+            finally:
+                self._waiting.remove(ticket)
+                self._condition.notify_all()  # the next in line may fit as well
+
+    @without_interrupts
+    def try_lease(self, nbytes: int) -> StagingBuffer | None:
+        """A buffer of ``nbytes``; None if there is none at once, or others wait. StoreError when the pool is closed."""
+        reserved = whole_sectors(nbytes)
+        with self._condition:
+            if self._closed:
+                raise StoreError(f"cannot lease {nbytes} bytes: the staging pool is closed")
+            has_room = self._leased_nbytes + reserved <= self.capacity
+            return self._grant(nbytes, reserved) if has_room and not self._waiting else None
+
+    @without_interrupts
+    def return_(self, buffer: StagingBuffer) -> None:
+        """Take ``buffer`` back; VerifyError when it is not leased from this pool."""
+        with self._condition:
+            memory = self._leased.pop(buffer, None)
+            if memory is None:
+                raise VerifyError(
+                    f"a staging buffer of {buffer.nbytes} bytes was returned twice, or to a pool it is not from"
+                )
+            # Only the reference is dropped. Releasing the view would let the memory be unmapped under a tensor made
+            # by torch.frombuffer, which keeps the view but not its export.
+            buffer._view = None
+            self._leased_nbytes -= len(memory)
+            if not self._closed:
+                self._idle.append(memory)
+                self._idle_nbytes += len(memory)
+            self._condition.notify_all()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Block leases and returns inside the block, so that what is held can be compared with what the system says."""
+        with self._condition:
+            yield
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Let the peak be afterwards what it was before, and hold nothing that is not leased."""
+        peak = self._peak_nbytes
+        try:
+            yield
+        finally:
+            self.drop_idle()
+            self._peak_nbytes = peak
+
+    @without_interrupts
+    def forget_peak(self) -> None:
+        """Give the cached memory back, and let the peak be what is leased now."""
+        with self._condition:
+            self.drop_idle()
+            self._peak_nbytes = self._leased_nbytes
+
+    @without_interrupts
+    def drop_idle(self) -> None:
+        """Give the cached memory back to the system; later leases take it again."""
+        with self._condition:
+            self._idle.clear()
+            self._idle_nbytes = 0
+
+    @without_interrupts
+    def close(self) -> None:
+        """Drop the cached memory and make waiting and later leases raise. What is leased can still be returned."""
+        with self._condition:
+            self._closed = True
+            self.drop_idle()
+            self._condition.notify_all()
+
+    @without_interrupts
+    def check_integrity(self, *, expect_idle: bool = False) -> None:
+        """Raise VerifyError if memory is leased twice or the sums are wrong; or, if asked, when anything is leased."""
+        with self._condition:
+            if expect_idle:  # whoever waited for a call goes on a moment before that call's buffer is returned
+                wait_until(self._condition, lambda: not self._leased, "staging to come back", timeout=_RETURN_SECONDS)
+            memories = [*self._leased.values(), *self._idle]
+            if len({id(memory) for memory in memories}) != len(memories):
+                raise VerifyError("the same staging memory is leased twice, or both leased and idle")
+            leased = sum(len(memory) for memory in self._leased.values())
+            idle = sum(len(memory) for memory in self._idle)
+            if (leased, idle) != (self._leased_nbytes, self._idle_nbytes):
+                raise VerifyError(
+                    f"the staging pool counts {self._leased_nbytes} bytes leased and {self._idle_nbytes} idle, "
+                    f"but holds {leased} and {idle}"
+                )
+            if self._peak_nbytes > self.capacity:
+                raise VerifyError(f"the staging pool held {self._peak_nbytes} bytes, its capacity is {self.capacity}")
+            if expect_idle and self._leased:
+                raise VerifyError(f"{len(self._leased)} staging buffers ({leased} bytes) were not returned")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _grant(self, nbytes: int, reserved: int) -> StagingBuffer:
+        memory = self._take_memory(reserved)
+        buffer = StagingBuffer(self, memory, nbytes)
+        self._leased[buffer] = memory
+        self._leased_nbytes += reserved
+        self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes + self._idle_nbytes)
+        return buffer
+
+    def _may_lease(self, ticket: object, reserved: int) -> bool:
+        return self._waiting[0] is ticket and self._leased_nbytes + reserved <= self.capacity
+
+    def _take_memory(self, reserved: int) -> Memory:
+        """Idle memory of exactly this size, the last used first, else new, after dropping idle memory for room."""
+        for index in range(len(self._idle) - 1, -1, -1):
+            memory = self._idle[index]
+            if len(memory) == reserved:
+                del self._idle[index]
+                self._idle_nbytes -= reserved
+                return memory
+        while self._leased_nbytes + self._idle_nbytes + reserved > self.capacity:
+            # Not mmap.close(): it raises BufferError as long as someone kept a view.
+            self._idle_nbytes -= len(self._idle.popleft())
+        return self._allocate(reserved)

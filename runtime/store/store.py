@@ -1,0 +1,566 @@
+"""The store: where the parameters of one model live, and the one object that owns its file, buffers and threads."""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.config import Config
+from zinf_compile.ir.errors import DamageError, StoreError, UnsupportedError
+from zinf_compile.ir.facts import ParameterFact
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.ops import make_anchor
+from zinf_compile.ir.plan import Placement
+from zinf_compile.ir.slices import Slice
+from zinf_compile.ir.tiles import tile_name
+from zinf_compile.runtime.device.make_device import make_device
+from zinf_compile.runtime.observe.meter import Meter
+from zinf_compile.runtime.observe.open_forwards import OpenForwards
+from zinf_compile.runtime.params.home import refuse_gradient, torn_error
+from zinf_compile.runtime.params.home_gradient import settle_gradient
+from zinf_compile.runtime.params.numbers import new_id, register_stored
+from zinf_compile.runtime.params.records import EarlyStep, Owner, Stored, StoredParameter
+from zinf_compile.runtime.params.tiles import StoredTile
+from zinf_compile.runtime.process.failure import REMEDY, describe_error, describe_state
+from zinf_compile.runtime.process.forking import has_ended, leave_when_forked, touch_pages
+from zinf_compile.runtime.process.interrupts import uninterrupted, without_interrupts
+from zinf_compile.runtime.process.waiting import holding, wait_future
+from zinf_compile.runtime.storage.arena import Arena
+from zinf_compile.runtime.storage.nvme.engine import Engine
+from zinf_compile.runtime.storage.nvme.layout import FileLayout
+from zinf_compile.runtime.storage.nvme.posix import PosixEngine
+from zinf_compile.runtime.storage.nvme.verified import VerifiedEngine
+from zinf_compile.runtime.storage.slots import Slot, map_tensor
+from zinf_compile.runtime.storage.staging import StagingPool
+from zinf_compile.runtime.storage.tier_memory import TierMemory
+from zinf_compile.runtime.store.cuts import Cuts
+from zinf_compile.runtime.store.held_memory import HeldMemory
+from zinf_compile.runtime.store.update_queue import UpdateQueue
+from zinf_compile.runtime.transfer.activations import Activations
+from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
+from zinf_compile.runtime.transfer.transfers import Transfers
+
+
+class Store:
+    """The homes of one model's parameters, gradients and optimizer state."""
+
+    def __init__(self, config: Config, *, engine: Engine | None = None) -> None:
+        self.config = config
+        self.store_id = new_id()
+        self.session: Owner | None = None
+        self.anchor, self.frozen_anchor = make_anchor(requires_grad=True), make_anchor(requires_grad=False)
+        self.records: dict[str, StoredParameter] = {}
+        self.facts: dict[str, ParameterFact] = {}
+        self.placements: dict[str, Placement] = {}
+        self._tiles: dict[tuple[int, int, Slice], StoredTile] = {}  # by parameter, number and rows
+        self.meter = Meter()
+        self.device = make_device(config.device)
+        self.memory = TierMemory(self.device)
+        self.staging = StagingPool(max(config.staging_memory, 0), self.memory.allocate)
+        self.arena = Arena(self.device)
+        self.engine = engine
+        if engine is None and config.nvme is not None:
+            self.engine = PosixEngine(config.nvme)
+        self._verified: VerifiedEngine | None = None
+        if config.verify_store and self.engine is not None:
+            self.engine = self._verified = VerifiedEngine(self.engine, name_at=weak_name_at(self))
+        self.layout = FileLayout(None if self._verified is None else self._verified.forget)
+        self.transfers = Transfers(
+            engine=self.engine,
+            staging=self.staging,
+            arena=self.arena,
+            meter=self.meter,
+            device=self.device,
+        )
+        self.io_pool, self.tensor_io = self.transfers.pool, self.transfers.tensors
+        self.updates = UpdateQueue(begin_thread=self.meter.set_aside_this_thread)
+        self.early_step: EarlyStep | None = None  # updates parameters inside backward
+        self.wanted_norms: set[float] = set()  # orders of gradient norms that were requested, as by clip_grad_norm_
+        self.update_order: Mapping[str, int] = {}  # by parameter: the position of its first gather in the next forward
+        self.chunk_elements = 2**20  # of the streamed step; set by the plan
+        self.device_share = 0.0  # share of its elements that are updated on the device; set by the plan
+        self.device_updates = DeviceUpdates(self.device, self.transfers.link, self.meter)
+        self.ram = self.device.measure_use(budget=config.device_memory - config.reserve_memory)
+        homes_nbytes = dict.fromkeys(Tier, 0)
+        self.activations = Activations(
+            transfers=self.transfers,
+            arena=self.arena,
+            meter=self.meter,
+            layout=self.layout,
+            engine=self.engine,
+            room=partial(_room_for_activations, config, homes_nbytes),
+            allocate=self.memory.allocate,
+        )
+        self.open_forwards = OpenForwards()
+        self.held = HeldMemory(
+            homes_nbytes=homes_nbytes,
+            device=self.device,
+            device_updates=self.device_updates,
+            arena=self.arena,
+            staging=self.staging,
+            activations=self.activations,
+            open_forwards=self.open_forwards,
+            updates=self.updates,
+            meter=self.meter,
+            ram=self.ram,
+        )
+        self.cuts = Cuts()
+        self._lock = threading.RLock()  # one captured graph runs at a time: they share the arena
+        self._busy: str | None = None  # what the thread that holds the lock does
+        self._process = os.getpid()
+        self._views: set[int] = set()  # in a forked child: addresses of homes on nvme that were not read yet
+        self._failure: str | None = None  # why it refuses to compute until a checkpoint is loaded
+        self._unsure: set[str] = set()  # parameters that were not loaded since the failure
+        self._closed = False
+        _stores[self.store_id] = self
+        leave_when_forked(self)
+        self._finalizer = weakref.finalize(
+            self, _close, self.updates, self.transfers, self.staging, self.memory, self.engine
+        )
+
+    # Homes
+
+    def add(self, record: StoredParameter, fact: ParameterFact, placement: Placement) -> None:
+        """Add a parameter whose slots exist, and register it so that ops find it."""
+        self.records[fact.name] = record
+        self.facts[fact.name] = fact
+        self.placements[fact.name] = placement
+        register_stored(record)
+
+    def tile(self, record: StoredParameter, number: int, rows: Slice) -> StoredTile:
+        """Return the tile of some rows of a parameter, registered so that ops find it; the same tile for the same rows."""
+        key = record.param, number, rows
+        if key not in self._tiles:
+            name = tile_name(record.name, number)
+            self._tiles[key] = StoredTile(param=new_id(), name=name, whole=record, rows=rows)
+            register_stored(self._tiles[key])
+        return self._tiles[key]
+
+    @without_interrupts
+    def reserve(self, placements: Sequence[Placement]) -> None:
+        """Reserve disk space for these placements, so that a full disk is an error before anything moves."""
+        if self.engine is not None:
+            self.engine.reserve(self.layout.end + sum(placement.file_nbytes for placement in placements))
+
+    def reserve_growth(self, placements: Sequence[Placement]) -> None:
+        """Reserve disk space for parameters that need more of it in these placements than in their current ones."""
+        self.reserve(
+            [
+                item
+                for item in placements
+                if item.nbytes_on(Tier.NVME) > self.placements[item.parameter].nbytes_on(Tier.NVME)
+            ]
+        )
+
+    @without_interrupts
+    def give_back_free_extents(self) -> None:
+        """Return file space that moved homes no longer use to the disk, but keep what is still reserved."""
+        if self.engine is None:
+            return
+        for offset, nbytes in self.layout.free_ranges:
+            if self.engine.give_back(offset, nbytes):
+                self.layout.make_hole(offset)
+        planned = sum(item.file_nbytes for item in self.placements.values()) + self.activations.reserved_nbytes
+        to_come = max(0, planned - self.layout.live_nbytes)
+        self.engine.cut(self.layout.end + to_come)
+        self.engine.reserve(self.layout.end + to_come)
+
+    @without_interrupts
+    def new_slot(self, parameter: str, shape: torch.Size, dtype: torch.dtype, tier: Tier, label: str = "") -> Slot:
+        """Return a slot for a copy of a parameter, which ``label`` names, with undefined content.
+
+        On nvme its extent is reserved on the disk.
+        """
+        nbytes, whole = shape.numel() * dtype.itemsize, Slice.of_whole(parameter, shape)
+        if tier is not Tier.NVME or nbytes == 0:
+            home = self.memory.new_home(shape, dtype, tier)
+            self.held.count_home(tier, nbytes)
+            is_behind_link = self.memory.is_behind_link(tier)
+            return Slot(slice=whole, label=label, tier=tier, tensor=home, on_device=is_behind_link)
+        assert self.engine is not None
+        self.activations.give_back_dropped()  # frees extents of dropped activations for reuse
+        extent = self.layout.allocate(nbytes)
+        self.engine.reserve(self.layout.end)
+        mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
+        self.held.count_home(tier, nbytes)
+        tensor = map_tensor(mapped, shape, dtype)
+        return Slot(slice=whole, label=label, tier=tier, tensor=tensor, extent=extent)
+
+    # Values
+
+    @without_interrupts
+    def gather_value(self, record: Stored, dtype: torch.dtype) -> Tensor:
+        """Return the full value in one of its dtypes: the resident tensor itself, or fresh memory filled from its home.
+
+        Blocks.
+        """
+        self.check_usable(record.whole)  # once its update is done
+        if self.early_step is not None:
+            self.early_step.note_backward()
+        self.follow_compute()
+        self.refresh_one(record.whole)
+        slot = record.copy_in(dtype)
+        if slot.tier is Tier.DEVICE:
+            return slot.tensor.detach()
+        self.held.begin_run()
+        value = self.memory.new_value(slot.tensor.shape, slot.tensor.dtype)
+        with self.failing_on_error():
+            self.tensor_io.read_value(slot, value)
+        self.held.sample()
+        return value
+
+    @without_interrupts
+    def await_gradient(self, record: StoredParameter) -> None:
+        """Block until others, such as autograd, may add to the gradient at its home; apply postponed changes first."""
+        self.finish(record)
+        settle_gradient(record)
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.early_step is not None and record.parameter.grad is not None:
+                raise refuse_gradient(record, "added to")
+
+    @without_interrupts
+    def refresh_stale(self) -> None:
+        """Recompute every compute copy whose master copy the user has written since."""
+        for record in self.records.values():
+            self.refresh_one(record)
+
+    @without_interrupts
+    def refresh_one(self, record: StoredParameter) -> None:
+        """Recompute one compute copy if its master copy was written since."""
+        version = record.version
+        if record.copies.is_synced(version):
+            return
+        self.finish(record)
+        if record.copies.are_two:
+            with self.failing_on_error():
+                self.tensor_io.write_value(record.copies.compute, record.copies.master.tensor)
+                self.tensor_io.wait_writes()
+        record.copies.sync(version)
+
+    @without_interrupts
+    def finish(self, record: StoredParameter, *, may_leave: bool = True) -> None:
+        """Block until nothing is in flight for one parameter: no update, and no copy to the device.
+
+        Does not raise for an update that failed, which leaves the parameter torn and the store failed. StoreError in a
+        child that was forked meanwhile, where the update would never end. With ``may_leave`` an interrupt may raise.
+        """
+        if self.is_forked:
+            self._refuse_in_flight(record)
+            return
+        for gather in record.update.gathers.copy():
+            if gather.is_awaited:
+                gather.wait_landed()
+        update = record.update.future
+        if update is None:
+            return
+        if not update.done():
+            with self.meter.stall(f"update of {record.name}"):
+                wait_future(update, f"the update of {record.name}", gone=self._why_no_update, may_leave=may_leave)
+        record.update.end_wait(update)
+
+    def _why_no_update(self) -> str | None:
+        """Return why an update in flight will never end; None if it may still end."""
+        if self.updates.is_idle:
+            return "the update thread has no more work"
+        return self.updates.why_gone()
+
+    @without_interrupts
+    def synchronize(self) -> None:
+        """Block until nothing is in flight for any parameter. Raises the StoreError of an update that failed."""
+        self._check_process()
+        if self.early_step is not None:
+            self.early_step.flush()
+        if not self.updates.is_idle:
+            with self.meter.stall("optimizer step"):
+                self.updates.wait(may_leave=True)
+        for record in self.records.values():
+            self.finish(record)
+        self.check_not_failed()
+
+    # Life
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """A block in which no other thread can run a graph, step synchronously, save or load.
+
+        StoreError if this thread is in such a block already: a signal handler that saves would wait for itself.
+        """
+        with holding(self._lock, f"{what}, behind what this model does on another thread"):
+            if self._busy is not None:
+                raise StoreError(
+                    f"{what} cannot begin inside {self._busy} of the same model, as from a signal handler or a hook; set "
+                    "a flag there, and do it after the step"
+                )
+            self._busy = what
+            try:
+                yield
+            finally:
+                self._busy = None
+
+    def await_compute(self) -> None:
+        """Block until the device has finished the work on its compute stream."""
+        self.device.follow()
+        self.device.compute.record().wait()
+
+    def follow_compute(self) -> None:
+        """Use the caller's current stream as the compute stream. Called on the model's thread before it runs ops."""
+        self.device.follow()
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether transfers are possible: the store is not closed, not failed, and this process owns it."""
+        return not self._closed and self._failure is None and not self.is_forked
+
+    @without_interrupts
+    def check_usable(self, record: StoredParameter | None = None) -> None:
+        """Raise StoreError if the store is closed or failed, or if ``record`` is torn after its update has ended."""
+        if record is not None:
+            self.finish(record)
+        self.check_open()
+        self.check_not_failed()
+        if record is not None and record.update.is_torn:
+            raise torn_error(record)
+        if record is not None and record.copies.seat.is_held:
+            raise UnsupportedError(
+                f"'{record.name}' is held by full_parameters(), whose tensor has its value now; do this after the block"
+            )
+
+    def check_whole(self) -> None:
+        """Wait for updates, and raise StoreError if the store has failed: its parameters are then of different steps.
+
+        Does not raise for a closed store or in a forked child, where some values can still be read.
+        """
+        if not self.is_forked and not self.updates.is_idle:
+            self.synchronize()
+        self.check_not_failed()
+
+    def check_not_failed(self) -> None:
+        """Raise StoreError if the store has failed so far, or if damaged bytes were found on the disk."""
+        if self._verified is not None and self._verified.damage is not None:
+            self.fail(self._verified.damage)
+        if self.early_step is not None and (updated := self.early_step.find_broken()):
+            broken = StoreError("a backward that updates parameters (step_in_backward) did not finish")
+            self.fail(broken, updated=updated)
+        if self._failure is not None:
+            raise StoreError(self._failure)
+
+    def check_open(self) -> None:
+        """Raise StoreError if the store was closed, or belongs to another process."""
+        if self._closed:
+            raise StoreError("the store of this model is closed; build and optimize the model again to train it")
+        self._check_process()
+
+    # Forked children
+
+    @property
+    def is_forked(self) -> bool:
+        """Return whether this process was forked from the one that owns the store."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        if self.is_forked:
+            raise StoreError(
+                "this model lives in a store of another process, whose threads a fork does not copy; use it in the process "
+                "that called optimize(), or start workers with 'spawn' and build the model there"
+            )
+
+    def leave_to_parent(self) -> None:
+        """See Forkable.leave_to_parent."""
+        self._finalizer.detach()  # it would wait for threads that do not exist here
+        self._lock, self._busy = threading.RLock(), None
+        self.meter.leave_to_parent()
+        if self.engine is not None:
+            self._views.update(self.engine.leave_to_parent())
+        for record in self.records.values():
+            if (update := record.update.future) is not None and has_ended(update):
+                record.update.end_wait(update)
+
+    def let_go(self, record: StoredParameter, home: Tensor) -> None:
+        """Record that user code gets a home tensor and may change it. With ``verify_store``, StoreError if it is damaged."""
+        self.io_pool.uses.note()
+        if self._verified is None:
+            return
+        for slot in _all_slots(record):
+            if slot.extent is not None and slot.is_home_of(home):
+                with self.failing_on_error():
+                    self._verified.let_go(slot.extent.offset, slot.extent.reserved_nbytes)
+
+    def take_into_child(self, record: StoredParameter, home: Tensor) -> None:
+        """In a forked child: copy a home tensor, as it was at the fork, to private memory. StoreError if that fails."""
+        self._refuse_in_flight(record)
+        if not self.device.memory.unified:
+            raise StoreError(
+                f"'{record.name}' is in device memory, or in pinned memory, which a fork does not copy; give the child a "
+                "copy made before the fork, such as parameter.detach().clone()"
+            )
+        if (address := home.data_ptr()) not in self._views:
+            return  # in memory, or copied already
+        uses = self.io_pool.uses
+        if uses.was_at_rest and uses.is_unchanged:
+            touch_pages(home)
+            if uses.is_unchanged:
+                self._views.discard(address)
+                return
+        raise StoreError(
+            f"'{record.name}' may have changed since this process was forked: the parent has continued training; read it "
+            "before that, or give the child a copy made before the fork, such as parameter.detach().clone()"
+        )
+
+    def _refuse_in_flight(self, record: StoredParameter) -> None:
+        if record.update.future is not None:
+            raise StoreError(
+                f"'{record.name}' was being updated when this process was forked, and has no value here; call "
+                "zinf_compile.synchronize(model) before the fork"
+            )
+
+    @contextmanager
+    def failing_on_error(self) -> Iterator[None]:
+        """A block in which an error of a read or write makes the store fail."""
+        try:
+            yield
+        except StoreError as error:
+            self.fail(error)
+            raise
+
+    @without_interrupts
+    def fail(self, error: BaseException, *, updated: Sequence[StoredParameter] = ()) -> None:
+        """Refuse to compute and to step until a checkpoint is loaded, and add a note that says so to ``error``.
+
+        ``updated`` are the parameters whose update was complete when a step failed. Later failures are ignored.
+        """
+        if self._failure is not None or self._closed or self.is_forked:
+            return
+        with suppress(StoreError):  # nothing may stay in flight; what failed is in failed_slots
+            self.tensor_io.wait_writes()
+        for record in self.records.values():  # a master copy whose write failed has no value
+            if record.copies.master in self.tensor_io.failed_slots:
+                record.update.tear()
+        torn = [record.name for record in self.records.values() if record.update.is_torn]
+        state = describe_state(updated=[record.name for record in updated], torn=torn)
+        if isinstance(error, DamageError) and not updated and not torn:
+            state = "no update was cut short"
+        self._failure = f"an earlier error stopped this model: {describe_error(error)}; {state}; {REMEDY}"
+        self._unsure = set(self.records)
+        error.add_note(f"zinf_compile: {state}; {REMEDY}")
+
+    @contextmanager
+    def rewriting(self, records: Sequence[StoredParameter]) -> Iterator[None]:
+        """A block that rewrites every copy and the optimizer state of some parameters, which are valid afterwards.
+
+        A store that has failed can compute again once all of its parameters were rewritten. An error in the block leaves
+        these parameters torn.
+        """
+        with suppress(StoreError):
+            self.check_not_failed()
+        for record in records:
+            record.update.tear()
+        try:
+            yield
+            self.tensor_io.wait_writes()
+        except BaseException as error:
+            self._failure = None  # all parameters are valid again
+            self.fail(error)
+            raise
+        for record in records:
+            record.copies.sync(record.version)
+            record.update.rewrite()
+        if self.early_step is not None:
+            self.early_step.forget()
+        self._unsure.difference_update(record.name for record in records)
+        if not self._unsure:
+            self.tensor_io.failed_slots.clear()
+            self._failure = None
+            if self._verified is not None:
+                self._verified.forget_damage()
+
+    @without_interrupts
+    def close(self) -> None:
+        """Finish what is in flight, and release the file, the threads and the buffers. Safe to call twice.
+
+        In a forked child this does nothing to them: the parent owns them.
+        """
+        if self.is_forked:
+            self._closed = True
+        if not self._closed:
+            if self.early_step is not None:
+                self.early_step.flush()
+            self.updates.close(wait=True)
+            self._closed = True
+            with suppress(StoreError):  # a write that failed was reported by the step it belonged to
+                self.tensor_io.wait_writes()
+            self._finalizer()
+            self.device_updates.drop()
+            self.arena.give_back_all()
+            self.arena.drop()
+
+    @without_interrupts
+    def check_integrity(self) -> None:
+        """Raise VerifyError if a buffer is leaked or two things share bytes once nothing runs."""
+        if self.early_step is not None:
+            self.early_step.flush()
+        self.updates.wait()
+        self.activations.check_integrity()
+        self.staging.check_integrity(expect_idle=True)
+        self.arena.check_integrity(expect_idle=True)
+        self.layout.check_integrity()
+
+
+# By the number that ops carry. A graph does not keep its store alive.
+_stores: "weakref.WeakValueDictionary[int, Store]" = weakref.WeakValueDictionary()
+
+
+def find_store(store_id: int) -> Store:
+    """Return the store with a number."""
+    return _stores[store_id]
+
+
+def store_of(record: Stored) -> Store:
+    """Return the store that holds a parameter."""
+    return _stores[record.whole.store.store_id]
+
+
+def _all_slots(record: StoredParameter) -> Iterator[Slot]:
+    yield from record.slots
+    yield from record.gradient.held
+    for states in record.copies.states_of_others:
+        yield from states.values()
+
+
+def weak_name_at(store: Store) -> Callable[[int], str | None]:
+    """Return a function from file offsets to slot names, None for other offsets. It does not keep the store alive."""
+    alive = weakref.ref(store)
+
+    def name_at(offset: int) -> str | None:
+        found = alive()
+        for record in () if found is None else list(found.records.values()):
+            for slot in _all_slots(record):
+                if slot.extent is not None and 0 <= offset - slot.extent.offset < slot.extent.reserved_nbytes:
+                    is_compute = slot is record.copies.compute and record.copies.are_two
+                    return f"{slot.name} (compute copy)" if is_compute else slot.name
+        return None
+
+    return name_at
+
+
+def _room_for_activations(config: Config, homes_nbytes: Mapping[Tier, int], tier: Tier) -> int | None:
+    """Return the bytes of a tier's budget that homes and staging leave; None if only the disk is the limit."""
+    if tier is Tier.HOST:
+        return config.host_memory - max(config.staging_memory, 0) - homes_nbytes[tier]
+    return None if config.nvme_memory is None else config.nvme_memory - homes_nbytes[tier]
+
+
+def _close(
+    updates: UpdateQueue, transfers: Transfers, staging: StagingPool, memory: TierMemory, engine: Engine | None
+) -> None:
+    with uninterrupted(may_raise=False):  # Python discards exceptions of finalizers
+        updates.close(wait=False)  # this may run on the update thread itself, if it held the last reference
+        transfers.close()
+        staging.close()
+        memory.close()
+        if engine is not None:
+            engine.close()

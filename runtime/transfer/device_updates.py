@@ -1,0 +1,125 @@
+"""Optimizer updates on the device: chunks of their inputs are copied there over the link, and results are copied back.
+
+    to_device   free -> gradient, master copy, moments of chunk 1 | of chunk 2 | ...
+    update              arrived -> the user's optimizer on chunk 1 | ...
+    to_host                        done -> master copy, moments, compute copy of chunk 1 | ...
+
+A few sets of buffers take turns: the next chunk arrives while one is updated and the previous one is copied back.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.plan import UPDATE_SETS
+from zinf_compile.runtime.device.device import Device, Event, Timing, alias_bytes
+from zinf_compile.runtime.observe.meter import Meter
+from zinf_compile.runtime.storage.nvme.engine import whole_sectors
+from zinf_compile.runtime.transfer.link import Link
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Buffers:
+    """Device memory of one chunk, and the event after which it may be overwritten."""
+
+    memory: Tensor
+    free: Event
+
+
+class DeviceUpdates:
+    """Runs updates of one store on its device. Called from one thread at a time."""
+
+    def __init__(self, device: Device, link: Link, meter: Meter) -> None:
+        self._device, self._link, self._meter = device, link, meter
+        self._sets: deque[_Buffers] = deque()
+
+    def run(
+        self,
+        name: str,
+        host: Mapping[str, Tensor],
+        read: Collection[str],
+        written: Collection[str],
+        update: Callable[[Mapping[str, Tensor]], object],
+        *,
+        here: Mapping[str, Tensor],
+        before: Event,
+    ) -> dict[str, Future[None]]:
+        """Start updating the flat ``host`` tensors of ``name``, by role; call ``make_room`` first.
+
+        Tensors of roles ``read`` are copied to the device, and those ``written`` are copied back. ``here`` are tensors on
+        the device, updated in place after the event ``before``. ``update`` receives all of them on the device, and enqueues
+        ops that change them in place. Returns, by role, a future that is done when the result is back in host memory. Until
+        then no host tensor may be read or written by others.
+        """
+        buffers = self._sets.popleft()
+        there: dict[str, Tensor] = {}
+        if here:
+            # Hazard: compute enqueued earlier may still read a resident copy that is updated in place.
+            self._device.update.wait(before)
+        cursor = 0
+        for role, tensor in host.items():
+            there[role] = alias_bytes(buffers.memory, cursor, tensor.numel(), tensor.dtype)
+            cursor += _room(tensor)
+            if role in read:
+                # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
+                timing = self._count(Tier.HOST, Tier.DEVICE, tensor, f"{name} ({role})")
+                copy = self._link.bring(_as_bytes(tensor), _as_bytes(there[role]), behind=buffers.free, timing=timing)
+                # Hazard: the update reads the copied tensors.
+                self._device.update.wait(copy.event)
+        # Hazard: tensors that are written and not read have no copy to wait for.
+        self._device.update.wait(buffers.free)
+        try:
+            with self._device.updating():
+                update({**there, **here})
+        except BaseException:
+            self._device.synchronize()  # the caller may free the host tensors, so no copy may be in flight
+            raise
+        # Hazard: the copies back read what the update writes.
+        done = self._device.update.record()
+        back: dict[str, Future[None]] = {}
+        for role in written:
+            timing = self._count(Tier.DEVICE, Tier.HOST, host[role], f"{name} ({role})")
+            copy = self._link.take(_as_bytes(there[role]), _as_bytes(host[role]), behind=done, timing=timing)
+            buffers.free = copy.event  # copies of one stream: the last ends after all others
+            back[role] = copy.done
+        self._sets.append(buffers)
+        return back
+
+    def _count(self, source: Tier, destination: Tier, tensor: Tensor, name: str) -> Timing | None:
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        self._meter.add_moved(source, destination, nbytes)
+        return self._meter.copying(source, destination, nbytes, name)
+
+    def make_room(self, sizes: Iterable[int]) -> None:
+        """Prepare buffers of these sizes, in bytes, for the next chunk. CapacityError if the device has no room."""
+        needed = sum(map(whole_sectors, sizes))
+        if len(self._sets) >= UPDATE_SETS:
+            if self._sets[0].memory.numel() >= needed:
+                return
+            self._sets.popleft().free.wait()  # their memory returns to the allocator, which does not track these copies
+        with self._device.updating():  # so the allocator assigns the memory to the update stream
+            memory = self._device.allocate([needed], torch.uint8)
+            self._sets.appendleft(_Buffers(memory=memory, free=self._device.update.record()))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the device bytes of the buffers."""
+        return sum(buffers.memory.numel() for buffers in self._sets)
+
+    def drop(self) -> None:
+        """Free the buffers, once nothing uses them."""
+        while self._sets:
+            self._sets.popleft().free.wait()
+
+
+def _room(tensor: Tensor) -> int:
+    return whole_sectors(tensor.numel() * tensor.dtype.itemsize)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)

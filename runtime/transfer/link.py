@@ -1,0 +1,181 @@
+"""The link between host memory and a device: which stream copies what, and which events it waits for.
+
+A device that shares the host's memory needs no copies: ``is_crossed`` is False, and callers copy bytes themselves if
+they have to.
+
+    issue             mark = compute.record()
+    bytes in host     to_device.wait(mark); to_device.copy(bytes, arena); arrived = to_device.record()
+    first reader      compute.wait(arrived)
+
+    gradient          ready = compute.record(); to_host.wait(ready); to_host.copy(gradient, staging); left = to_host.record()
+    later             compute.wait(left); only then may the gradient's memory be reused
+
+There is no cycle: compute waits only for copies that are already enqueued, and these only for compute enqueued before
+them.
+"""
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from torch import Tensor
+
+from zinf_compile.ir.errors import StoreError
+from zinf_compile.runtime.device.device import Device, Event, Stream, Timing
+from zinf_compile.runtime.process.waiting import join_thread, next_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnqueuedCopy:
+    """A copy to or from the device that is enqueued on its stream."""
+
+    event: Event  # at its end, for the compute stream to wait for
+    done: Future[None]
+
+
+class _Leaving(NamedTuple):
+    """A tensor on the device that is being copied to host memory, kept alive, and the end of its copy."""
+
+    value: Tensor
+    nbytes: int
+    left: Event
+
+
+class _Enqueued(NamedTuple):
+    """An enqueued copy: its end, the futures that wait for it, and its host memory, which must live until then."""
+
+    event: Event
+    done: Future[None]
+    memory: Tensor
+
+
+class _Watcher:
+    """A thread that waits for the copies of one stream, which end in the order in which they were enqueued."""
+
+    def __init__(self, name: str) -> None:
+        self._enqueued: SimpleQueue[_Enqueued | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._is_started = False
+
+    def watch(self, event: Event, memory: Tensor) -> Future[None]:
+        """Return a future that is done when the stream reaches an event. Called with the stream's lock held."""
+        if not self._is_started:
+            self._is_started = True
+            self._thread.start()
+        done: Future[None] = Future()
+        self._enqueued.put(_Enqueued(event, done, memory))
+        return done
+
+    def _run(self) -> None:
+        while (copy := next_of(self._enqueued)) is not None:
+            done = copy.done
+            try:
+                copy.event.wait()
+            except RuntimeError as error:  # of CUDA, for example if an earlier kernel failed
+                refused = StoreError(f"a copy between host memory and the device failed: {error}")
+                refused.__cause__ = error
+                del copy
+                done.set_exception(refused)
+            else:
+                del copy  # a waiter may need its memory
+                done.set_result(None)
+
+    def close(self) -> None:
+        if self._is_started:
+            self._enqueued.put(None)
+            if self._thread is not threading.current_thread():
+                join_thread(self._thread, "copies between host memory and the device")
+
+
+class Link:
+    """Copies between host memory and one device in both directions. Thread-safe."""
+
+    def __init__(self, device: Device, *, leaving_nbytes: int = 0) -> None:
+        """``leaving_nbytes`` limits the device bytes of tensors that are being copied to host memory."""
+        self._device = device
+        self.is_crossed = not device.memory.unified  # whether bytes are copied between host and device
+        self._in_lock, self._out_lock = threading.Lock(), threading.Lock()
+        self._in_watcher, self._out_watcher = _Watcher("zinf-to-device"), _Watcher("zinf-to-host")
+        self._leaving: deque[_Leaving] = deque()
+        self._leaving_nbytes = 0
+        self.leaving_limit = leaving_nbytes
+
+    def mark(self) -> Event:
+        """Return the current end of the compute stream: memory freed before it may be overwritten after it."""
+        # Hazard: ops that are enqueued and not yet done may still read released arena bytes. A copy into them waits for
+        # this event, which comes after these ops.
+        return self._device.compute.record()
+
+    def bring(
+        self, source: Tensor, destination: Tensor, *, behind: Event, timing: Timing | None = None
+    ) -> EnqueuedCopy:
+        """Start copying flat host bytes to flat bytes on the device, after earlier readers and writers of these bytes."""
+        stream = self._device.to_device
+        with self._in_lock:  # no other thread's copy may come between a copy and its event
+            stream.wait(behind)
+            with nullcontext() if timing is None else timing(stream):
+                stream.copy(source, destination)
+            event = stream.record()
+            return EnqueuedCopy(event=event, done=self._in_watcher.watch(event, source))
+
+    @property
+    def compute(self) -> Stream:
+        """The stream of the model's ops."""
+        return self._device.compute
+
+    def join(self, event: Event) -> None:
+        """Make the compute stream wait for a copy."""
+        # Hazard: ops enqueued from now on read the copied bytes, and must not begin before the copy is done.
+        self._device.compute.wait(event)
+
+    def take(
+        self, source: Tensor, destination: Tensor, *, behind: Event | None = None, timing: Timing | None = None
+    ) -> EnqueuedCopy:
+        """Start copying flat bytes on the device to flat host bytes, after the compute enqueued so far or after an event.
+
+        The source must not be freed before the compute stream waits for the copy: use ``let_go`` or ``join``.
+        """
+        stream = self._device.to_host
+        # Hazard: ops that compute the source may be enqueued and not yet done.
+        ready = behind or self._device.compute.record()
+        with self._out_lock:
+            stream.wait(ready)
+            with nullcontext() if timing is None else timing(stream):
+                stream.copy(source, destination)
+            event = stream.record()
+            return EnqueuedCopy(event=event, done=self._out_watcher.watch(event, destination))
+
+    def let_go(self, value: Tensor) -> None:
+        """Free a tensor on the device once the copies that were enqueued for it are done.
+
+        Ops of the compute stream may get its memory, without waiting for copies. So it is kept alive until the compute
+        stream waits for them, which happens when more than the limit is being copied.
+        """
+        nbytes = value.untyped_storage().nbytes()
+        with self._out_lock:
+            left = self._device.to_host.record()
+            self._leaving.append(_Leaving(value, nbytes, left))
+            self._leaving_nbytes += nbytes
+            self._free_beyond(self.leaving_limit)
+
+    def make_room(self, nbytes: int) -> None:
+        """Free tensors until ``nbytes`` more can be copied to the host within the limit."""
+        with self._out_lock:
+            self._free_beyond(max(0, self.leaving_limit - nbytes))
+
+    def _free_beyond(self, limit: int) -> None:
+        while self._leaving_nbytes > limit and self._leaving:
+            # Hazard: the next op of compute gets this memory, and would overwrite it while it is being copied.
+            leaving = self._leaving.popleft()
+            self._device.compute.wait(leaving.left)
+            self._leaving_nbytes -= leaving.nbytes
+
+    def close(self) -> None:
+        """Wait for all copies, and end the threads."""
+        self._in_watcher.close()
+        self._out_watcher.close()
+        self._leaving.clear()

@@ -1,0 +1,144 @@
+"""Copies whole tensors between their homes and a file: piece by piece, with a checksum, in constant memory."""
+
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.process.waiting import wait_future
+from zinf_compile.runtime.storage.file_stream import FileReader, FileWriter
+from zinf_compile.runtime.storage.futures import wait_all
+from zinf_compile.runtime.storage.nvme.engine import ALIGN
+from zinf_compile.runtime.storage.slots import Slot, elements_of
+from zinf_compile.runtime.storage.staging import StagingBuffer
+from zinf_compile.runtime.transfer.tensor_io import TensorIO
+
+_PIECE_NBYTES = 16 * 2**20  # at most; a few calls for each thread of a store
+_NUM_READS = 2  # pieces of a slot that are being read or processed
+
+
+class _Piece(NamedTuple):
+    """Bytes of a slot that are being read from nvme."""
+
+    lease: StagingBuffer
+    nbytes: int
+    reads: list[Future[None]]
+
+
+def write_slot(writer: FileWriter, slot: Slot, tensor_io: TensorIO | None) -> int:
+    """Append a slot's tensor to a file; return the CRC-32 of its bytes. A slot on nvme needs its store's ``tensor_io``."""
+    checksum = 0
+    for view in _pieces(slot, tensor_io):
+        checksum = zlib.crc32(view, checksum)
+        writer.write(view)
+    return checksum
+
+
+def read_slot(reader: FileReader, slot: Slot, tensor_io: TensorIO | None, *, compute: Slot | None = None) -> int:
+    """Fill a slot, and a compute copy of it, with the next bytes of a file; return their CRC-32.
+
+    Writes to nvme may be in flight when this returns; ``tensor_io.wait_writes`` completes them.
+    """
+    checksum = 0
+    flat = (
+        slot.tensor.reshape(-1).cpu() if slot.in_memory else None
+    )  # a copy if it is not contiguous, as a user's buffer may be
+    for part in _parts(slot, tensor_io):
+        lease = _lease(tensor_io, slot, part) if flat is None else None
+        try:
+            piece = _staged(lease, slot, part) if flat is None else elements_of(flat, slot.slice, part)
+            view = tensor_bytes(piece)
+            reader.read_into(view)
+            checksum = zlib.crc32(view, checksum)
+            if compute is not None:
+                _convert(piece, compute, part, tensor_io)
+        except BaseException:
+            if lease is not None and tensor_io is not None:
+                tensor_io.staging.return_(lease)
+            raise
+        if lease is not None and tensor_io is not None:
+            tensor_io.send_home(slot, part, lease)
+    if flat is not None and flat.data_ptr() != slot.tensor.data_ptr():
+        slot.tensor.copy_(flat.view(slot.tensor.shape))
+    return checksum
+
+
+def convert_slot(slot: Slot, compute: Slot, tensor_io: TensorIO) -> None:
+    """Start filling a compute copy with the value of another slot; ``tensor_io.wait_writes`` completes it."""
+    for part, view in zip(_parts(slot, tensor_io), _pieces(slot, tensor_io), strict=True):
+        _convert(torch.frombuffer(view, dtype=slot.tensor.dtype), compute, part, tensor_io)
+
+
+def _convert(piece: Tensor, compute: Slot, part: Slice, tensor_io: TensorIO | None) -> None:
+    """Write a part of the compute copy from a piece of the master copy."""
+    if compute.in_memory:
+        compute.elements(part).copy_(piece)
+        return
+    lease = _lease(tensor_io, compute, part)
+    assert tensor_io is not None
+    with lease.handed_on():
+        _staged(lease, compute, part).copy_(piece)
+        tensor_io.send_home(compute, part, lease)
+
+
+def _pieces(slot: Slot, tensor_io: TensorIO | None) -> Iterator[memoryview]:
+    """Yield a slot's bytes in order; each piece is valid until the next is requested."""
+    if slot.in_memory:
+        flat = slot.tensor.reshape(-1).cpu()  # a user's buffer may be on the device
+        for part in _parts(slot, tensor_io):
+            yield tensor_bytes(elements_of(flat, slot.slice, part))
+        return
+    assert tensor_io is not None
+    pieces: deque[_Piece] = deque()
+    try:
+        for part in _parts(slot, tensor_io):
+            if len(pieces) == _NUM_READS:
+                tensor_io.staging.return_(pieces.popleft().lease)
+            lease = _lease(tensor_io, slot, part)
+            nbytes = part.num_elements * slot.tensor.dtype.itemsize
+            with lease.handed_on():
+                reads = tensor_io.pool.read(slot, slot.byte_range(part)[0], lease.view)
+            pieces.append(_Piece(lease, nbytes, reads))
+            if len(pieces) == _NUM_READS:
+                yield _landed(pieces[0])
+        yield _landed(pieces[-1])
+    finally:
+        for piece in pieces:
+            for read in piece.reads:
+                wait_future(read, "a read of the store")  # the buffer must not be reused during the read
+            tensor_io.staging.return_(piece.lease)
+
+
+def _parts(slot: Slot, tensor_io: TensorIO | None) -> Iterator[Slice]:
+    """Yield consecutive parts of a slot that begin at a sector, both of the slot and of a compute copy of any dtype.
+
+    A part is a quarter of staging, so that two parts of a slot and the blocks of a file in flight fit.
+    """
+    room = _PIECE_NBYTES if tensor_io is None else min(tensor_io.staging.capacity // 4, _PIECE_NBYTES)
+    step = max(ALIGN, room // slot.tensor.dtype.itemsize // ALIGN * ALIGN)
+    return slot.slice.flat.pieces(step)
+
+
+def _lease(tensor_io: TensorIO | None, slot: Slot, part: Slice) -> StagingBuffer:
+    assert tensor_io is not None
+    return tensor_io.staging.lease(slot.byte_range(part)[1])
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in memory, readable and writable."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def _staged(lease: StagingBuffer | None, slot: Slot, part: Slice) -> Tensor:
+    assert lease is not None
+    return torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=part.num_elements)
+
+
+def _landed(piece: _Piece) -> memoryview:
+    wait_all(piece.reads, "a read of the store")
+    return piece.lease.view[: piece.nbytes]

@@ -1,0 +1,245 @@
+"""Tensor I/O: reads, writes, adds to and changes whole tensors of slots, a staging buffer at a time."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.errors import StoreError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.observe.meter import Meter
+from zinf_compile.runtime.storage.arena import Arena
+from zinf_compile.runtime.storage.futures import return_when_done, then_start
+from zinf_compile.runtime.storage.slots import Slot, SlotPart, elements_of
+from zinf_compile.runtime.storage.staging import StagingBuffer
+from zinf_compile.runtime.transfer.io_pool import IOPool
+
+
+class TensorIO:
+    """Reads and writes of whole tensors in one store's slots.
+
+    Writes continue in the background; ``wait_writes`` waits for all of them.
+    """
+
+    def __init__(self, pool: IOPool, *, arena: Arena, meter: Meter) -> None:
+        """``pool`` reads and writes. Device values that lie in ``arena`` are copied first, since arena bytes are reused."""
+        self.pool = pool
+        self.link, self.staging = pool.link, pool.staging
+        self._meter = meter
+        self._arena = arena
+        self._writes: list[tuple[Slot, Future[None]]] = []
+        self.failed_slots: list[Slot] = []  # slots with a failed write: their content is undefined
+
+    def write_value(self, slot: Slot | SlotPart, value: Tensor, source: Tier = Tier.HOST) -> None:
+        """Start writing ``value`` to a slot; ``wait_writes`` completes it. The caller may reuse ``value`` at once.
+
+        A value on a device with its own memory is copied on a stream, after the ops that compute it, and must not be
+        changed any more.
+        """
+        if source is Tier.DEVICE and self.link.is_crossed:
+            self._write_from_device(slot, value)
+            return
+        if slot.in_memory:
+            slot.tensor.view(value.shape).copy_(value)
+            self._meter.add_moved(source, slot.tier, slot.nbytes)
+            return
+        flat = value.reshape(-1)
+        for part, lease in self._leases(slot):
+            with lease.handed_on():
+                staged = torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=part.num_elements)
+                staged.copy_(elements_of(flat, slot.slice, part))
+                self.send_home(slot, part, lease, source)
+
+    def _write_from_device(self, slot: Slot | SlotPart, value: Tensor) -> None:
+        flat = self._outliving(value, slot.tensor.dtype)
+        if slot.in_memory:
+            home = slot.elements(slot.slice)
+            self._meter.add_moved(Tier.DEVICE, slot.tier, slot.nbytes)
+            timing = self._meter.copying(Tier.DEVICE, slot.tier, slot.nbytes, slot.name)
+            self._writes.append((slot.whole, self.link.take(_as_bytes(flat), _as_bytes(home), timing=timing).done))
+        else:
+            for part, lease in self._leases(slot):
+                with lease.handed_on():
+                    here = torch.frombuffer(lease.view, dtype=flat.dtype, count=part.num_elements)
+                    timing = self._meter.copying(Tier.DEVICE, Tier.HOST, lease.nbytes, slot.name)
+                    piece = elements_of(flat, slot.slice, part)
+                    left = self.link.take(_as_bytes(piece), _as_bytes(here), timing=timing).done
+                    self.send_home(slot, part, lease, Tier.DEVICE, after=left)
+        self.link.let_go(flat)
+
+    def _outliving(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a device value, flat, in memory that is not overwritten before its copies are done."""
+        if self._arena.holds(value) or value.dtype != dtype or not value.is_contiguous():
+            self.link.make_room(value.numel() * dtype.itemsize)  # for a copy
+        flat = value.detach().to(dtype).contiguous().view(-1)
+        return flat.clone() if self._arena.holds(flat) else flat
+
+    def _pieces(self, slot: Slot | SlotPart) -> Iterator[Slice]:
+        """Yield consecutive parts of a slot, each of which fits into a staging buffer."""
+        return slot.slice.flat.pieces(self.pool.piece_elements(slot.tensor.dtype))
+
+    def _leases(self, slot: Slot | SlotPart) -> Iterator[tuple[Slice, StagingBuffer]]:
+        """Yield the parts of a slot, each with a staging buffer for it."""
+        for part in self._pieces(slot):
+            yield part, self.pool.lease(slot.byte_range(part)[1], f"room for {slot.name}")
+
+    def add_value(
+        self,
+        slot: Slot | SlotPart,
+        value: Tensor,
+        source: Tier = Tier.HOST,
+        *,
+        on_sum: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """Start adding ``value`` to a slot; ``wait_writes`` completes it.
+
+        ``on_sum`` is called with the whole sum if the slot is on nvme and half of staging can hold it; never over a link.
+        """
+        if source is Tier.DEVICE and self.link.is_crossed:
+            self._add_from_device(slot, value)
+            return
+        if slot.in_memory:
+            slot.tensor.add_(value.to(slot.tensor.dtype))
+            self._meter.add_moved(source, slot.tier, slot.nbytes)
+            return
+        flat = value.reshape(-1)
+
+        def add(piece: Tensor, part: Slice) -> None:
+            piece.add_(elements_of(flat, slot.slice, part).to(piece.dtype))
+            if on_sum is not None and piece.numel() == flat.numel():
+                on_sum(piece.view(slot.tensor.shape))
+
+        self.rewrite_value(slot, add, source, whole=on_sum is not None and slot.nbytes <= self.staging.capacity // 2)
+
+    def _add_from_device(self, slot: Slot | SlotPart, value: Tensor) -> None:
+        flat = self._outliving(value, slot.tensor.dtype)
+        self._wait_writes_of(slot)
+        for part in self._pieces(slot):
+            piece = elements_of(flat, slot.slice, part)
+            lease = self.pool.lease(piece.numel() * piece.dtype.itemsize, f"room for {slot.name}")
+            here = torch.frombuffer(lease.view, dtype=piece.dtype, count=piece.numel())
+            timing = self._meter.copying(Tier.DEVICE, Tier.HOST, lease.nbytes, slot.name)
+            try:
+                left = self.link.take(_as_bytes(piece), _as_bytes(here), timing=timing).done
+            except RuntimeError:  # of CUDA, after an earlier kernel failed
+                self.staging.return_(lease)
+                raise
+            if slot.in_memory:
+                home = slot.elements(part)
+                self._meter.add_moved(Tier.DEVICE, slot.tier, lease.nbytes)
+                added = then_start(left, partial(self._add_on_thread, home, here, part))
+                return_when_done(self.staging, lease, [added])
+                self._writes.append((slot.whole, added))
+                continue
+            try:
+                self.pool.wait([left], slot.name)
+                self._rewrite(slot, part, partial(_add, here))
+            finally:
+                self.staging.return_(lease)
+        self.link.let_go(flat)
+
+    def _add_on_thread(self, home: Tensor, addend: Tensor, part: Slice) -> list[Future[None]]:
+        return [self.pool.submit(_add, addend, home, part)]
+
+    def _wait_writes_of(self, slot: Slot | SlotPart) -> None:
+        """Wait for earlier writes to a slot."""
+        self.pool.wait([future for written, future in self._writes if written is slot.whole], slot.name)
+
+    def rewrite_value(
+        self,
+        slot: Slot | SlotPart,
+        change: Callable[[Tensor, Slice], object],
+        source: Tier = Tier.HOST,
+        *,
+        whole: bool = False,
+    ) -> None:
+        """Read a slot on nvme a staging buffer at a time, or ``whole``, change it, and start writing it back.
+
+        ``change`` gets flat elements, to be changed in place, and their slice of the parameter. ``wait_writes``
+        completes the writes.
+        """
+        self._wait_writes_of(slot)
+        elements = slot.slice.flat
+        for part in elements.pieces(max(1, elements.length)) if whole else self._pieces(slot):
+            self._rewrite(slot, part, change, source)
+
+    def _rewrite(
+        self,
+        slot: Slot | SlotPart,
+        part: Slice,
+        change: Callable[[Tensor, Slice], object],
+        source: Tier = Tier.HOST,
+    ) -> None:
+        offset, nbytes = slot.byte_range(part)
+        lease = self.pool.lease(nbytes, f"room for {slot.name}")
+        with lease.handed_on():
+            self.pool.wait(self.pool.read(slot, offset, lease.view), slot.name)
+            change(torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=part.num_elements), part)
+            self.send_home(slot, part, lease, source)
+
+    def send_home(
+        self,
+        slot: Slot | SlotPart,
+        part: Slice,
+        lease: StagingBuffer,
+        source: Tier = Tier.HOST,
+        *,
+        after: Future[None] | None = None,
+    ) -> None:
+        """Start writing a part of a slot from ``lease``, which is returned to staging when that is done.
+
+        ``wait_writes`` completes it. The bytes of the lease are valid once ``after`` is done.
+        """
+        offset = slot.byte_range(part)[0]
+        if after is None:
+            futures = self.pool.write(slot, offset, lease.view, source)
+        else:
+            view = lease.view
+            futures = [then_start(after, lambda: self.pool.write(slot, offset, view, source))]
+        return_when_done(self.staging, lease, futures)
+        self._writes += [(slot.whole, future) for future in futures]
+
+    def wait_writes(self) -> None:
+        """Block until every write so far is complete; raise the StoreError of the first that failed."""
+        pending = self._writes.copy()
+        self._writes.clear()
+        writes = [future for _, future in pending]
+        try:
+            self.pool.wait(writes, "gradients on their way home")
+        except StoreError:
+            self.failed_slots += [slot for slot, future in pending if future.exception(timeout=0) is not None]
+            raise
+
+    def read_value(self, slot: Slot | SlotPart, destination: Tensor) -> None:
+        """Fill ``destination``, a contiguous tensor of the slot's dtype, with the whole value; blocks."""
+        if slot.in_memory:
+            destination.copy_(slot.tensor)
+            self._meter.add_moved(slot.tier, Tier.DEVICE, slot.nbytes)
+            return
+        for part, piece in self.read_pieces(slot, Tier.DEVICE):
+            elements_of(destination, slot.slice, part).copy_(piece)
+
+    def read_pieces(self, slot: Slot | SlotPart, destination: Tier = Tier.HOST) -> Iterator[tuple[Slice, Tensor]]:
+        """Yield the parts of a slot in order, each with its elements; blocks.
+
+        The tensors are flat, and each is valid until the next is requested.
+        """
+        for part in self._pieces(slot):
+            if slot.in_memory:
+                yield part, slot.elements(part)
+                continue
+            offset, nbytes = slot.byte_range(part)
+            with self.pool.lease(nbytes, f"room for {slot.name}") as lease:
+                self.pool.wait(self.pool.read(slot, offset, lease.view, destination), slot.name)
+                yield part, torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=part.num_elements)
+
+
+def _add(addend: Tensor, home: Tensor, _: Slice) -> None:
+    home.add_(addend)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)

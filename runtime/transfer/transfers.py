@@ -1,0 +1,216 @@
+"""Gathers into the arena: issued, waited for, released.
+
+The compute thread, which runs the model, issues and waits. On a CPU its ops are synchronous: those before an issue are
+done, so the transfer may overwrite arena bytes that were released before. On a device with streams they may not be done:
+there copies wait for an event that is recorded on the compute stream at the issue.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from zinf_compile.ir.errors import VerifyError, ZinfError
+from zinf_compile.runtime.device.cpu import CPU
+from zinf_compile.runtime.device.device import Device
+from zinf_compile.runtime.observe.meter import Meter
+from zinf_compile.runtime.process.waiting import wait_future
+from zinf_compile.runtime.storage.arena import Arena
+from zinf_compile.runtime.storage.futures import call_when_done
+from zinf_compile.runtime.storage.nvme.engine import Engine, whole_sectors
+from zinf_compile.runtime.storage.slots import Slot, SlotPart
+from zinf_compile.runtime.storage.staging import StagingPool
+from zinf_compile.runtime.transfer.gpu_direct import DirectReads, GpuDirectFiller
+from zinf_compile.runtime.transfer.in_flight import DirectFiller, Filler, InFlight, LinkFiller
+from zinf_compile.runtime.transfer.io_pool import IOPool
+from zinf_compile.runtime.transfer.link import Link
+from zinf_compile.runtime.transfer.tensor_io import TensorIO
+
+
+class Updated(Protocol):
+    """The update of a parameter, as a gather of it sees it."""
+
+    @property
+    def future(self) -> "Future[None] | None":
+        """An update in flight, which a gather has to wait for."""
+
+    def note_gather(self, gather: InFlight) -> None:
+        """Remember a gather that may still read what the next update writes."""
+
+
+class Gathered(Protocol):
+    """What a gather moves: a parameter, or a tile of one."""
+
+    @property
+    def name(self) -> str:
+        """Its name, for messages."""
+
+    @property
+    def update(self) -> Updated:
+        """The state of its update."""
+
+    def copy_in(self, dtype: torch.dtype) -> Slot | SlotPart:
+        """Return the copy that a gather of ``dtype`` moves."""
+
+
+class Transfers:
+    """The gathers in flight of one store, with its I/O pool and the tensor I/O of its slots."""
+
+    def __init__(
+        self, *, engine: Engine | None, staging: StagingPool, arena: Arena, meter: Meter, device: Device = CPU
+    ) -> None:
+        """``device`` computes, and ``arena`` is in its memory."""
+        self.link = link = Link(device)
+        self.pool = IOPool(engine=engine, staging=staging, meter=meter, link=link)
+        self.tensors = TensorIO(self.pool, arena=arena, meter=meter)
+        self._arena = arena
+        self._meter = meter
+        self._in_flight: dict[int, InFlight] = {}
+        self._next_ticket = 0
+        self.filler: Filler = DirectFiller(arena, self.pool.read, self.pool.copy)
+        if link.is_crossed:
+            piece_nbytes = self.pool.piece_elements(torch.uint8)
+            self.filler = LinkFiller(arena, link, staging, self.pool.read, piece_nbytes=piece_nbytes, meter=meter)
+
+    def read_directly(self, reads: DirectReads) -> None:
+        """Read the file directly into device memory from now on, without staging. Nothing may be in flight."""
+        self.filler = GpuDirectFiller(self._arena, self.filler, reads, self._meter)
+
+    def issue_gather(self, records: Sequence[Gathered], dtypes: Sequence[torch.dtype], offsets: Sequence[int]) -> int:
+        """Start gathering the copies with these dtypes into the arena at these offsets; return the ticket to wait with."""
+        slots = [record.copy_in(dtype) for record, dtype in zip(records, dtypes, strict=True)]
+        first, last = offsets[0], offsets[-1]
+        ticket = self.issue(
+            records[0].name if len(records) == 1 else f"{records[0].name} and {len(records) - 1} more",
+            first,
+            last + whole_sectors(slots[-1].nbytes) - first,
+            # Enqueued after updates of these parameters, without blocking: compute may need the values much later.
+            after=[update for record in records if (update := record.update.future) is not None],
+            start=lambda moving: self._start_gather(slots, offsets, moving),
+        )
+        if self.link.is_crossed:  # compute continues while copies read the homes: writers must wait for them
+            for record in records:
+                record.update.note_gather(self._in_flight[ticket])
+        return ticket
+
+    def issue(
+        self,
+        name: str,
+        offset: int,
+        nbytes: int,
+        *,
+        after: Sequence[Future[None]],
+        start: Callable[[InFlight], None],
+    ) -> int:
+        """Take arena bytes; when all of ``after`` are done, call ``start``, which starts filling them and adds its futures.
+
+        Returns the ticket to wait with. Errors of ``after`` or ``start`` are raised by that wait.
+        """
+        self._arena.take(offset, nbytes)
+        self._next_ticket += 1
+        moving = InFlight(name=name, offset=offset, started=Future(), futures=[], mark=self.link.mark())
+        self._in_flight[self._next_ticket] = moving
+
+        def go(error: BaseException | None) -> None:
+            if error is not None:
+                moving.started.set_exception(error)
+                return
+            try:
+                start(moving)
+            except (ZinfError, RuntimeError) as refused:  # such as a pool that was shut down: the wait raises it
+                moving.started.set_exception(refused)
+            else:
+                moving.started.set_result(None)
+
+        call_when_done(after, go)
+        return self._next_ticket
+
+    def in_flight(self, ticket: int) -> InFlight:
+        """Return a transfer that was issued and not yet released."""
+        return self._in_flight[ticket]
+
+    def _start_gather(self, slots: Sequence[Slot | SlotPart], offsets: Sequence[int], moving: InFlight) -> None:
+        for run in _file_runs(slots, offsets):
+            self.filler.fill_from_file(moving, run.slot, run.file_offset, run.arena_offset, run.nbytes)
+        for slot, offset in zip(slots, offsets, strict=True):
+            if slot.in_memory:
+                self.filler.fill_from_memory(moving, slot.tensor, offset, slot.tier, slot)
+
+    def wait_gather(self, ticket: int) -> bool:
+        """Block until a transfer is complete; return whether this was its first wait. Raises its first error.
+
+        Over a link the compute stream waits for it, and the caller only until that wait can be enqueued.
+        """
+        gather = self._in_flight[ticket]
+        if gather.is_awaited:
+            return False
+        if gather.is_ready:
+            gather.wait()
+        else:
+            with self._meter.stall(gather.name):
+                gather.wait()
+        with self._meter.stall_on(self.link.compute, gather.name):
+            self._join(gather)
+        gather.is_awaited = True
+        return True
+
+    def _join(self, gather: InFlight) -> None:
+        for copy in gather.copies:
+            self.link.join(copy.event)
+
+    def release(self, ticket: int) -> None:
+        """Release the arena bytes for later transfers. Called after the last op that reads them."""
+        gather = self._in_flight[ticket]
+        if not gather.is_awaited:
+            raise VerifyError(f"transfer of {gather.name} is released before it was waited for")
+        del self._in_flight[ticket]
+        self._arena.give_back(gather.offset)
+
+    def abandon_gathers(self) -> None:
+        """Wait for and drop all gathers in flight, after compute failed between an issue and its release."""
+        for ticket in list(self._in_flight):
+            gather = self._in_flight[ticket]
+            wait_future(gather.started, gather.name)  # only then is the list of calls complete
+            for future in gather.futures:
+                wait_future(future, gather.name)
+            with suppress(RuntimeError):  # of CUDA, which was raised before
+                self._join(gather)  # later ops on these bytes must come after copies that are no longer needed
+            gather.is_awaited = True
+            self.release(ticket)
+        self._arena.give_back_all()  # including bytes taken by an interrupted issue_gather
+
+    def close(self) -> None:
+        """Wait for every call in flight and end the threads."""
+        self.filler.close()  # first, since it submits reads
+        self.pool.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileRun:
+    """Bytes that are consecutive both in the file and in the arena: one read, for any number of parameters."""
+
+    slot: Slot | SlotPart  # the first one, for messages
+    file_offset: int
+    arena_offset: int
+    nbytes: int
+
+
+def _file_runs(slots: Sequence[Slot | SlotPart], offsets: Sequence[int]) -> list[_FileRun]:
+    runs: list[_FileRun] = []
+    for slot, offset in zip(slots, offsets, strict=True):
+        if slot.in_memory:
+            continue
+        file_offset, nbytes = slot.byte_range(slot.slice)
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.file_offset + last.nbytes == file_offset
+            and last.arena_offset + last.nbytes == offset
+        ):
+            runs[-1] = replace(last, nbytes=last.nbytes + nbytes)
+        else:
+            runs.append(_FileRun(slot=slot, file_offset=file_offset, arena_offset=offset, nbytes=nbytes))
+    return runs

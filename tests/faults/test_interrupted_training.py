@@ -1,0 +1,195 @@
+"""Interrupts at random lines and times: afterwards the bits are right, or the model refuses with an error.
+
+``ZINF_INTERRUPTS=500`` runs that many trials, over all options; ``ZINF_SEED`` sets the seed.
+"""
+
+import collections
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+import zinf_compile
+from tests.support.interrupted_training import OPTIONS, PHASES, REFUSED, SAME, WRONG, Interrupted, Training, sample
+from zinf_compile.ir.errors import StoreError
+from zinf_compile.runtime.optim.optimizer import StreamedStep
+from zinf_compile.runtime.optim.step_chunks import Chunk
+
+NUM_TRIALS = int(os.environ.get("ZINF_INTERRUPTS", "40"))
+SEED = int(os.environ.get("ZINF_SEED", "0"))
+# Captures take seconds, and add only the executor to what eager runs cover: by default two of them are enough.
+NAMES = list(OPTIONS) if "ZINF_INTERRUPTS" in os.environ else [*list(OPTIONS)[:3], "captured, step in backward"]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Training]]:
+    """Return the training with some options. All trials share it; a closed one is replaced."""
+    made: dict[str, Training] = {}
+
+    def find(name: str) -> Training:
+        if name not in made or made[name].is_closed:
+            made[name] = Training(tmp_path_factory.mktemp("training"), OPTIONS[name])
+        return made[name]
+
+    yield find
+    for training in made.values():
+        training.close()
+
+
+def test_interrupts_anywhere(make: Callable[[str], Training]) -> None:
+    outcomes: collections.Counter[tuple[str, str]] = collections.Counter()
+    before = threading.active_count()
+    for name, phase, outcome, where in sample(make, random.Random(SEED), NUM_TRIALS, phases=PHASES[:7], names=NAMES):
+        outcomes[phase, outcome] += 1
+        assert outcome != WRONG, f"{name}: {phase} was interrupted at {where}, and the result is wrong"
+    for (phase, outcome), count in sorted(outcomes.items()):
+        print(f"{phase:12} {outcome:12} {count}")
+    assert sum(count for (_, outcome), count in outcomes.items() if outcome in (SAME, REFUSED)) > NUM_TRIALS // 2
+    assert {phase for phase, outcome in outcomes if outcome == REFUSED} <= {"backward", "load", "step"}
+    assert threading.active_count() <= before + 12 * len(NAMES), "threads leaked"
+
+
+@pytest.mark.parametrize("trial", range(2))
+def test_close_ends_all_threads_whenever_it_is_interrupted(trial: int, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    training = Training(tmp_path, OPTIONS["eager"])
+    training.run_all()
+    interrupt = Interrupted(line=random.Random(trial).randint(1, 100))
+    assert training.try_out("close", interrupt) == SAME, interrupt.where
+    assert set(threading.enumerate()) <= before
+
+
+def test_second_interrupt_aborts_optimizer_step_and_stops_the_model(
+    make: Callable[[str], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = make("eager, step in step()")
+    for number, has_ended in ((1, True), (2, False)):
+        training.load()
+        training.forward()
+        training.backward()
+        update, left = StreamedStep._update, [number]
+
+        def interrupted(
+            step: StreamedStep, chunk: Chunk, update: Callable[..., None] = update, left: list[int] = left
+        ) -> None:
+            while left[0]:
+                left[0] -= 1
+                signal.raise_signal(signal.SIGINT)
+            update(step, chunk)
+
+        monkeypatch.setattr(StreamedStep, "_update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+        monkeypatch.undo()
+        if has_ended:
+            training.zero_grad()
+            assert training.is_in(training.after)
+        else:
+            with pytest.raises(
+                StoreError, match=r"an earlier error stopped this model: KeyboardInterrupt.*already updated"
+            ):
+                training.forward()
+    training.load()
+    assert training.is_in(training.before)
+
+
+def test_the_state_of_a_step_that_raised_before_it_began_is_that_of_before(tmp_path: Path) -> None:
+    training = Training(tmp_path, OPTIONS["eager, step in step()"])
+    training.load()
+    training.forward()
+    training.backward()
+    pool = training.store.staging
+    refuse = pytest.MonkeyPatch()
+
+    def interrupted(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    refuse.setattr(pool, "try_lease", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.step()
+    refuse.undo()
+    assert training.is_in(training.before)
+    training.step()
+    training.zero_grad()
+    assert training.is_in(training.after)
+    training.close()
+
+
+@pytest.fixture
+def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Return a function that makes its argument the handler of SIGUSR1."""
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def give(call: Callable[[], object]) -> None:
+        def handle(number: int, frame: FrameType | None) -> None:
+            call()
+
+        signal.signal(signal.SIGUSR1, handle)
+
+    yield give
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_saves_runs_between_operations(
+    make: Callable[[str], Training], on_signal: Callable[[Callable[[], object]], None]
+) -> None:
+    training = make("eager")
+    training.load()
+    training.run_all()
+    on_signal(training.save)
+    signal.raise_signal(signal.SIGUSR1)
+    training.load()
+    zinf_compile.load(training.folder / "saved", training.model, training.optimizer)
+    assert training.is_in(training.after)
+
+
+@pytest.mark.parametrize("name", ["eager", "captured, step in backward"])
+def test_a_handler_that_saves_inside_of_a_backward_is_refused(
+    name: str, make: Callable[[str], Training], on_signal: Callable[[Callable[[], object]], None]
+) -> None:
+    training = make(name)
+    training.load()
+    training.forward()
+    on_signal(training.save)
+    assert training.loss is not None
+    training.loss.register_hook(lambda grad: signal.raise_signal(signal.SIGUSR1))
+    with pytest.raises(StoreError, match="cannot be saved or loaded inside of a backward"):
+        training.backward()
+    training.zero_grad()
+    training.run_all()
+    assert training.is_in(training.after)
+
+
+SCRIPT = """
+    import os, signal, sys, threading, torch, zinf_compile
+
+    torch.set_num_threads(1)
+    if sys.argv[2] == "raises":
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
+    zinf_compile.optimize(model, device_memory="1MiB", host_memory="700KiB", nvme=sys.argv[1], capture=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    while True:
+        model(torch.ones(2, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("handler", "code"), [("raises", 7), ("none", -signal.SIGTERM)])
+def test_a_process_that_is_told_to_end_ends_with_all_its_threads(handler: str, code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), handler]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=80)
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert torch.is_grad_enabled()

@@ -1,0 +1,69 @@
+"""The whole process stays within its budgets: reserve_memory="auto" measures what is not the model, and plans follow.
+
+Measured in a fork of a process that has imported and captured before: memory from before the fork is not the model's.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.forks import forks_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+MIB = 2**20
+DEVICE_MEMORY, HOST_MEMORY = 160 * MIB, 96 * MIB
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+SCRIPT = """
+from zinf_compile.runtime.process.ram import anonymous_rss, return_freed_memory
+
+
+def measure(case):
+    sys.path.insert(0, case["examples"])
+    from gpt import GPT, GPTConfig
+
+    return_freed_memory()
+    before, peak = anonymous_rss(), 0
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=512, layers=6, hidden=576, heads=9, seq=128))
+    budgets = {"device_memory": case["device_memory"], "host_memory": case["host_memory"], "nvme": case["nvme"]}
+    zinf_compile.optimize(model, init="reset", compute="aten", reserve_memory=case["reserve"], **budgets)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 512, (1, 129), generator=torch.Generator().manual_seed(0))
+    stop = threading.Event()
+
+    def sample():
+        nonlocal peak
+        while not stop.wait(0.001):
+            peak = max(peak, anonymous_rss())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        for step in range(case["steps"]):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        zinf_compile.synchronize(model)
+    finally:
+        stop.set()
+        thread.join()
+    report = zinf_compile.report(model)
+    return {"peak": peak - before, "counted": report.process.measured_peak, "reserved": report.process.reserved,
+            "device": report.tiers[0].measured_peak, "states": 16 * sum(p.numel() for p in model.parameters())}
+"""
+
+
+def test_the_process_stays_within_both_budgets(tmp_path: Path) -> None:
+    budgets = {"device_memory": DEVICE_MEMORY, "host_memory": HOST_MEMORY}
+    with forks_of(SCRIPT) as forks:
+        case = {"nvme": str(tmp_path), "examples": str(EXAMPLES), "steps": 3, **budgets}
+        auto = forks.measure({**case, "reserve": "auto"})
+        none = forks.measure({**case, "reserve": 0, "steps": 2})
+    assert auto["states"] > 1.4 * (DEVICE_MEMORY + HOST_MEMORY)
+    assert auto["peak"] <= DEVICE_MEMORY + HOST_MEMORY < none["peak"]
+    assert auto["counted"] <= DEVICE_MEMORY + HOST_MEMORY
+    assert 16 * MIB <= auto["reserved"] <= DEVICE_MEMORY // 2
+    assert none["reserved"] == 0

@@ -1,0 +1,131 @@
+"""The streamed step: chunks that fit staging, and the bytes that go over the disk."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zinf_compile.ir.config import Config
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.hardware import Hardware, Rate, make_route
+from zinf_compile.passes.planner.optimizer.optimizer_step import (
+    CHUNK_ALIGN_ELEMENTS,
+    chunk_nbytes_per_element,
+    device_chunk_elements,
+    device_updates_nbytes,
+    plan_device_share,
+    plan_step,
+)
+from zinf_compile.passes.planner.placement.homes import plan_placement
+
+Function = Callable[..., Any]
+ALL_ON_NVME = Config(device_memory=0, host_memory=0, nvme="/disk", nvme_memory=None)
+ALL_ON_HOST = Config(device_memory=0, host_memory=2**32, nvme=None, nvme_memory=None)
+IN_FLIGHT = 4
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "num_states", "nbytes"),
+    [
+        ("float32", 2, 4 + 4 * 3),  # gradient; master and two moments
+        ("float32", 1, 4 + 4 * 2),
+        ("float32", 0, 4 + 4),
+        ("bfloat16", 2, 2 + 4 * 3 + 2),  # gradient; master and moments; compute copy
+    ],
+)
+def test_staging_bytes_of_an_element(parameter: Function, compute_dtype: str, num_states: int, nbytes: int) -> None:
+    fact = parameter("a.weight", 1000, compute_dtype=compute_dtype, num_states=num_states)
+    assert chunk_nbytes_per_element(fact) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("staging", "chunk"),
+    [
+        (IN_FLIGHT * 16 * CHUNK_ALIGN_ELEMENTS, CHUNK_ALIGN_ELEMENTS),
+        (IN_FLIGHT * 16 * (2 * CHUNK_ALIGN_ELEMENTS) - 1, CHUNK_ALIGN_ELEMENTS),
+        (IN_FLIGHT * 16 * (5 * CHUNK_ALIGN_ELEMENTS), 5 * CHUNK_ALIGN_ELEMENTS),
+        (2**40, 2**20),
+    ],
+)
+def test_chunks_are_whole_sectors_within_staging(parameter: Function, staging: int, chunk: int) -> None:
+    parameters = [parameter("a.weight", 100_000), parameter("b.weight", 1)]
+    step = plan_step(parameters, plan_placement(parameters, ALL_ON_NVME), staging_nbytes=staging)
+    assert step.chunk_elements == chunk
+    assert step.chunk_elements % CHUNK_ALIGN_ELEMENTS == 0
+    assert step.num_chunks == -(-100_000 // chunk) + 1
+    assert IN_FLIGHT * 16 * step.chunk_elements <= staging or chunk == 2**20
+
+
+def test_the_widest_parameter_sets_the_chunk(parameter: Function) -> None:
+    staging = IN_FLIGHT * 20 * CHUNK_ALIGN_ELEMENTS
+    parameters = [parameter("a.weight", 10), parameter("b.weight", 10, num_states=3)]
+    placements = plan_placement(parameters, ALL_ON_NVME)
+    assert plan_step(parameters, placements, staging_nbytes=staging).chunk_elements == CHUNK_ALIGN_ELEMENTS
+    with pytest.raises(CapacityError):
+        plan_step(parameters, placements, staging_nbytes=staging - 1)
+
+
+def test_staging_for_less_than_a_chunk_is_refused(parameter: Function) -> None:
+    parameters = [parameter("a.weight", 10)]
+    placements = plan_placement(parameters, ALL_ON_NVME)
+    needed = IN_FLIGHT * 16 * CHUNK_ALIGN_ELEMENTS
+    message = r"needs staging of 256.0 KiB on host, host_memory leaves 256.0 KiB; raise host_memory to 1MiB"
+    with pytest.raises(CapacityError, match=message):
+        plan_step(parameters, placements, staging_nbytes=needed - 1)
+
+
+def test_bytes_over_the_disk_with_one_copy(parameter: Function) -> None:
+    parameters = [parameter("a.weight", 1000), parameter("frozen.weight", 1000, trainable=False)]
+    step = plan_step(parameters, plan_placement(parameters, ALL_ON_NVME), staging_nbytes=2**30)
+    assert step.nbytes_read == 1000 * (4 + 4 + 8)  # gradient, parameter, moments
+    assert step.nbytes_written == 1000 * (4 + 8)  # parameter, moments
+    assert step.num_elements == 1000
+
+
+def test_bytes_over_the_disk_with_a_compute_copy(parameter: Function) -> None:
+    parameters = [parameter("a.weight", 1000, compute_dtype="bfloat16")]
+    step = plan_step(parameters, plan_placement(parameters, ALL_ON_NVME), staging_nbytes=2**30)
+    assert step.nbytes_read == 1000 * (2 + 4 + 8)  # gradient, master, moments: the compute copy is only written
+    assert step.nbytes_written == 1000 * (2 + 4 + 8)
+
+
+def test_in_memory_nothing_goes_over_the_disk(parameter: Function) -> None:
+    parameters = [parameter("a.weight", 1000)]
+    placements = plan_placement(parameters, ALL_ON_HOST)
+    step = plan_step(parameters, placements, staging_nbytes=0)
+    assert placements[0].nbytes_on(Tier.NVME) == 0
+    assert (step.nbytes_read, step.nbytes_written, step.num_chunks, step.num_elements) == (0, 0, 0, 1000)
+
+
+def _gpu(**options: object) -> Config:
+    return Config(device_memory=2**34, host_memory=2**34, nvme=None, nvme_memory=None, device="cuda", **options)
+
+
+def test_where_updates_run(parameter: Function) -> None:
+    parameters = [parameter("a.weight", 1000, compute_dtype="bfloat16"), parameter("b.weight", 10, trainable=False)]
+    machine = Hardware(
+        name="a GPU",
+        flops=(Rate(name="bfloat16", per_second=1e14),),
+        memory_bytes_per_second=1e12,
+        routes=(make_route(Tier.HOST, Tier.DEVICE, 32e9), make_route(Tier.DEVICE, Tier.HOST, 16e9)),
+        optimizer_elements_per_second=3e9,
+    )
+    # At most 16 bytes per element each way, so that the device updates 1e9 elements per second.
+    assert plan_device_share(_gpu(compute="inductor"), machine, parameters) == pytest.approx(0.25)
+    assert plan_device_share(_gpu(compute="aten"), machine, parameters) == 1.0, "aten has PyTorch's bits on the device"
+    assert plan_device_share(_gpu(compute="inductor", update_on="device"), machine, parameters) == 1.0
+    assert plan_device_share(_gpu(update_on="host"), machine, parameters) == 0.0
+    assert plan_device_share(_gpu(), machine, parameters[1:]) == 0.0
+    assert plan_device_share(ALL_ON_HOST, machine, parameters) == 0.0
+
+
+@pytest.mark.parametrize(("device_memory", "chunk"), [(2**34, 2**20), (2**20, CHUNK_ALIGN_ELEMENTS), (2**26, 7 * 4096)])
+def test_chunks_on_the_device_take_a_small_part_of_it(parameter: Function, device_memory: int, chunk: int) -> None:
+    parameters = [parameter("a.weight", 10_000_000, compute_dtype="bfloat16")]
+    config = replace(_gpu(), device_memory=device_memory)
+    assert device_chunk_elements(config, parameters) == chunk
+    nbytes = device_updates_nbytes(config, parameters)
+    assert nbytes == chunk * (3 * 16 + 6 * 4)
+    assert nbytes <= max(device_memory // 32, CHUNK_ALIGN_ELEMENTS * (3 * 16 + 6 * 4))

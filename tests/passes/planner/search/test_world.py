@@ -1,0 +1,191 @@
+"""Plans of many ranks: shards in homes, full values in the arena, and the largest models on the papers' nodes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.oracles.closed_forms import PARAMETERS, RANKS, ZERO_NBYTES, ZeroStage
+from tests.support.hand_made_plans import with_transfers
+from zinf_compile.hardware.profile_io import load_hardware
+from zinf_compile.ir.config import Config
+from zinf_compile.ir.errors import CapacityError, VerifyError
+from zinf_compile.ir.facts import GradientFact, GraphFacts, ParameterFact, ValueFact
+from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Tier
+from zinf_compile.ir.plan import Plan
+from zinf_compile.passes.planner.search.planner import Request, does_fit, make_plan, minimum_device_memory
+from zinf_compile.passes.planner.search.verify import verify_plan
+from zinf_compile.passes.planner.simulator.simulate import simulate
+
+DGX2 = load_hardware("dgx2")
+SIZES = {tier.tier: tier.nbytes for tier in DGX2.tiers}
+SEQUENCE = 1024
+BLOCK = {"qkv": 3, "out": 1, "up": 4, "down": 4}  # of hidden**2
+
+
+def with_ranks(request: Request, num_ranks: int) -> Request:
+    """Return the request for many ranks, on the hand-made hardware with links."""
+    linked = replace(
+        request.hardware,
+        devices_per_node=4,
+        device_link_bytes_per_second=20e9,
+        node_link_bytes_per_second=10e9,
+    )
+    return replace(request, hardware=linked.with_world(num_ranks), num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_plans_of_ranks_are_proved_and_within_budgets(
+    request_of: Callable[..., Request], seed: int, num_ranks: int
+) -> None:
+    request = with_ranks(request_of(seed, device=6 * 2**20, host=2**23), num_ranks)
+    plan = make_plan(request)
+    verify_plan(plan)
+    assert plan.num_ranks == num_ranks
+    assert sum(seconds for _, seconds in simulate(plan).phase_seconds) > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_more_ranks_each_keeps_less(request_of: Callable[..., Request], seed: int) -> None:
+    plans = [make_plan(with_ranks(request_of(seed, device=6 * 2**20), ranks)) for ranks in (1, 2, 4, 8, 64)]
+    homes = [sum(item.nbytes_on(Tier.HOST) + item.nbytes_on(Tier.NVME) for item in plan.placements) for plan in plans]
+    assert homes == sorted(homes, reverse=True)
+    assert homes[-1] < homes[0]
+
+
+def test_an_arena_that_holds_only_shards_is_refused(
+    parameter: Callable[..., ParameterFact], graph: Callable[..., GraphFacts]
+) -> None:
+    plan = streamed_plan(make_transformer(parameter, graph, 2, 1024, 4))
+    transfer = max(plan.gathers, key=lambda item: item.nbytes)
+    shard = replace(transfer, nbytes=transfer.nbytes // 4)
+    cut = tuple(shard if item is transfer else item for item in plan.gathers)
+    with pytest.raises(VerifyError, match="does not fit its transfer"):
+        verify_plan(with_transfers(plan, gathers=cut))
+
+
+def test_a_small_resident_is_replicated_and_its_states_are_not(
+    parameter: Callable[..., ParameterFact], graph: Callable[..., GraphFacts]
+) -> None:
+    bias = parameter("bias", 1001, compute_dtype="bfloat16")
+    facts = graph({"bias": [0, 3]}, num_forward_ticks=2, num_ticks=4, dtype="bfloat16")
+    request = Request(
+        name="bias",
+        candidates=(facts,),
+        parameters=(bias,),
+        config=Config(device_memory=2**20, host_memory=2**20, nvme=None, nvme_memory=None, compute_dtype="bfloat16"),
+        hardware=DGX2.with_world(16),
+        num_ranks=16,
+    )
+    placement = make_plan(request).placements[0]
+    shard = 63  # of 1001 elements on 16 ranks
+    assert placement.compute is Tier.DEVICE
+    assert (placement.compute_nbytes, placement.gradient_nbytes) == (2 * 1001, 2 * shard)
+    assert (placement.master_nbytes, placement.optimizer_state_nbytes) == (4 * shard, 8 * shard)
+
+
+def make_transformer(
+    parameter: Callable[..., ParameterFact], graph: Callable[..., GraphFacts], layers: int, hidden: int, num_ranks: int
+) -> Request:
+    """Return a transformer of the paper on DGX-2 nodes: one sequence per device, a checkpoint before each block."""
+    fp16 = "bfloat16"  # the two-byte dtype that ``parameter`` knows
+    parameters, uses, gradients = [], {}, []
+    forward = 4 * layers
+    for layer in range(layers):
+        for place, (name, factor) in enumerate(BLOCK.items()):
+            full = f"blocks.{layer}.{name}"
+            made = parameter(full, factor * hidden**2, block=f"blocks.{layer}", compute_dtype=fp16)
+            again = forward + 8 * (layers - 1 - layer)  # backward: four recomputed ops, four gradients
+            parameters.append(made)
+            uses[full] = [4 * layer + place, again + place, again + 7 - place]
+            gradients.append(GradientFact(parameter=full, tick=again + 7 - place, nbytes=made.gradient_nbytes))
+    values = [
+        *(
+            ValueFact(
+                name=f"checkpoint_{layer}",
+                nbytes=2 * SEQUENCE * hidden,
+                live=LiveRange(start=4 * layer, end=forward + 8 * (layers - layer)),
+                saved=True,
+            )
+            for layer in range(layers)
+        ),
+        *(
+            ValueFact(
+                name=f"gradient_{item.parameter}",
+                nbytes=item.nbytes,
+                live=LiveRange(start=item.tick, end=item.tick + 1),
+                saved=False,
+            )
+            for item in gradients
+        ),
+    ]
+    facts = graph(
+        uses,
+        num_forward_ticks=forward,
+        num_ticks=3 * forward,
+        values=values,
+        gradients=gradients,
+        dtype=fp16,
+        policy=ActivationPolicy.RECOMPUTE_BLOCKS,
+    )
+    return Request(
+        name=f"{layers} x {hidden}",
+        candidates=(facts,),
+        parameters=tuple(parameters),
+        config=Config(
+            device_memory=SIZES[Tier.DEVICE],
+            host_memory=SIZES[Tier.HOST],
+            nvme="/disk",
+            nvme_memory=SIZES[Tier.NVME],
+            compute_dtype=fp16,
+        ),
+        hardware=DGX2.with_world(num_ranks),
+        num_ranks=num_ranks,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "num_ranks", "fits"),
+    [
+        (128, 25600, 16, True),  # 1.01 T on one node, which is the paper's headline
+        (128, 25600, 8, False),
+        (195, 65536, 16, False),  # 10.05 T
+        (195, 65536, 512, False),  # its largest layer, its gradient and room to compute with it are 3 x 32 GiB
+    ],
+)
+def test_one_node_holds_a_trillion_parameters_and_not_ten(
+    parameter: Callable[..., ParameterFact],
+    graph: Callable[..., GraphFacts],
+    layers: int,
+    hidden: int,
+    num_ranks: int,
+    fits: bool,
+) -> None:
+    assert does_fit(make_transformer(parameter, graph, layers, hidden, num_ranks)) is fits
+
+
+def test_a_layer_that_no_device_holds_is_told_with_numbers(
+    parameter: Callable[..., ParameterFact], graph: Callable[..., GraphFacts]
+) -> None:
+    with pytest.raises(CapacityError, match=r"needs \d+\.\d+ GiB on device, device_memory is 32.00 GiB"):
+        make_plan(make_transformer(parameter, graph, 8, 65536, 512))
+
+
+@pytest.mark.parametrize("num_ranks", [16, 64, 512])
+def test_a_rank_keeps_what_zero_says(
+    parameter: Callable[..., ParameterFact], graph: Callable[..., GraphFacts], num_ranks: int
+) -> None:
+    request = make_transformer(parameter, graph, 12, 8192, num_ranks)
+    # Just enough device memory for transient values, so that no large parameter is replicated.
+    plan = streamed_plan(request)
+    elements = sum(item.num_elements for item in request.parameters)
+    zero = float(ZERO_NBYTES[ZeroStage.PARAMETERS].subs({PARAMETERS: elements, RANKS: num_ranks}))
+    kept = sum(item.nbytes_on(tier) for item in plan.placements for tier in Tier)
+    assert kept == pytest.approx(zero, rel=1e-6)
+
+
+def streamed_plan(request: Request) -> Plan:
+    """Return a plan with the least device memory."""
+    config = replace(request.config, device_memory=minimum_device_memory(request))
+    return make_plan(replace(request, config=config))

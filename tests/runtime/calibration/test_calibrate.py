@@ -1,0 +1,72 @@
+"""Calibration measures every rate that planning needs. How fast a machine is, is not asserted."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from zinf_compile.hardware.check import find_problems
+from zinf_compile.ir.config import make_config
+from zinf_compile.ir.errors import StoreError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.hardware import OpKind
+from zinf_compile.runtime.calibration.calibrate import _measure_taken, measure_hardware
+from zinf_compile.runtime.execute.op_bodies import register
+from zinf_compile.runtime.store.store import Store
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_every_rate_is_measured(has_disk: bool, tmp_path: Path) -> None:
+    register()
+    options = {"device_memory": 0, "host_memory": "128MiB", "nvme": str(tmp_path) if has_disk else None}
+    store = Store(make_config(options))
+    try:
+        hardware = measure_hardware(store, {torch.float32, torch.bfloat16}, repeats=1)
+        store.layout.check_integrity()
+        store.staging.check_integrity()
+        assert store.meter.moved == ()  # calibration traffic is not the model's
+    finally:
+        store.close()
+    dtypes = {"bfloat16", "float32"}
+    assert {rate.name for rate in hardware.flops} == {rate.name for rate in hardware.attention_flops} == dtypes
+    assert {(rate.kind, rate.dtype) for rate in hardware.op_rates} == {
+        (kind, name) for kind in OpKind for name in dtypes
+    }
+    assert hardware.op_overhead_seconds > 0
+    tiers = list(Tier) if has_disk else [Tier.DEVICE, Tier.HOST]
+    for source in tiers:
+        for destination in tiers:
+            if source is not destination:
+                route = hardware.route(source, destination)
+                assert route.bytes_per_second > 0
+                assert 0 <= route.takes_of_compute <= 1
+                assert Tier.NVME in (source, destination) or route.takes_of_compute == 1
+    if has_disk:
+        assert hardware.route(Tier.NVME, Tier.DEVICE).latency_seconds > 0
+    assert not [problem for problem in find_problems(hardware) if "is not between" not in problem]  # however slow
+
+
+def test_float16_is_left_to_other_dtypes(tmp_path: Path) -> None:
+    register()
+    store = Store(make_config({"device_memory": 0, "host_memory": 0}))
+    try:
+        for dtypes in ({torch.float16}, {torch.float16, torch.float32}):
+            hardware = measure_hardware(store, dtypes, repeats=1)
+            assert [rate.name for rate in hardware.flops] == ["float32"]
+    finally:
+        store.close()
+
+
+def test_what_moves_takes_a_share_of_compute_or_says_why_it_did_not_move() -> None:
+    other = torch.ones(2**24)
+    sleeping = _measure_taken(lambda: time.sleep(0.03), repeats=5)
+    computing = _measure_taken(lambda: other.mul_(1.0), repeats=5)
+    assert 0 <= sleeping < computing <= 1
+    assert 0 <= _measure_taken(lambda: None, repeats=1) <= 1, "nothing was computed meanwhile"
+
+    def refuse() -> None:
+        raise StoreError("the disk is gone")
+
+    with pytest.raises(StoreError, match="the disk is gone"):
+        _measure_taken(refuse, repeats=1)

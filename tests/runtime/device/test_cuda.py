@@ -1,0 +1,208 @@
+"""The calls that a device makes to torch: streams, events, pinned memory, limits. A fake ``torch.cuda`` records them."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zinf_compile.ir.errors import CapacityError, ConfigError
+from zinf_compile.runtime.device.cuda import CudaDevice
+
+GIB = 2**30
+
+
+class StandIn:
+    """The part of ``torch.cuda`` that a device uses; ``calls`` records what was called."""
+
+    def __init__(self, *, count: int = 1, free: int = 8 * GIB, refusal: int = 0) -> None:
+        self.calls: list[str] = []
+        self.count, self.free, self.refusal = count, free, refusal
+        self.current = "stream 0"
+        self.num_streams = 0
+        self.fraction = 1.0
+        outer = self
+
+        class Event:
+            def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
+                assert blocking, "a thread that waits must not spin"
+                self.is_timed, self.milliseconds = enable_timing, 0.0
+
+            def synchronize(self) -> None:
+                outer.calls.append("synchronize event")
+
+            def elapsed_time(self, later: "Event") -> float:
+                assert self.is_timed
+                assert later.is_timed
+                return later.milliseconds - self.milliseconds
+
+        class Stream:
+            def __init__(self, device: Any = None, name: str | None = None) -> None:
+                if name is None:
+                    outer.num_streams += 1
+                self.name = name or f"stream {outer.num_streams}"
+
+            def __eq__(self, other: object) -> bool:
+                return isinstance(other, Stream) and self.name == other.name
+
+            def __hash__(self) -> int:
+                return hash(self.name)
+
+            def wait_event(self, event: Event) -> None:
+                outer.calls.append(f"{self.name} waits for an event")
+
+            def wait_stream(self, other: "Stream") -> None:
+                outer.calls.append(f"{self.name} waits for {other.name}")
+
+            def record_event(self, event: Event) -> Event:
+                outer.calls.append(f"{self.name} records")
+                return event
+
+        self.Event, self.Stream = Event, Stream
+        self.cudart = lambda: SimpleNamespace(
+            cudaHostRegister=lambda address, nbytes, flags: self.refusal,
+            cudaHostUnregister=lambda address: self.calls.append("unregister"),
+            cudaGetErrorString=lambda code: f"error {code}",
+        )
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.calls.append(f"on {stream.name}")
+        yield
+
+    def current_stream(self, device: object) -> Any:
+        return self.Stream(name=self.current)
+
+    def __getattr__(self, name: str) -> Any:
+        return {
+            "is_available": lambda: self.count > 0,
+            "device_count": lambda: self.count,
+            "current_device": lambda: 0,
+            "get_device_properties": lambda device: SimpleNamespace(total_memory=16 * GIB),
+            "empty_cache": lambda: self.calls.append("empty cache"),
+            "mem_get_info": lambda device: (self.free, 16 * GIB),
+            "memory_reserved": lambda device: 2 * GIB,
+            "memory_allocated": lambda device: GIB,
+            "max_memory_allocated": lambda device: 3 * GIB,
+            "reset_peak_memory_stats": lambda device: self.calls.append("reset peak"),
+            "set_per_process_memory_fraction": self._limit,
+            "synchronize": lambda device: self.calls.append("synchronize device"),
+        }[name]
+
+    def _limit(self, fraction: float, device: object) -> None:
+        self.fraction = fraction
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    stand_in = StandIn()
+    monkeypatch.setattr(torch, "cuda", stand_in)
+    return stand_in
+
+
+def test_no_gpu_or_none_of_that_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", StandIn(count=0))
+    with pytest.raises(ConfigError, match=r"device='cuda' asks for an NVIDIA GPU, but torch .*; give device='cpu'"):
+        CudaDevice("cuda")
+    monkeypatch.setattr(torch, "cuda", StandIn(count=2))
+    with pytest.raises(ConfigError, match=r"device='cuda:2' does not exist: torch finds 2 GPUs, the last is 'cuda:1'"):
+        CudaDevice("cuda:2")
+    assert CudaDevice("cuda:1").torch_device == torch.device("cuda:1")
+    assert CudaDevice("cuda").torch_device == torch.device("cuda:0")
+
+
+def test_copies_are_told_to_their_streams(cuda: StandIn) -> None:
+    device = CudaDevice("cuda")
+    source, destination = torch.arange(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    ready = device.compute.record()
+    device.to_device.wait(ready)
+    device.to_device.copy(source, destination)
+    arrived = device.to_device.record()
+    device.compute.wait(arrived)
+    assert torch.equal(source, destination)
+    own = [line for line in cuda.calls if line != "synchronize event"]
+    assert own == [
+        "stream 0 records",
+        "stream 1 waits for an event",
+        "on stream 1",
+        "stream 1 records",
+        "stream 0 waits for an event",
+    ]
+    assert len({device.to_device.stream.name, device.to_host.stream.name, device.update.stream.name, "stream 0"}) == 4
+    arrived.wait()
+    assert cuda.calls[-1] == "synchronize event"
+
+
+def test_compute_is_followed_to_another_stream(cuda: StandIn) -> None:
+    device = CudaDevice("cuda")
+    device.follow()
+    before = device.compute
+    device.follow()
+    assert device.compute is before
+    assert cuda.calls == []
+    cuda.current = "stream 7"
+    assert device.compute is before, "only follow() changes it: background threads have a current stream of their own"
+    device.follow()
+    assert device.compute.stream.name == "stream 7"
+    assert cuda.calls == ["stream 7 waits for stream 0"]
+    with device.selected():
+        assert cuda.calls[-1] == "on stream 7"
+    with device.updating():
+        assert cuda.calls[-1] == f"on {device.update.stream.name}"
+
+
+def test_timed_events_tell_seconds(cuda: StandIn) -> None:
+    device = CudaDevice("cuda")
+    start, end = device.compute.record(timed=True), device.compute.record(timed=True)
+    end.event.milliseconds = 250.0
+    assert start.seconds_until(end) == 0.25
+
+
+def test_pinning_that_is_refused_says_why(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice("cuda")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        cuda.calls.append("a kernel that is blamed")
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    assert device.pin(4096, 8192) is None
+    device.unpin(4096)
+    assert cuda.calls == ["synchronize device", "unregister"]
+    cuda.refusal = 2
+    assert device.pin(4096, 8192) == "error 2"
+    assert cuda.calls[-1] == "a kernel that is blamed", "a kernel of ours must consume the error that CUDA remembers"
+
+
+def test_memory_is_asked_of_torch_and_limited(cuda: StandIn) -> None:
+    device = CudaDevice("cuda")
+    assert device.free_nbytes == 8 * GIB + 2 * GIB - GIB
+    assert (device.allocated_nbytes, device.peak_allocated_nbytes) == (GIB, 3 * GIB)
+    device.limit(4 * GIB)
+    assert cuda.fraction == 0.25
+    device.limit(32 * GIB)
+    assert cuda.fraction == 1.0
+    device.limit(GIB)
+    device.limit(None)
+    assert cuda.fraction == 1.0
+    device.give_back()
+    assert cuda.calls[-1] == "empty cache"
+    device.forget_peak()
+    assert cuda.calls[-1] == "reset peak"
+
+
+def test_memory_that_others_have_taken(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice("cuda")
+    cuda.free = GIB
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(
+        CapacityError,
+        match=r"no 4.00 GiB left: 1.00 GiB of 16.00 GiB are free, this process holds 2.00 GiB and others hold 13.00 GiB",
+    ):
+        device.allocate([GIB], torch.float32)

@@ -1,0 +1,108 @@
+"""The jobs of a step when gradients and state are in unusual places: the numbers are those of plain PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+WIDTH = 160  # its weights are on nvme, its biases in memory
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def backward(model: nn.Module, scale: float = 1.0) -> None:
+    model(torch.linspace(-scale, scale, 2 * WIDTH).view(2, WIDTH)).pow(2).sum().backward()
+
+
+def weights(model: nn.Module) -> tuple[Any, Any]:
+    parameters = dict(model.named_parameters())
+    return parameters["0.weight"], parameters["2.weight"]
+
+
+def share_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    first, second = weights(model)
+    clip_grad_norm_(model.parameters(), 0.1)
+    first.grad = second.grad
+
+
+def swap_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    first, second = weights(model)
+    first.grad, second.grad = second.grad, first.grad
+    clip_grad_norm_(model.parameters(), 0.1)
+
+
+def swap_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    first, second = weights(model)
+    optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+
+
+def forget_momentum(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = None
+
+
+def drop_momentum(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        optimizer.state[parameter].pop("momentum_buffer", None)
+        optimizer.state[parameter]["of the user"] = 1
+
+
+def turn_momentum_off(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+    optimizer.param_groups[0]["momentum"] = 0
+
+
+@pytest.mark.parametrize(
+    "before_step", [share_gradient, swap_gradients, swap_states, forget_momentum, drop_momentum, turn_momentum_off]
+)
+def test_same_numbers(before_step: Callable[..., None], optimize: Callable[..., nn.Module]) -> None:
+    plain, model = make_model(), optimize(make_model(), tiny=True)
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9, dampening=0.5)
+        for step in range(3):
+            backward(each, 1.0 + step)
+            if step > 0 or before_step is drop_momentum:
+                before_step(each, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_error_in_the_optimizers_own_step_changes_nothing(optimize: Callable[..., nn.Module]) -> None:
+    """It is raised before our updates: groups, step counts and parameters stay, and training can go on."""
+
+    class Moody(torch.optim.SGD):
+        is_moody = True
+
+        def step(self, closure: Any = None) -> Any:
+            self.num_steps = getattr(self, "num_steps", 0) + 1
+            for group in self.param_groups:
+                group["seen"] = self.num_steps
+            if self.is_moody:
+                raise ValueError("not today")
+            return super().step(closure)
+
+    results = []
+    for model in (make_model(), optimize(make_model(), tiny=True)):
+        optimizer = Moody(model.parameters(), lr=0.1, momentum=0.9)
+        backward(model)
+        with pytest.raises(ValueError, match="not today"):
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        assert not optimizer.state
+        optimizer.zero_grad()
+        optimizer.is_moody = False
+        backward(model)
+        optimizer.step()
+        optimizer.step()
+        assert optimizer.num_steps >= 2
+        results.append([parameter.clone() for parameter in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,56 @@
+"""The garbage collector runs less often during a capture, and as before afterwards."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import zinf_compile
+from zinf_compile.driver import session
+from zinf_compile.runtime.process.garbage import fewer_collections
+
+
+@pytest.fixture(autouse=True)
+def _own_threshold() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 11)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_blocks_in_each_other_end_with_the_last() -> None:
+    with fewer_collections():
+        with pytest.raises(ValueError, match="the user's"), fewer_collections():
+            raise ValueError("the user's")
+        assert gc.get_threshold() == (50_000, 10, 11)
+    assert gc.get_threshold() == (700, 10, 11)
+
+
+@pytest.mark.parametrize("threshold", [0, 60_000])
+def test_who_has_set_it_keeps_that(threshold: int) -> None:
+    gc.set_threshold(threshold, 10, 11)
+    with fewer_collections():
+        assert gc.get_threshold() == (threshold, 10, 11)
+    assert gc.get_threshold() == (threshold, 10, 11)
+    gc.set_threshold(700, 10, 11)
+    with fewer_collections():
+        gc.set_threshold(800)
+    assert gc.get_threshold()[0] == 800
+
+
+def test_captures_are_such_blocks_and_steps_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    compile_graph = session.compile_graph
+
+    def look(*args: object, **kwargs: object) -> object:
+        seen.append(gc.get_threshold())
+        return compile_graph(*args, **kwargs)
+
+    monkeypatch.setattr(session, "compile_graph", look)
+    model = zinf_compile.optimize(torch.nn.Linear(8, 8), device_memory="8MiB", host_memory="8MiB")
+    for size in (2, 2, 3):
+        model(torch.ones(size, 8)).sum().backward()
+        assert gc.get_threshold() == (700, 10, 11)
+    assert seen == 2 * [(50_000, 10, 11)]  # for the first call, and for another shape
+    zinf_compile.close(model)

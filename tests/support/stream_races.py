@@ -1,0 +1,137 @@
+"""The part of the race detector for a fake device: streams, events, and what compute and updates write there."""
+
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream
+from zinf_compile.runtime.execute.executor import Executor
+from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
+
+if TYPE_CHECKING:
+    from tests.support.races import Races, Replace
+
+
+def touch_tensor_of(races: "Races", tensor: Tensor, what: str, *, write: bool) -> None:
+    """Record an access of the caller to a tensor's bytes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        races.touch("memory", tensor.data_ptr(), tensor.numel() * tensor.itemsize, what, write=write)
+
+
+class _Outputs(TorchDispatchMode):
+    """Records the memory that compute ops allocate and write, which may be reused memory."""
+
+    def __init__(self, races: "Races", device: FakeDevice) -> None:
+        super().__init__()
+        self._races, self._device = races, device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "zinf":  # their bodies query autograd and must run outside of the mode
+            with ExitStack() as stack:
+                for key in _AUTOGRAD:
+                    was = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+                    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+                    stack.callback(torch._C._dispatch_tls_set_dispatch_key_excluded, key, was)
+                return func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not any(result.alias_info for result in func._schema.returns):
+            with self._races.acting(self._device.compute):
+                for output in outputs if isinstance(outputs, tuple | list) else [outputs]:
+                    if isinstance(output, Tensor) and output.numel() > _SMALL:
+                        touch_tensor_of(self._races, output, "compute, at a new value", write=True)
+        return outputs
+
+
+_AUTOGRAD = [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther]
+_SMALL = 16  # elements; small tensors such as tickets are not on the device
+
+
+def watch_streams(races: "Races", replace: "Replace") -> None:
+    """Follow what is enqueued on streams, and what waits for their events."""
+    waiting = threading.local()
+
+    def copy(original: Any) -> Any:
+        def call(stream: FakeStream, source: Tensor, destination: Tensor) -> None:
+            with races.acting(stream):
+                touch_tensor_of(races, source, f"the {stream.name} stream, reading", write=False)
+                touch_tensor_of(races, destination, f"the {stream.name} stream, writing", write=True)
+            original(stream, source, destination)
+
+        return call
+
+    def record(original: Any) -> Any:
+        def call(stream: FakeStream, *, timed: bool = False) -> FakeEvent:
+            event: FakeEvent = original(stream, timed=timed)
+            with races.acting(stream):
+                races.publish(event)
+            return event
+
+        return call
+
+    def stream_wait(original: Any) -> Any:
+        def call(stream: FakeStream, event: FakeEvent) -> None:
+            with races.acting(stream):
+                races.observe(event)
+            waiting.by_stream = True  # a stream's wait does not order the thread that enqueued it
+            try:
+                original(stream, event)
+            finally:
+                waiting.by_stream = False
+
+        return call
+
+    def event_wait(original: Any) -> Any:
+        def call(event: FakeEvent) -> None:
+            original(event)
+            is_stream = threading.current_thread().name.startswith("fake-") or getattr(waiting, "by_stream", False)
+            if not is_stream:
+                races.observe(event)
+
+        return call
+
+    def run(original: Any) -> Any:
+        def call(executor: Executor, inputs: Any) -> Any:
+            device = executor._store.device
+            if not isinstance(device, FakeDevice):
+                return original(executor, inputs)
+            with _Outputs(races, device):
+                return original(executor, inputs)
+
+        return call
+
+    def update(original: Any) -> Any:
+        def call(
+            updates: DeviceUpdates,
+            name: str,
+            host: Any,
+            read: Any,
+            written: Any,
+            change: Any,
+            *,
+            here: Any,
+            before: Any,
+        ) -> Any:
+            device = updates._device
+            assert isinstance(device, FakeDevice)
+
+            def touch_and_change(there: Any) -> Any:
+                with races.acting(device.update):
+                    for role, tensor in there.items():
+                        what = f"the update on the device, at its {role}{' that lives there' if role in here else ''}"
+                        touch_tensor_of(races, tensor, what, write=role in here or role in written)
+                return change(there)
+
+            return original(updates, name, host, read, written, touch_and_change, here=here, before=before)
+
+        return call
+
+    replace(FakeStream, "copy", copy)
+    replace(FakeStream, "record", record)
+    replace(FakeStream, "wait", stream_wait)
+    replace(FakeEvent, "wait", event_wait)
+    replace(Executor, "_call", run)
+    replace(DeviceUpdates, "run", update)

@@ -1,0 +1,1 @@
+"""Sessions, captured programs, their planning and the search for tiles."""

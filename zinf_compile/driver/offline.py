@@ -1,0 +1,269 @@
+"""Planning without running: the model is captured over fake tensors, then planned like a model that runs."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.nn import Module
+from torch.utils import _pytree as pytree
+
+from zinf_compile.driver.offline_tiles import OfflineTiles
+from zinf_compile.driver.paper_catalog import PaperCatalog
+from zinf_compile.driver.planning import Chosen, GraphPlanner
+from zinf_compile.inspect.plan_view import PlanView
+from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
+from zinf_compile.ir.glossary import Tier, format_bytes
+from zinf_compile.ir.hardware import Hardware
+from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.tiles import join_placements
+from zinf_compile.passes.analysis.repeats import NotRepeatedError
+from zinf_compile.passes.capture.offline.deep import trace_deep
+from zinf_compile.passes.capture.offline.trace import Inputs, Trace, TracedGraph
+from zinf_compile.passes.planner.memory.policies import allowed_policies
+from zinf_compile.passes.planner.search.planner import check_fits
+from zinf_compile.passes.planner.simulator.several_graphs import share_updates
+from zinf_compile.passes.planner.simulator.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model to plan, and the inputs of its call."""
+
+    model: Module
+    name: str
+    inputs: Inputs
+    train: bool
+    dynamic: bool  # whether batch and sequence are symbols
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """The graphs of a model with some parameters in tiles, and a plan to compare the choice of tiles by."""
+
+    trace: Trace
+    plan: Plan  # of the main graph, op by op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """The graphs of a model with some parameters in tiles, planned op by op."""
+
+    trace: Trace
+    main: TracedGraph
+    chosen: Chosen  # of the main graph
+    others: tuple[tuple[TracedGraph, Chosen], ...]
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan of the main graph."""
+        return self.chosen.planned.plan
+
+
+class OfflinePlanner:
+    """Plans a model by its main graph, whose backward computes the most gradients; notes describe the other graphs."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        catalog: PaperCatalog,
+        hardware: Hardware,
+        *,
+        num_ranks: int,
+        kernel_cache_nbytes: int,
+        op_by_op: str | None,
+    ) -> None:
+        """``op_by_op`` is the reason why graphs cannot compute in segments; None if they can."""
+        self._subject, self._catalog, self._hardware = subject, catalog, hardware
+        self._num_ranks, self._kernel_cache_nbytes = num_ranks, kernel_cache_nbytes
+        self._op_by_op = op_by_op
+        self._tiles = OfflineTiles(catalog)
+
+    def plan(self) -> PlanView:
+        """Return the plan. CapacityError if the model does not fit, UnsupportedError if it cannot be captured."""
+        with _collector_paused():
+            made = self._tiles.fit(self._attempt, self._predict, self._finish)
+            if self._catalog.config.compute != "inductor":
+                return self._describe(made, made.chosen, made.others)
+            if self._op_by_op is not None:
+                return self._describe(made, replace(made.chosen, op_by_op=self._op_by_op), made.others)
+            try:
+                return self._in_segments(made)
+            except NotRepeatedError as error:
+                return self._in_segments(self._attempt(not_repeated=str(error)))
+
+    def _attempt(self, *, not_repeated: str | None = None) -> _Attempt:
+        """Return the graphs with the tiles of this attempt. Raises CapacityError if they do not fit.
+
+        ``not_repeated`` is the reason why identical blocks are captured one by one; None if they are not.
+        """
+        trace = self._trace(not_repeated)
+        try:
+            return self._plan_ops(trace)
+        except NotRepeatedError as error:
+            return self._plan_ops(self._trace(str(error)))
+
+    def _predict(self) -> _Trial:
+        """Return the graphs of this attempt, planned with few policies. CapacityError if they do not fit."""
+        trace = self._trace(None)
+        try:
+            return self._plan_as_it_is(trace)
+        except NotRepeatedError as error:
+            return self._plan_as_it_is(self._trace(str(error)))
+
+    def _plan_as_it_is(self, trace: Trace) -> _Trial:
+        main = _main_graph(trace)
+        plan = self._planner(main, self._catalog).plan_as_it_is(main.graph, {})
+        homes = self._catalog.with_homes(join_placements(plan.placements))
+        for graph in trace.graphs:
+            if graph is not main:
+                self._planner(graph, homes).plan_as_it_is(graph.graph, {})
+        return _Trial(trace=trace, plan=plan)
+
+    def _finish(self, trial: _Trial) -> _Attempt:
+        """Return the trial planned with all policies."""
+        try:
+            return self._plan_ops(trial.trace)
+        except NotRepeatedError as error:
+            return self._plan_ops(self._trace(str(error)))
+
+    def _trace(self, not_repeated: str | None) -> Trace:
+        subject, config = self._subject, self._catalog.config
+        trace = trace_deep(
+            subject.model,
+            subject.inputs,
+            name=subject.name,
+            compute_dtype=config.compute_dtype,
+            policies=allowed_policies(config.recompute if subject.train else False),
+            train=subject.train,
+            dynamic=subject.dynamic,
+            tile=self._tiles.apply,
+            look_at_short=self._look_at_short,
+            not_repeated=not_repeated,
+        )
+        _check_result(trace, subject.name, train=subject.train, has_loss=subject.inputs.loss is not None)
+        return replace(trace, notes=(*trace.notes, *self._tiles.notes))
+
+    def _look_at_short(self, graph: TracedGraph) -> None:
+        """Raise CapacityError if a graph with few of the blocks does not fit, with only the parameters it reads."""
+        tiled = self._tiles.tiled_in(graph)
+        planner = self._planner(
+            graph, self._catalog.only({tiled.whole_name(use.parameter) for use in graph.facts.uses})
+        )
+        self._tiles.refuse_early(lambda: check_fits(planner.request_as_it_is(graph.graph)))
+
+    def _planner(self, graph: TracedGraph, catalog: PaperCatalog) -> GraphPlanner:
+        return GraphPlanner(
+            graph.facts.name,
+            catalog,
+            self._hardware,
+            tiled=self._tiles.tiled_in(graph),
+            kernel_cache_nbytes=self._kernel_cache_nbytes,
+            num_ranks=self._num_ranks,
+            every_policy=True,
+        )
+
+    def _plan_ops(self, trace: Trace) -> _Attempt:
+        main = _main_graph(trace)
+        chosen = self._planner(main, self._catalog).choose(main.graph, {})
+        homes = self._catalog.with_homes(join_placements(chosen.planned.placements))
+        others = tuple(
+            (graph, self._planner(graph, homes).choose(graph.graph, {})) for graph in trace.graphs if graph is not main
+        )
+        return _Attempt(trace=trace, main=main, chosen=chosen, others=others)
+
+    def _in_segments(self, made: _Attempt) -> PlanView:
+        """Return the plan with the graphs in segments, if they fit."""
+        chosen = self._planner(made.main, self._catalog).compute_in_segments(made.main.graph, made.chosen)
+        homes = self._catalog.with_homes(join_placements(chosen.planned.placements))
+        others = []
+        for graph, _ in made.others:
+            planner = self._planner(graph, homes)
+            try:
+                ops = planner.choose(graph.graph, {})
+            except CapacityError as error:  # next to the homes that the main graph in segments has chosen
+                reason = f"in segments it leaves no room for {graph.facts.name}: {error}"
+                return self._describe(made, replace(made.chosen, op_by_op=reason), made.others)
+            others.append((graph, planner.compute_in_segments(graph.graph, ops)))
+        return self._describe(made, chosen, tuple(others))
+
+    def _describe(self, made: _Attempt, chosen: Chosen, others: tuple[tuple[TracedGraph, Chosen], ...]) -> PlanView:
+        """Return the main graph's plan, with notes about the capture and the other graphs."""
+        first = chosen.planned.plan
+        notes = [*made.trace.notes]
+        if made.main.ended_by is not None:
+            notes.append(f"{first.name} ends early, at {made.main.ended_by}.")
+        if chosen.op_by_op is not None:
+            notes.append(f"{first.name} computes op by op: {chosen.op_by_op}.")
+        plans = share_updates([first, *(other.planned.plan for _, other in others)])[1:]
+        for (graph, other), plan in zip(others, plans, strict=True):
+            ended = f"; it ends at {graph.ended_by}" if graph.ended_by is not None else ""
+            op_by_op = f"; it computes op by op: {other.op_by_op}" if other.op_by_op is not None else ""
+            notes.append(
+                f"{plan.name} is planned by itself: {plan.tier(Tier.DEVICE).predicted_peak:,} bytes on device, "
+                f"{simulate(plan).step_seconds:.3g} s{ended}{op_by_op}."
+            )
+        notes += _tell_unused(first)
+        if made.trace.stopped_by is not None:
+            notes.append(f"What follows could not be planned, since it depends on values: {made.trace.stopped_by}.")
+        return PlanView(replace(first, notes=(*first.notes, *notes)), chosen.planned.request)
+
+
+def _main_graph(trace: Trace) -> TracedGraph:
+    return max(trace.graphs, key=lambda graph: (len(graph.facts.gradients), len(graph.facts.uses)))
+
+
+def _check_result(trace: Trace, name: str, *, train: bool, has_loss: bool) -> None:
+    """Raise unless there is something to plan."""
+    if trace.stopped_by is not None:
+        if train and not any(graph.facts.gradients for graph in trace.graphs):
+            raise UnsupportedError(
+                f"{name} cannot be planned: before any parameter is read that is trained, its shapes or branches depend on "
+                f"values, which planning does not have ({trace.stopped_by}); make them depend on shapes alone"
+            )
+        return
+    if has_loss and not (isinstance(trace.result, Tensor) and trace.result.numel() == 1):
+        raise ConfigError(f"loss returned {describe(trace.result)}; it has to return a tensor of one element")
+    leaves = [leaf for leaf in pytree.tree_leaves(trace.result) if isinstance(leaf, Tensor)]
+    if train and not any(leaf.requires_grad for leaf in leaves):
+        raise UnsupportedError(
+            f"{name} returns {describe(trace.result)}, of which nothing depends on a parameter that requires grad, so "
+            "there is no training step to plan; say train=False to plan its forward"
+        )
+
+
+def describe(result: object) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor {str(result.dtype).removeprefix('torch.')}{list(result.shape)}"
+    return f"{'an' if type(result).__name__[0] in 'aeiouAEIOU' else 'a'} {type(result).__name__}"
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector. It would scan millions of facts repeatedly, none of which is in a cycle.
+
+    The scans take a third of the time of planning a deep model. Each capture leaves tens of MB in cycles, so a caller
+    with several captures calls ``gc.collect`` between them.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _tell_unused(plan: Plan) -> list[str]:
+    """Return a note if the device has unused bytes that the master copies and gradients would fit in, else nothing."""
+    device = plan.tier(Tier.DEVICE)
+    trained = [placement for placement in plan.placements if placement.gradient_nbytes and plan.sinks]
+    seen = sum(placement.master_nbytes + placement.gradient_nbytes for placement in trained if placement.master_nbytes)
+    free = (device.capacity or 0) - device.predicted_peak
+    if plan.step.device_share == 0 or not 0 < seen <= free:
+        return []
+    return [
+        f"{format_bytes(free)} of the device stay unused: master copies and gradients, {format_bytes(seen)}, live in host "
+        "memory, where the parameters and their .grad are seen, and cross the link for every update."
+    ]

@@ -1,0 +1,300 @@
+"""One optimized model: its budgets, its store, and the programs of its captured graphs."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.nn import Parameter
+
+from zinf_compile.driver.planning import GraphPlanner
+from zinf_compile.driver.program import Program
+from zinf_compile.driver.store_catalog import StoreCatalog
+from zinf_compile.driver.tile_search import TiledGraph, check_tiles, fit_by_tiles
+from zinf_compile.driver.trial import plan_tiled
+from zinf_compile.ir.config import Config
+from zinf_compile.ir.errors import CapacityError, ConfigError, DeviceCapacityError, StoreError, UnsupportedError
+from zinf_compile.ir.glossary import Phase, format_bytes
+from zinf_compile.passes.analysis.parameters import analyze_parameter
+from zinf_compile.passes.capture.aot import compile_graph, describe_break, refuse_writes_to_parameters
+from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_elements
+from zinf_compile.passes.planner.placement.budgets import check_budgets
+from zinf_compile.passes.planner.placement.homes import place_unfrozen, plan_placement
+from zinf_compile.passes.planner.simulator.simulate import simulate
+from zinf_compile.runtime.calibration.calibrate import measure_hardware
+from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
+from zinf_compile.runtime.calibration.measured import find_measured
+from zinf_compile.runtime.execute.leaves import hang_on_parameters, refuse_double_backward
+from zinf_compile.runtime.execute.op_bodies import register
+from zinf_compile.runtime.model.accessors import Forward
+from zinf_compile.runtime.model.adoption import NamedParameter, adopt_parameters
+from zinf_compile.runtime.model.unfreezing import unfreeze_parameter
+from zinf_compile.runtime.observe.open_forwards import storages_of
+from zinf_compile.runtime.observe.progress import say, timed
+from zinf_compile.runtime.optim.backward_step import BackwardStep
+from zinf_compile.runtime.optim.step_hooks import install_step_hooks
+from zinf_compile.runtime.params.numbers import find_record
+from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.process.garbage import fewer_collections
+from zinf_compile.runtime.process.inference import outside_inference
+from zinf_compile.runtime.store.store import Store
+
+_LARGE_NBYTES = 2**28  # takes long enough to move to log it
+
+
+class _Captured(NamedTuple):
+    """The callable of a captured graph, and the parameters that its backward computes gradients of."""
+
+    run: Callable[..., Any]
+    trained: list[StoredParameter]
+
+
+class Session:
+    """One optimized model, or several that share budgets: the store, and the programs of the captured graphs."""
+
+    def __init__(self, config: Config, model_name: str) -> None:
+        register()
+        install_step_hooks()
+        self.model_name = model_name
+        self.store = Store(config)
+        if config.step_in_backward:
+            self.store.early_step = BackwardStep(self.store)
+        self.store.session = self
+        self.forwards: list[Forward] = []  # of the models; their accessors hold them weakly
+        self.programs: list[Program] = []
+        self._captured: list[_Captured] = []  # in the order of ``programs``
+        self.graph_breaks: list[str] = []
+        self.catalog = StoreCatalog(self.store)
+
+    @property
+    def config(self) -> Config:
+        """Return the options of the model, with the current reserve."""
+        return self.catalog.config
+
+    def adopt(self, parameters: Mapping[str, Parameter], *, as_home: bool, with_values: bool = True) -> None:
+        """Take parameters into the store.
+
+        Without ``with_values`` they get homes only, and the caller writes the values there. Raises CapacityError,
+        before anything has moved, if they cannot fit, and ConfigError for tiles of a parameter that does not exist or
+        has too few rows.
+        """
+        check_tiles(
+            self.config, {**{name: record.parameter for name, record in self.store.records.items()}, **parameters}
+        )
+        self.catalog.settle()
+        named = [
+            NamedParameter(
+                parameter=parameter,
+                fact=analyze_parameter(
+                    name, parameter, compute_dtype=self.config.compute_dtype, unified=self.config.memory.unified
+                ),
+            )
+            for name, parameter in parameters.items()
+        ]
+        facts = [*self.catalog.facts, *(item.fact for item in named)]
+        placements = plan_placement(facts, self.config)
+        check_budgets(facts, placements, self.config)
+        is_first = not self.store.records
+        if is_first:
+            self.store.held.note_process(is_adopted=False)
+        progress = self.progress("moving home the parameters of", parameters.values()) if with_values else nullcontext()
+        with self.store.staging.uncounted(), progress:  # plans predict only what a step takes
+            adopt_parameters(
+                self.store, named, placements[len(self.catalog.facts) :], as_home=as_home, with_values=with_values
+            )
+        if is_first:
+            self.store.held.note_process(is_adopted=True)
+        self.catalog.placements = tuple(self.store.placements.values())
+        if not self.config.memory.unified and not self.programs:  # plans of captured graphs set these later
+            self.store.device_share = 0.0 if self.config.update_on == "host" else 1.0
+            self.store.chunk_elements = device_chunk_elements(self.config, self.catalog.facts)
+
+    def progress(self, doing: str, parameters: Iterable[Parameter]) -> AbstractContextManager[None]:
+        """Return a context that logs the start and end of work on parameters, if they are large."""
+        nbytes = sum(parameter.nbytes for parameter in parameters)
+        if nbytes < _LARGE_NBYTES:
+            return nullcontext()
+        return timed(f"{doing} {self.model_name}, {format_bytes(nbytes)}", f"{self.model_name} is at home")
+
+    def prefixed(self, parameters: Mapping[str, Parameter], model_name: str) -> dict[str, Parameter]:
+        """Return the parameters of a model that joins, under unique names such as ``Critic.layers.0.weight``."""
+        prefix = model_name
+        while any(name.startswith(f"{prefix}.") for name in self.store.facts):
+            prefix += "_"
+        return {f"{prefix}.{name}": parameter for name, parameter in parameters.items()}
+
+    def unfreeze(self, record: StoredParameter) -> None:
+        """Make a frozen parameter trainable. Raises CapacityError, before anything has changed, if there is no room."""
+        self.store.check_open()
+        self.catalog.settle()
+        fact = replace(self.store.facts[record.name], trainable=True)
+        others = [placement for placement in self.catalog.placements if placement.parameter != record.name]
+        master = record.copies.master.tier if record.copies.are_two else None
+        unfrozen = place_unfrozen(fact, record.copies.compute.tier, others, self.config, master=master)
+        placements = tuple(unfrozen if item.parameter == record.name else item for item in self.catalog.placements)
+        check_budgets(
+            [fact if item.name == fact.name else item for item in self.catalog.facts], placements, self.config
+        )
+        unfreeze_parameter(self.store, record, fact, unfrozen)
+        self.catalog.placements = placements
+
+    def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        """Return the planned and lowered callable of a torch-level graph that reads all parameters through gathers."""
+        with timed(None, f"{self._next_name()} ready"), fewer_collections():
+            return self._compile(graph_module, inputs)
+
+    def _compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.zinf.gather):
+            if find_record(node.args[1]).store is not self.store:
+                raise UnsupportedError(
+                    f"one captured function uses {self.model_name} and another optimized model; call them one after the "
+                    "other, outside of each other's forward"
+                )
+        refuse_writes_to_parameters(graph_module)
+        where = describe_break(graph_module)
+        if where is not None:
+            self.graph_breaks.append(where)
+        if self.catalog.hardware is None:
+            found = {record.copies.compute.tensor.dtype for record in self.store.records.values()}
+            floating = frozenset(dtype for dtype in found if dtype.is_floating_point)
+            dtypes = floating or frozenset({torch.float32})
+            with self.store.staging.uncounted(), outside_inference(), torch.enable_grad():
+                unified = self.config.memory.unified
+                kept = find_measured(self.config.nvme, dtypes) if unified else None  # stored rates are of the CPU
+                if kept is None:
+                    say("measuring what this machine does per second; zinf doctor does so once for all")
+                self.catalog.hardware = kept or measure_hardware(self.store, dtypes)
+        self.catalog.reserve(self.catalog.process.expect(self.config))
+        try:
+            program, compiled = self._fit(graph_module, inputs, where)
+        except CapacityError:
+            expected, least = self.config.reserve_memory, self.catalog.process.expect_least(self.config)
+            if least >= expected:
+                raise
+            self.catalog.reserve(least)
+            program, compiled = self._fit(graph_module, inputs, where)
+        self.programs.append(program)
+        assert program.plan is not None
+        self.catalog.plans[program.plan.name] = program.plan
+        self._captured.append(_Captured(run=compiled, trained=program.trained_records))
+        self.store.ram.begin_again(after_capture=True)
+        if program.trained_records:
+            self.store.cuts.add(program.cut)
+        # Dynamo keeps this callable as long as the model's code: it must not keep the session and the model alive.
+        number, of_session, name = len(self._captured) - 1, weakref.ref(self), self.model_name
+
+        def call(*args: Any) -> Any:
+            session = of_session()
+            if session is None:
+                raise StoreError(f"a captured graph of {name} was called after the model was dropped; keep the model")
+            return session._run(number, args)
+
+        return call
+
+    def _fit(
+        self, graph_module: fx.GraphModule, inputs: Sequence[Tensor], where: str | None
+    ) -> tuple[Program, Callable[..., Any]]:
+        """Return the program of a graph, tiled if necessary, and its callable. Raises CapacityError if nothing fits.
+
+        ``where`` is the place of the graph break that ends the graph; None if there is none.
+        """
+        try:
+            return fit_by_tiles(
+                graph_module,
+                self.catalog,
+                partial(self._compile_tiled, inputs),
+                partial(self._predict_tiled, inputs),
+            )
+        except DeviceCapacityError as error:
+            if where is not None:  # the rest is captured after this part has run
+                error.args = (
+                    f"{error}; that is for {self._next_name()} alone, which ends at {where}: what the model computes after "
+                    "it is not captured yet, and may need more",
+                )
+            raise
+
+    def _run(self, number: int, args: Sequence[Any]) -> Any:
+        """Run a captured graph."""
+        self.store.check_open()
+        captured = self._captured[number]
+        anchor = hang_on_parameters(self.store.anchor, captured.trained)
+        outputs = captured.run(*(anchor if arg is self.store.anchor else arg for arg in args))
+        if torch.is_grad_enabled():
+            refuse_double_backward(outputs)
+        return outputs
+
+    def close(self) -> None:
+        """Close the store and release captured graphs. Their plans stay, for reports. Safe to call twice."""
+        self.store.close()
+        self._captured.clear()
+        for program in self.programs:
+            program.drop()
+
+    def _compile_tiled(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> tuple[Program, Callable[..., Any]]:
+        """Return the program of a graph and its callable. Raises DeviceCapacityError if it does not fit."""
+        program = Program(self.catalog, self._make_planner(inputs, tiled), tiled)
+        return program, compile_graph(tiled.graph_module, inputs, program, added_at_home=tiled.numbers)
+
+    def _predict_tiled(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> float:
+        """Return the simulated seconds of a step without compiling. DeviceCapacityError if the graph does not fit."""
+        planner, numbers = self._make_planner(inputs, tiled), self.catalog.numbers(tiled.tiled)
+        return simulate(plan_tiled(planner, numbers, tiled, inputs)).step_seconds
+
+    def _make_planner(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> GraphPlanner:
+        assert self.catalog.hardware is not None
+        name = self._next_name()
+        say(f"tracing forward and backward of {name}{', in tiles' if tiled.numbers else ''}")
+        return GraphPlanner(
+            name,
+            self.catalog,
+            self.catalog.hardware,
+            tiled=tiled.tiled,
+            notes=() if tiled.note is None else (tiled.note,),
+            kernel_cache_nbytes=kernel_cache_nbytes() if self.config.memory.unified else 0,  # of oneDNN
+            open_nbytes=self.store.open_forwards.nbytes_beside(storages_of(inputs)),
+        )
+
+    def _next_name(self) -> str:
+        """Return the name of the graph that is captured next."""
+        return f"{self.model_name} graph {len(self.programs)}"
+
+    @property
+    def step_programs(self) -> list[Program]:
+        """Return the programs that ran in the last step with a backward; before any backward, the longest program."""
+        planned = [program for program in self.programs if program.plan is not None]
+        trained = [program.last_runs[Phase.BACKWARD] for program in planned if Phase.BACKWARD in program.last_runs]
+        if not trained:
+            return sorted(planned, key=lambda program: program.num_ticks)[-1:]
+        return [program for program in planned if max(trained) in program.last_runs.values()]
+
+
+def session_of_store(store: Store) -> Session:
+    """Return the session that a store belongs to."""
+    assert isinstance(store.session, Session)
+    return store.session
+
+
+def check_devices(parameters: Mapping[str, Parameter], device: str, *, may_be_meta: bool = False) -> None:
+    """Raise unless all parameters are on the CPU, all on the compute device, or, if ``may_be_meta``, all on meta."""
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        examples = ", ".join(
+            f"'{next(name for name, parameter in parameters.items() if parameter.device == device)}' on {device}"
+            for device in sorted(devices, key=str)
+        )
+        raise ConfigError(f"parameters are on {len(devices)} devices ({examples}); move the model to one device first")
+    found = next(iter(devices), torch.device("cpu"))
+    if found.type == "meta" and may_be_meta:
+        return
+    if found.type == "meta":
+        raise UnsupportedError(
+            "the model is on the meta device, so it has no values; give it some with zinf_compile.optimize(model, init=...)"
+        )
+    if found.type not in ("cpu", torch.device(device).type):
+        raise ConfigError(
+            f"the model is on {found} and device={device!r} is to compute; say device='{found}', or call model.cpu() first"
+        )

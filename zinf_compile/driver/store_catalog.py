@@ -1,0 +1,148 @@
+"""The parameters of a store, shared by all graphs of a session: homes, copies, numbers and promised peaks."""
+
+from collections.abc import Container, Mapping
+from dataclasses import replace
+
+import torch
+
+from zinf_compile.driver.catalog import Narrowing
+from zinf_compile.ir.config import Config
+from zinf_compile.ir.errors import CapacityError, StoreError
+from zinf_compile.ir.facts import ParameterFact
+from zinf_compile.ir.glossary import Tier, dtype_name, format_bytes
+from zinf_compile.ir.hardware import Hardware
+from zinf_compile.ir.plan import Placement, Plan, TierPart
+from zinf_compile.ir.slices import Slice
+from zinf_compile.ir.tiles import TiledParameters, tile_name
+from zinf_compile.passes.planner.placement.budgets import check_budgets
+from zinf_compile.passes.planner.placement.homes import place_narrowed, plan_placement
+from zinf_compile.runtime.model.moving import move_homes
+from zinf_compile.runtime.params.numbers import find_record
+from zinf_compile.runtime.process.reserve import ProcessReserve
+from zinf_compile.runtime.storage.slots import torch_dtype
+from zinf_compile.runtime.store.store import Store
+
+
+class StoreCatalog:
+    """What the graphs of a session share: the store, the planned homes, and the newest plan of each graph."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.notes: list[str] = []  # sentences added to the notes of every plan
+        self.placements: tuple[Placement, ...] = ()  # of every parameter, by the newest plan
+        self.plans: dict[str, Plan] = {}  # of the compiled graphs, by name
+        self.promised: dict[Tier, int] = {}  # the highest peak of all plans, including replaced ones
+        self.hardware: Hardware | None = None  # set by the first graph, updated by measured steps
+        # Until the process is measured, reserve_memory is what the model keeps on the device outside of the store.
+        kept = store.config.reserve_memory if store.config.measures_reserve else 0
+        self.process = ProcessReserve(store.held, kept_nbytes=kept)
+
+    @property
+    def config(self) -> Config:
+        """Return the options of the model, with the current reserve."""
+        return self.store.config
+
+    @config.setter
+    def config(self, config: Config) -> None:
+        self.store.config = config
+
+    @property
+    def facts(self) -> tuple[ParameterFact, ...]:
+        """Return the facts of every parameter adopted so far, in module order."""
+        return tuple(self.store.facts.values())
+
+    @property
+    def has_plans(self) -> bool:
+        """Return whether homes are fixed, because a graph compiled earlier has chosen them."""
+        return bool(self.plans)
+
+    def fact_of(self, param: int) -> ParameterFact:
+        """Return the fact of a parameter by its number in graphs."""
+        return self.store.facts[find_record(param).name]
+
+    def number_of(self, param: int, number: int, rows: Slice) -> int:
+        """Return the number by which ops refer to a tile of a parameter."""
+        return self.store.tile(find_record(param).whole, number, rows).param
+
+    def numbers(self, tiled: TiledParameters) -> dict[str, int]:
+        """Return the numbers by which ops refer to parameters and tiles, by their names in plans."""
+        numbers = {name: record.param for name, record in self.store.records.items()}
+        for name, tiles in tiled.tiles.items():
+            for number, rows in enumerate(tiles):
+                numbers[tile_name(name, number)] = self.store.tile(self.store.records[name], number, rows).param
+        return numbers
+
+    def narrow_copies(self, reads: Mapping[int, torch.dtype]) -> dict[int, torch.dtype]:
+        """Return those of ``reads`` whose parameter has a compute copy of the dtype that the graph casts it to."""
+        facts = {param: self.store.facts[find_record(param).whole.name] for param in reads}
+        return {
+            param: dtype
+            for param, dtype in reads.items()
+            if facts[param].narrowed and torch_dtype(facts[param].compute_dtype) == dtype
+        }
+
+    def plan_narrowing(self, reads: Mapping[int, torch.dtype], streamed: Container[str]) -> Narrowing | None:
+        """Return narrower copies, in the dtype that a graph casts to, for streamed parameters that have only one copy.
+
+        None if there is no such parameter, or if budgets or the disk have no room. In that case adds a note.
+        """
+        asked = {param: self.store.facts[find_record(param).whole.name] for param in reads}
+        fresh = {
+            fact.name: fact.narrowed_to(dtype_name(reads[param]))
+            for param, fact in asked.items()
+            if fact.compute_dtype == fact.dtype and fact.name in streamed and (fact.trainable or fact.unified)
+        }
+        if not fresh:
+            return None
+        facts = tuple(fresh.get(fact.name, fact) for fact in self.facts)
+        try:
+            if self.has_plans:
+                placements = place_narrowed(facts, self.placements, self.config)
+            else:
+                placements = plan_placement(facts, self.config)
+            check_budgets(facts, placements, self.config)
+            self.store.reserve_growth(placements)
+        except (CapacityError, StoreError) as error:
+            nbytes = format_bytes(sum(fact.compute_nbytes for fact in fresh.values()))
+            self.notes.append(
+                f"{len(fresh)} parameters that are only read through a cast move in their own dtype, and are cast on the "
+                f"device: there is no room for {nbytes} of narrower copies ({error})"
+            )
+            return None
+        new = {param: reads[param] for param, fact in asked.items() if fact.name in fresh}
+        return Narrowing(dtypes=self.narrow_copies(reads) | new, parameters=facts, placements=placements)
+
+    def adopt_narrowing(self, narrowing: Narrowing) -> None:
+        """Adopt the planned copies. ``settle`` creates them."""
+        self.store.facts.update({fact.name: fact for fact in narrowing.parameters})
+        self.placements = narrowing.placements
+
+    def settle(self) -> None:
+        """Move parameters to their homes by the newest plan. Called before a graph runs, never while one is traced."""
+        if self.placements != tuple(self.store.placements.values()):
+            with self.store.staging.uncounted():
+                move_homes(self.store, self.placements)
+
+    def promise(self, plan: Plan) -> None:
+        """Limit the device tier to the largest peak of all plans, including this one, and record promised peaks."""
+        if plan.name in self.plans:
+            self.plans[plan.name] = plan
+        plans = [plan, *self.plans.values()]
+        largest = max((each.tier(Tier.DEVICE) for each in plans), key=lambda tier: tier.predicted_peak)
+        reserve, workspace = largest.nbytes_of(TierPart.RESERVE), largest.nbytes_of(TierPart.WORKSPACE)
+        self.store.ram.promise(largest.predicted_peak - reserve, workspace)  # the reserve is not allocated by the tier
+        has_room = all(each.has_room_for_updates for each in plans)
+        self.store.updates.may_allocate = has_room or not self.config.memory.unified
+        self.store.transfers.link.leaving_limit = min(each.leaving_nbytes for each in plans)
+        for tier in plan.tiers:
+            self.promised[tier.tier] = max(self.promised.get(tier.tier, 0), tier.predicted_peak)
+
+    def look_at_process(self) -> None:
+        """Measure what the process takes besides the model, if budgets include it. Called before a forward."""
+        self.reserve(self.process.look(self.config))
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve these bytes of the device budget for the process. Plans with another reserve are replanned."""
+        if nbytes != self.config.reserve_memory:
+            self.config = replace(self.config, reserve_memory=nbytes)
+            self.store.ram.budget = self.config.device_memory - nbytes

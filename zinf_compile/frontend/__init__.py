@@ -1,0 +1,1 @@
+"""What users call: ``optimize``, ``plan``, and the backend of ``torch.compile``."""

@@ -1,0 +1,368 @@
+"""What users call: ``optimize`` a model, ask for its ``report``, ``close`` it."""
+
+import statistics
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import trace_rules
+from torch._dynamo.external_utils import wrap_inline
+from torch.nn import Module, Parameter
+
+from zinf_compile.driver.session import Session, check_devices, session_of_store
+from zinf_compile.inspect.recordings import Recording
+from zinf_compile.inspect.reports import (
+    PhaseReport,
+    ProcessReport,
+    Report,
+    RouteReport,
+    StallReport,
+    StepReport,
+    TierReport,
+    sum_runs,
+)
+from zinf_compile.ir.config import make_config
+from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
+from zinf_compile.ir.glossary import Phase, Tier, format_bytes
+from zinf_compile.passes.planner.simulator.several_graphs import phases_of_step, share_updates
+from zinf_compile.passes.planner.simulator.simulate import simulate
+from zinf_compile.runtime.device.make_device import free_device_memory
+from zinf_compile.runtime.model.accessors import (
+    Forward,
+    install_accessors,
+    move_buffers,
+    refuse_optimized,
+    with_own_code,
+)
+from zinf_compile.runtime.model.full_parameters import Site, check_room, hold_full_values
+from zinf_compile.runtime.model.quantised import describe, has_own_bytes, nbytes_of
+from zinf_compile.runtime.observe.recorder import Recorder
+from zinf_compile.runtime.params.records import owner_of, record_of
+from zinf_compile.runtime.store.store import store_of
+from zinf_compile.weights.initialize import Init, choose_values, undo
+
+
+def optimize(model: Module, *, init: Init = None, share: Module | None = None, **options: object) -> Module:
+    """Make ``model`` train within memory budgets, by offloading its parameters, gradients and optimizer state.
+
+    Changes the model in place and returns it. The training loop does not change.
+
+    A model built under ``torch.device("meta")`` has no values, and never needs memory for all of them at once: ``init``
+    says where they come from. "reset" runs the initialisation of its modules. A safetensors file, a folder with an
+    index, or a list of files is streamed in. For a model that already has values, the files overwrite them.
+
+    Parameters that are tensor subclasses, such as quantised ones, stay on the device unchanged and count against its
+    budget.
+
+    ``share`` is a model that was optimized before: both models use its options and budgets. Names of the new model's
+    parameters are prefixed with its class. Reports cover both models, and closing one closes both.
+
+    Options, all with defaults:
+        device: where compute runs: "cpu", "cuda" or "cuda:1". By default the GPU that the model is on, else the CPU.
+            Inputs must be on it. Registered parameters and gradients are in host memory or on disk, and so is optimizer
+            state that does not fit on a GPU.
+        device_memory, host_memory: budgets in bytes or as "8GiB". By default they share the free memory.
+        nvme: folder on a local disk for what fits in neither budget. By default there is no nvme tier.
+        nvme_memory: budget on that disk. By default its free space.
+        compute_dtype: dtype of forward and backward, such as torch.bfloat16. The optimizer updates parameters in their
+            own dtype. By default the parameters' own.
+        compute: "inductor", the default, compiles each block, and identical blocks only once. This takes some seconds
+            in the first call, and results agree with eager PyTorch to rounding. Without a C++ compiler, or if it does
+            not fit, graphs run op by op. "aten" always runs op by op, bitwise equal to eager PyTorch.
+        reserve_memory: share of device_memory for Python and its captured graphs. "auto", the default, measures it on a
+            CPU: the process then takes at most device_memory and host_memory more than before ``optimize``. It reserves
+            nothing on a GPU, with capture=False, or if both budgets together are below 256 MiB. With 0, the budgets
+            cover the model only.
+        prefetch_memory: limit on the bytes of transfers ahead of compute. By default the planner chooses.
+        tile_memory: parameters larger than this are gathered in tiles, which are consecutive rows. Unless they are
+            resident, neither they nor their gradients are ever whole on the device. By default parameters are tiled
+            only if the model does not fit otherwise, in as few tiles as possible. Results agree to rounding.
+        tiles: number of tiles of some parameters, by name; 1 to always gather a parameter whole. False for bitwise
+            results: nothing is tiled and no loss is fused with its layer, even if the model does not fit otherwise.
+        recompute: True to recompute every block's activations in backward, False to recompute none. By default whatever
+            is fastest.
+        overlap_step: False makes ``optimizer.step()`` return when all updates are finished. By default updates run in
+            the background, in the order in which the next forward gathers, and reading a parameter waits for its
+            update.
+        step_in_backward: True updates a parameter as soon as its gradient is complete. The gradient is never stored,
+            and ``optimizer.step()`` only ends the step. Anything that needs all gradients, such as clipping by norm,
+            GradScaler and accumulation, is refused. The first step is an ordinary one, which shows what the optimizer
+            is.
+        update_on: for a GPU: "device" updates offloaded parameters on the GPU, in chunks that are copied to it and
+            back. "host" updates them on the CPU. By default the GPU, bitwise like PyTorch there. With
+            compute="inductor" both, split so that they finish together.
+        remake_plan: False keeps the plans made before the first step. By default measured times replace estimates, and
+            a plan that is faster by the measured times is adopted between steps, once per captured graph.
+        verify_store: True keeps a checksum of everything written to nvme and checks everything read from it. A
+            StoreError names the bytes that a disk changed or lost. Takes about 0.2 s of one core per GB moved, and
+            needs the package xxhash.
+        capture: False runs the model's own forward eagerly, gathering parameters when they are used.
+
+    Raises ConfigError for invalid options, UnsupportedError for a model that this version cannot handle, and
+    CapacityError, before anything has moved, for budgets in which no graph of the model could run. Activations are
+    known only when the model is called: if they do not fit, its first call raises CapacityError.
+    """
+    if not isinstance(model, Module):
+        raise ConfigError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
+    refuse_optimized(model)
+    if share is not None and (options or init is not None):
+        given = ", ".join([*options, *(["init"] if init is not None else [])])
+        raise ConfigError(f"a model that shares the budgets of another has its options; leave out share, or {given}")
+    shared = None if share is None else _session_of(share)
+    parameters = dict(model.named_parameters())
+    if options.get("device") is None and (found := _own_device(parameters)) is not None:
+        options["device"] = found
+    config = make_config(options, free_device_memory=free_device_memory) if shared is None else shared.config
+    for name, parameter in parameters.items():
+        if (record := record_of(parameter)) is not None:
+            raise ConfigError(f"parameter '{name}' is already in the store of another model, as '{record.name}'")
+    check_devices(parameters, config.device, may_be_meta=True)
+    kept = {name: parameter for name, parameter in parameters.items() if has_own_bytes(parameter)}
+    if kept:
+        _check_kept(kept, init, share)
+        parameters = {name: parameter for name, parameter in parameters.items() if name not in kept}
+        config = replace(config, reserve_memory=config.reserve_memory + nbytes_of(kept.values()))
+        if config.reserve_memory >= config.device_memory:
+            raise CapacityError(
+                f"{describe(kept)}, and device_memory is {format_bytes(config.device_memory)}; raise it to "
+                f"{-(-config.reserve_memory // 2**20)}MiB plus activation memory"
+            )
+    values = choose_values(model, init)
+    on_meta = [parameter for parameter in parameters.values() if parameter.is_meta]
+    session = Session(config, type(model).__name__) if shared is None else shared
+    if shared is not None:
+        parameters = session.prefixed(parameters, type(model).__name__)
+    try:
+        with torch.device("cpu"):  # regardless of the caller's default device
+            session.adopt(parameters, as_home=True, with_values=values is None)
+            if values is not None:
+                with session.progress("writing the first values of", parameters.values()):
+                    values.fill(session.store)
+    except BaseException:
+        if shared is None:
+            session.close()
+        if values is not None:
+            undo(values, on_meta)
+        raise
+    if kept:
+        session.catalog.notes.append(describe(kept))
+    forward = Forward(session.store.memory.torch_device)
+    session.forwards.append(forward)
+    install_accessors(model, forward)
+    if not config.memory.unified:
+        move_buffers(model, session.store.memory.torch_device)
+    if config.capture:
+        forward.to_capture = type(model).__name__
+        call: Callable[..., Any] = model._call_impl
+        if trace_rules.check(model.forward):  # code of torch.nn, such as Sequential's: Dynamo skips its frames
+            call = with_own_code(wrap_inline(call))
+        # Symbolic sizes change rounding, since attention, for one, uses other kernels. "aten" has to be bitwise exact.
+        dynamic = None if config.compute == "inductor" else False
+        model._compiled_call_impl = torch.compile(call, backend=_held_weakly(session), dynamic=dynamic)
+    model.__dict__[_SESSION] = session  # the only way to the session of a model without parameters
+    return model
+
+
+_SESSION = "_zinf_session"  # the attribute of an optimized model that holds its session
+
+
+def _held_weakly(session: Session) -> Callable[..., Any]:
+    """Return the Dynamo backend of a session. Dynamo keeps backends forever, so this one holds the session weakly."""
+    of_session = weakref.ref(session)
+
+    def compile(graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        session = of_session()
+        assert session is not None, "a model that is called has its session"
+        return session.compile(graph_module, inputs)
+
+    return compile
+
+
+def _own_device(parameters: Mapping[str, Parameter]) -> str | None:
+    """Return the GPU that the parameters are on; None if they are not on a GPU."""
+    return next((str(parameter.device) for parameter in parameters.values() if parameter.is_cuda), None)
+
+
+def _check_kept(kept: Mapping[str, Parameter], init: Init, share: Module | None) -> None:
+    """Raise UnsupportedError if parameters that are tensor subclasses cannot stay on the device unchanged."""
+    name, parameter = next(iter(kept.items()))
+    what = f"'{name}' and {len(kept) - 1} more parameters are no plain ones ({type(parameter).__name__})"
+    if init is not None or parameter.is_meta:
+        raise UnsupportedError(
+            f"{what}, which init cannot give values; load the model with its values, and leave init out"
+        )
+    if share is not None:
+        raise UnsupportedError(
+            f"{what}, for which there is no room in the budgets of another; optimize this model first, and let the other "
+            "share it"
+        )
+
+
+def report(model: Module) -> Report:
+    """Return what was planned for ``model`` next to what was measured so far.
+
+    Raises ConfigError for a model that neither ``optimize`` nor ``torch.compile(backend="zinf")`` has seen.
+    """
+    session = _session_of(model)
+    store, meter = session.store, session.store.meter
+    plans = tuple(program.planned for program in session.programs if program.planned is not None)
+    measured = {
+        Tier.DEVICE: max(store.ram.peak, store.held.nbytes_on(Tier.DEVICE)),
+        Tier.HOST: store.held.host_peak_nbytes,
+        Tier.NVME: max(store.layout.taken_nbytes, store.activations.peak_file_nbytes),
+    }
+    capacity = {
+        Tier.DEVICE: session.config.device_memory,
+        Tier.HOST: session.config.host_memory,
+        Tier.NVME: session.config.nvme_memory,
+    }
+    phases, step = [], None
+    step_plans = tuple(program.planned for program in session.step_programs if program.planned is not None)
+    timelines = [simulate(plan) for plan in share_updates([each.plan for each in step_plans])]
+    predicted = phases_of_step(timelines)
+    if timelines and meter.step_seconds:
+        step = StepReport(
+            predicted_seconds=sum(predicted.values()),
+            measured_seconds=statistics.median(meter.step_seconds),
+            count=len(meter.step_seconds),
+        )
+    for phase, seconds in predicted.items():
+        num_graphs = sum(phase in dict(timeline.phase_seconds) for timeline in timelines)
+        runs = sum_runs(meter.phase_seconds(phase), 1 if phase is Phase.STEP else num_graphs)
+        if runs:
+            phases.append(
+                PhaseReport(
+                    phase=phase,
+                    predicted_seconds=seconds,
+                    measured_seconds=statistics.median(runs),
+                    count=len(runs),
+                )
+            )
+    return Report(
+        model=session.model_name,
+        plans=plans,
+        step_plans=step_plans,
+        tiers=tuple(
+            TierReport(
+                tier=tier,
+                capacity=capacity[tier],
+                predicted_peak=_predicted_peak(session, tier),
+                measured_peak=measured[tier],
+            )
+            for tier in Tier
+        ),
+        process=_process_of(session),
+        phases=tuple(phases),
+        step=step,
+        moved=tuple(RouteReport(route=route, nbytes=nbytes) for route, nbytes in meter.moved),
+        stalls=tuple(
+            StallReport(transfer=stall.name, seconds=stall.seconds, count=stall.count) for stall in meter.stalls
+        ),
+        graph_breaks=tuple(session.graph_breaks),
+        replanned=tuple(sentence for program in session.programs for sentence in program.replanned),
+        num_eager_gathers=meter.num_eager_gathers,
+        fallbacks=tuple(sentence for program in session.programs for sentence in program.fallbacks),
+    )
+
+
+def _process_of(session: Session) -> ProcessReport | None:
+    peak = session.store.held.process_peak
+    if peak is None:
+        return None
+    config = session.config
+    return ProcessReport(
+        budget=config.device_memory + config.host_memory, reserved=config.reserve_memory, measured_peak=peak
+    )
+
+
+def _predicted_peak(session: Session, tier: Tier) -> int:
+    """Return the largest planned peak of a tier; on the device also counting updates that no plan includes."""
+    planned = session.catalog.promised.get(tier, session.store.held.nbytes_on(tier))
+    if tier is not Tier.DEVICE or session.store.ram.least_promised == 0:
+        return planned
+    return max(planned, session.store.ram.least_promised + session.config.reserve_memory)
+
+
+@contextmanager
+def record(model: Module) -> Iterator[Recording]:
+    """Record what a model computes, waits for, moves and updates inside the block, with times.
+
+        with zinf_compile.record(model) as recording:
+            model(**batch).backward()
+            optimizer.step()
+        recording.to_chrome_trace("trace.json")  # next to the prediction
+
+    The end of the block waits for updates in the background. Raises ConfigError for a model that neither ``optimize``
+    nor ``torch.compile(backend="zinf")`` has seen, and for one that is already being recorded.
+    """
+    session = _session_of(model)
+    meter = session.store.meter
+    if meter.recorder is not None:
+        raise ConfigError(
+            f"{session.model_name} is being recorded already; end the block that does before the next begins"
+        )
+    recording = Recording(model=session.model_name)
+    meter.recorder = recorder = Recorder()
+    try:
+        yield recording
+        session.store.synchronize()
+    finally:
+        meter.settle()
+        meter.recorder = None
+        recording.events, recording.stalls = recorder.take()
+        recording.plans = tuple(program.plan for program in session.step_programs if program.plan is not None)
+
+
+@contextmanager
+def full_parameters(module: Module) -> Iterator[None]:
+    """Summon the full parameters of an optimized model, or of a part of it, as writable tensors in memory.
+
+    Inside the block ``module.weight`` and ``module.parameters()`` are plain parameters; the model runs eagerly with
+    them. When the block ends, or raises, their values are written home and their gradients are added to the stored
+    ones. An optimizer keeps the stored parameters, so it cannot step inside the block.
+
+    Raises ConfigError for a module without stored parameters, CapacityError if they do not fit in device_memory.
+    """
+    session = _session_of(module)
+    if not session.forwards:
+        raise ConfigError(
+            "full_parameters takes a model, or a part of one, that zinf_compile.optimize(model) has returned"
+        )
+    parts = set(module.modules())
+    all_sites = [site for forward in session.forwards for site in forward.sites]
+    records = {
+        record.name: record
+        for part, name, record in all_sites
+        if part in parts and part._parameters.get(name) is record.parameter
+    }
+    # All places in the model, not only in this module, so that a tied parameter is one tensor inside the block too.
+    sites = [Site(part, name, record) for part, name, record in all_sites if record.name in records]
+    check_room(session.store, list(records.values()), f"full_parameters({type(module).__name__})")
+    with hold_full_values(sites):
+        yield
+
+
+def synchronize(model: Module) -> None:
+    """Block until every update of the last ``optimizer.step()`` is stored. Raises StoreError if an update failed."""
+    _session_of(model).store.synchronize()
+
+
+def close(model: Module) -> None:
+    """Release the file, threads and buffers of a model. Its parameters can still be read, but not trained."""
+    _session_of(model).close()
+
+
+def _session_of(model: Module) -> Session:
+    if isinstance(session := model.__dict__.get(_SESSION), Session):
+        return session
+    for parameter in model.parameters():
+        if (record := owner_of(parameter)) is not None:
+            return session_of_store(store_of(record))
+    raise ConfigError(
+        f"{type(model).__name__} has no parameter in a store; call zinf_compile.optimize(model), or run a model compiled "
+        "with torch.compile(model, backend='zinf') once"
+    )

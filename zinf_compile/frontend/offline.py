@@ -1,0 +1,195 @@
+"""``plan``: plan a model's training step on some hardware, without its weights, a store, or the hardware."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from zinf_compile.driver.offline import OfflinePlanner, Subject, describe
+from zinf_compile.driver.paper_catalog import PaperCatalog
+from zinf_compile.driver.segmented import describe_missing_compiler
+from zinf_compile.driver.this_machine import look_at_machine
+from zinf_compile.driver.tile_search import check_tiles
+from zinf_compile.hardware.profile_io import load_hardware
+from zinf_compile.inspect.plan_view import PlanView
+from zinf_compile.ir.config import OPTIONS, Config, make_config
+from zinf_compile.ir.errors import ConfigError
+from zinf_compile.ir.facts import ParameterFact
+from zinf_compile.ir.glossary import Tier, format_bytes
+from zinf_compile.ir.hardware import Hardware, TierSize
+from zinf_compile.passes.analysis.parameters import analyze_parameter
+from zinf_compile.passes.capture.offline.optimizer_state import StatesOfOptimizer
+from zinf_compile.passes.capture.offline.trace import Inputs
+from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
+from zinf_compile.runtime.model.accessors import refuse_optimized
+from zinf_compile.runtime.optim.supported import check_supported
+
+MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
+
+_BUDGETS = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.NVME: "nvme_memory"}
+# Options of ``optimize`` that do not affect a plan: the folder on this machine, and how the plan runs.
+_NOT_PLANNED = frozenset({"nvme", "remake_plan", "verify_store", "capture"})
+
+
+def plan(
+    model: Module,
+    inputs: object,
+    *,
+    hardware: Hardware | str | Path | None = None,
+    nvme: str | Path | None = None,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    loss: Callable[[Any], Tensor] | None = None,
+    train: bool = True,
+    dynamic: bool = False,
+    world: int = 1,
+    **options: object,
+) -> PlanView:
+    """Return the plan of one call of ``model`` on ``hardware``, with its backward and optimizer step.
+
+    The model is captured with fake tensors: it may have any size and be on meta, and nothing of it is allocated, read
+    or changed. Graphs are captured and planned as ``optimize`` would do it.
+
+    ``inputs`` is what the model is called with: a tensor, a tuple, or a dict of keyword arguments. Only shapes and
+    dtypes of its tensors matter. ``hardware`` is a Hardware, the name of a preset such as "h200", or a file. By default
+    it is this machine, with its free memory and with the free space of the disk of the folder ``nvme``, or of the
+    current folder. Its rates are those that ``zinf doctor`` has stored; otherwise they are measured now, for some
+    seconds.
+
+    Options:
+        device_memory, host_memory, nvme_memory: budgets in bytes or as "8GiB". By default what one device of the
+            hardware has of each.
+        optimizer: a class of torch.optim, or a function that takes parameters and returns an optimizer. The plan counts
+            the state that it would keep.
+        loss: a function of the model's output, planned as part of the forward. Without one, backward starts at the
+            model's output.
+        train: False to plan inference only, of the model in eval mode, without gradients.
+        dynamic: True makes batch and sequence, the first two dimensions of the inputs, symbolic, so that the plan can
+            answer for other sizes: ``plan.what_if(batch=8)``, ``plan.max_batch()``. Capture takes longer.
+        world: number of ranks that train the model together, one per device, on as many nodes as needed. Inputs and
+            budgets are those of one rank, which keeps its shard of parameters, gradients and optimizer state (ZeRO-3).
+            Planning only: nothing runs on several ranks yet.
+        compute: as in ``optimize``: "inductor", the default, plans each block as one compiled op, "aten" op by op.
+            Nothing is compiled. A fused block is assumed to take as long as its ops, until a run has measured it.
+        compute_dtype, reserve_memory, prefetch_memory, tile_memory, tiles, recompute, overlap_step, step_in_backward:
+            as in ``optimize``.
+
+    If the model is captured as several graphs, returns the plan of the graph whose backward computes the most
+    gradients. The plan's notes say what the other graphs need.
+
+    Raises ConfigError for arguments that cannot be used or contradict each other, UnsupportedError for a model that
+    cannot be captured, and CapacityError, with the smallest budget that works, for one that does not fit.
+    """
+    if not isinstance(model, Module):
+        raise ConfigError(f"plan takes a torch.nn.Module, not {type(model).__name__}")
+    refuse_optimized(model)
+    is_here = hardware is None
+    kernel_cache = kernel_cache_nbytes() if is_here else 0  # of CPU kernels
+    hardware = _find_hardware(hardware, nvme, options).with_world(world)
+    config = _make_config(options, hardware)
+    called = replace(_make_inputs(inputs), loss=loss)
+    parameters = _parameter_facts(model, config, optimizer if train else None)
+    named = dict(model.named_parameters())
+    check_tiles(config, named)
+    catalog = PaperCatalog(config, parameters)
+    subject = Subject(model=model, name=type(model).__name__, inputs=called, train=train, dynamic=dynamic)
+    return OfflinePlanner(
+        subject,
+        catalog,
+        hardware,
+        num_ranks=world,
+        kernel_cache_nbytes=kernel_cache,
+        op_by_op=describe_missing_compiler() if is_here and config.compute == "inductor" else None,
+    ).plan()
+
+
+def _find_hardware(
+    hardware: Hardware | str | Path | None, nvme: str | Path | None, options: Mapping[str, object]
+) -> Hardware:
+    if hardware is None:
+        return _this_machine(Path() if nvme is None else Path(nvme), options)
+    if nvme is not None:
+        raise ConfigError(
+            f"nvme={str(nvme)!r} is a folder of this machine, and hardware says to plan for another; leave out one of them"
+        )
+    return hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+
+
+def _this_machine(nvme: Path, options: Mapping[str, object]) -> Hardware:
+    """Return this machine, with its memory divided between device and host as ``optimize`` divides it."""
+    with torch.device("cpu"):  # regardless of the caller's default device
+        found = look_at_machine(nvme)
+    config = make_config({name: options.get(name) for name in ("device_memory", "host_memory")})
+    sizes = {Tier.DEVICE: config.device_memory, Tier.HOST: config.host_memory}
+    if any(Tier.NVME in route.name.split() for route in found.hardware.routes):
+        sizes[Tier.NVME] = found.machine.free_disk_nbytes
+    return replace(found.hardware, tiers=tuple(TierSize(tier=tier, nbytes=nbytes) for tier, nbytes in sizes.items()))
+
+
+def _make_inputs(inputs: object) -> Inputs:
+    if isinstance(inputs, Tensor):
+        return Inputs(args=(inputs,))
+    if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):
+        return Inputs(kwargs=dict(inputs))
+    if isinstance(inputs, tuple | list):
+        return Inputs(args=tuple(inputs))
+    raise ConfigError(
+        f"inputs is {describe(inputs)}; give what the model is called with: a tensor, a tuple of arguments, or a dict of "
+        "keyword arguments"
+    )
+
+
+def _make_config(options: Mapping[str, object], hardware: Hardware) -> Config:
+    """Return the config of ``options``, with the sizes of the hardware as budgets that are not given.
+
+    Raises ConfigError for options that contradict the hardware or each other, with both numbers.
+    """
+    known = OPTIONS - _NOT_PLANNED
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown option {name!r} of plan; {hint}")
+    sizes = {tier.tier: tier.nbytes for tier in hardware.tiers}
+    budgets = {name: sizes[tier] for tier, name in _BUDGETS.items() if tier in sizes}
+    given = {name: option for name, option in options.items() if option is not None}
+    device = "cpu" if hardware.memory.unified else "cuda"
+    config = make_config({"device": device, "device_memory": 0, "host_memory": 0, **budgets, **given})
+    stated = {tier: getattr(config, name) for tier, name in _BUDGETS.items() if name in given}
+    if Tier.DEVICE not in sizes and Tier.DEVICE not in stated:
+        raise ConfigError(f"{hardware.name} does not say how much memory a device has; give device_memory")
+    for tier, nbytes in stated.items():
+        if hardware.tiers and nbytes > sizes.get(tier, 0):
+            has = f"has {format_bytes(sizes[tier])}" if tier in sizes else f"has no {tier} tier"
+            raise ConfigError(
+                f"{_BUDGETS[tier]} is {format_bytes(nbytes)}, and one device of {hardware.name} {has}; lower "
+                f"{_BUDGETS[tier]}, or name other hardware"
+            )
+    for name in ("reserve_memory", "prefetch_memory"):
+        nbytes = getattr(config, name) or 0
+        if nbytes >= max(1, config.device_memory):
+            raise ConfigError(
+                f"{name} is {format_bytes(nbytes)}, and device_memory, which it is a share of, is "
+                f"{format_bytes(config.device_memory)}; lower {name}"
+            )
+    has_nvme = config.nvme_memory is not None and config.nvme_memory > 0
+    return replace(config, nvme=f"the disk of {hardware.name}" if has_nvme else None)
+
+
+def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimizer | None) -> tuple[ParameterFact, ...]:
+    states = StatesOfOptimizer(make_optimizer, check=check_supported) if make_optimizer is not None else None
+    return tuple(
+        analyze_parameter(
+            name,
+            parameter,
+            compute_dtype=config.compute_dtype,
+            states=states.of(parameter) if states is not None and parameter.requires_grad else (),
+            unified=config.memory.unified,
+        )
+        for name, parameter in model.named_parameters()
+    )

@@ -1,0 +1,1 @@
+"""What machines can do: profiles, rates, and the world of ranks. No torch."""

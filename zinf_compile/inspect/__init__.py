@@ -1,0 +1,1 @@
+"""Views of plans and runs: text, HTML pages, traces, differences, explanations and what-if."""

@@ -1,0 +1,163 @@
+"""The report: what the plans predicted beside what was measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zinf_compile.inspect.plan_view import PlanView
+from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """A tier's budget, predicted peak and measured peak, in bytes; ``capacity`` None means all free space of the disk."""
+
+    tier: Tier
+    capacity: int | None
+    predicted_peak: int
+    measured_peak: int
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Return whether the measured peak is above the predicted one."""
+        return self.measured_peak > self.predicted_peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """Predicted and median measured seconds of a phase, over all graphs of a step."""
+
+    phase: Phase
+    predicted_seconds: float
+    measured_seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Predicted and median measured seconds of a step, from one ``optimizer.step()`` to the next."""
+
+    predicted_seconds: float
+    measured_seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteReport:
+    """Bytes moved over a route so far."""
+
+    route: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallReport:
+    """Total seconds that compute has waited for one transfer so far."""
+
+    transfer: str
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReport:
+    """The anonymous memory of the process beyond what was held before ``optimize``, in bytes."""
+
+    budget: int  # device_memory and host_memory together
+    reserved: int  # the part of it that is not for the model
+    measured_peak: int
+
+    def __str__(self) -> str:
+        peak, budget, reserved = map(format_bytes, (self.measured_peak, self.budget, self.reserved))
+        beyond = self.measured_peak - self.budget
+        where = "within" if beyond <= 0 else f"{format_bytes(beyond)} beyond"
+        return (
+            f"process: {peak} above what was there before optimize, {where} both budgets, {budget}; {reserved} reserved"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What ``zinf_compile.report`` returns; ``print(report)`` shows all of it, ``repr(report)`` one line."""
+
+    model: str
+    plans: tuple[PlanView, ...]
+    step_plans: tuple[PlanView, ...]  # those of the graphs that run in one step
+    tiers: tuple[TierReport, ...]
+    process: ProcessReport | None = None  # None on a GPU, and before anything has run
+    phases: tuple[PhaseReport, ...]
+    step: StepReport | None  # None before the second step
+    moved: tuple[RouteReport, ...]
+    stalls: tuple[StallReport, ...]
+    graph_breaks: tuple[str, ...]  # "file:line: reason"
+    replanned: tuple[str, ...]  # why a graph was planned again: larger inputs, or measured times
+    num_eager_gathers: int  # parameters gathered outside captured graphs, in eager code
+    fallbacks: tuple[str, ...] = ()  # "graph, blocks: what does not run as compiled, and why"
+
+    def __repr__(self) -> str:
+        peaks = ", ".join(
+            f"{tier.tier} {format_bytes(tier.measured_peak)} of {format_bytes(tier.predicted_peak)} promised"
+            for tier in self.tiers
+        )
+        steps = "no step measured" if self.step is None else f"{self.step.measured_seconds:.3f} s a step"
+        return f"<Report of {self.model}: {len(self.plans)} graphs, {steps}, {peaks}; print it to see all>"
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {len(self.plans)} captured graph(s), {len(self.graph_breaks)} graph break(s)", ""]
+        lines.append(f"{'tier':8}{'capacity':>12}{'predicted':>12}{'measured':>12}{'ratio':>8}")
+        for tier in self.tiers:
+            capacity = "-" if tier.capacity is None else format_bytes(tier.capacity)
+            peaks = (format_bytes(tier.predicted_peak), format_bytes(tier.measured_peak))
+            ratio = _format_ratio(tier.measured_peak, tier.predicted_peak)
+            lines.append(f"{tier.tier:8}{capacity:>12}{peaks[0]:>12}{peaks[1]:>12}{ratio:>8}")
+        for tier in self.tiers:
+            if self.plans and tier.is_exceeded:
+                lines.append(f"{tier.tier}: exceeded by {format_bytes(tier.measured_peak - tier.predicted_peak)}")
+        if self.process is not None:
+            lines.append(str(self.process))
+        if self.phases:
+            lines += ["", f"{'phase':10}{'predicted':>11}{'measured':>11}{'ratio':>8}   runs"]
+        lines += [_format_seconds(phase.phase, phase) for phase in self.phases]
+        if self.step is not None:
+            lines.append(_format_seconds("in all", self.step))
+        if self.moved:
+            lines += ["", "moved"]
+        lines += [f"  {moved.route:18}{format_bytes(moved.nbytes):>12}" for moved in self.moved]
+        if self.stalls:
+            lines += ["", f"stalls, {sum(stall.seconds for stall in self.stalls):.3f} s in all; the longest"]
+        lines += [f"  {stall.seconds:8.3f} s in {stall.count:4} waits  {stall.transfer}" for stall in self.stalls[:5]]
+        if self.replanned:
+            lines += ["", "planned again"]
+        lines += [f"  {sentence}" for sentence in self.replanned]
+        if self.fallbacks:
+            lines += ["", "not run as compiled"]
+        lines += [f"  {sentence}" for sentence in self.fallbacks]
+        notes = dict.fromkeys(note for plan in self.plans for note in plan.notes)
+        if notes:
+            lines += ["", *notes]
+        if self.graph_breaks:
+            lines += ["", "graph breaks, where code runs eagerly"]
+        lines += [f"  {where}" for where in self.graph_breaks]
+        if self.num_eager_gathers:
+            lines += [
+                "",
+                f"{self.num_eager_gathers} gathers ran eagerly, outside of captured graphs; where that is not wanted, "
+                "TORCH_LOGS=graph_breaks tells what Dynamo could not capture",
+            ]
+        return "\n".join(map(printable, lines))
+
+
+def sum_runs(seconds: Sequence[float], num_graphs: int) -> tuple[float, ...]:
+    """Return the total of each ``num_graphs`` consecutive runs of a phase, counted back from the last."""
+    ends = range(len(seconds), num_graphs - 1, -num_graphs)
+    return tuple(sum(seconds[end - num_graphs : end]) for end in ends)
+
+
+def _format_seconds(name: str, seconds: PhaseReport | StepReport) -> str:
+    ratio = _format_ratio(seconds.measured_seconds, seconds.predicted_seconds)
+    times = f"{seconds.predicted_seconds:10.3f}s{seconds.measured_seconds:10.3f}s"
+    return f"{name:10}{times}{ratio:>8}   {seconds.count}"
+
+
+def _format_ratio(measured: float, predicted: float) -> str:
+    """Return measured over predicted; "-" where nothing was predicted."""
+    return f"{measured / predicted:.2f}" if predicted else "-"

@@ -1,0 +1,1 @@
+"""The records that everything agrees on: plans, facts, ops, sizes, errors, the glossary, and how plans are saved."""

@@ -1,0 +1,256 @@
+"""Config: what the user asked for, parsed and checked once. Sizes become bytes here and nowhere else."""
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from zinf_compile.ir.errors import ConfigError
+from zinf_compile.ir.glossary import StepTiming, dtype_name
+from zinf_compile.ir.hardware import MemorySpace
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+LEAST_TILE = 64 * 2**10  # bytes of a parameter: what is smaller is gathered whole
+DEFAULT_COMPUTE = "inductor"
+MEASURED = "auto"
+DEFAULT_RESERVE: int | str = MEASURED
+LEAST_MEASURED = 256 * 2**20  # of both budgets: in less, Python and torch themselves would be most of what is counted
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def parse_size(size: int | str, *, option: str) -> int:
+    """Return a size in bytes from an int or a string such as ``"8GiB"`` or ``"1.5 GB"``; ConfigError otherwise."""
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise ConfigError(f"{option}={size!r} is not a size; give bytes as an int or a string such as '8GiB'")
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+        if match is None or match["unit"].lower() not in units:
+            raise ConfigError(
+                f"{option}={size!r} is not a size; write a number and one of {', '.join(u for u in _UNITS if u)}, "
+                "for example '8GiB'"
+            )
+        size = int(float(match["number"]) * units[match["unit"].lower()])
+    if size < 0:
+        raise ConfigError(f"{option}={size} is negative; a budget is a number of bytes, 0 or more")
+    return size
+
+
+def free_memory() -> int:
+    """Return the bytes of RAM this process may still take: the smaller of the machine's and the cgroup's."""
+    with open("/proc/meminfo") as meminfo:
+        amounts = dict(line.split(":", 1) for line in meminfo)
+    free = int(amounts["MemAvailable"].split()[0]) * 1024
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),  # cgroup v2
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),  # v1
+    ):
+        try:
+            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
+        except OSError:
+            continue
+        if limit != "max":
+            free = min(free, max(0, int(limit) - int(usage)))
+    return free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The options of ``optimize`` after parsing; every budget in bytes."""
+
+    device_memory: int
+    host_memory: int
+    nvme: str | None  # folder of the store file; None: there is no nvme tier
+    nvme_memory: int | None  # None: what the disk has free
+    device: str = "cpu"  # that computes, as torch writes it
+    compute_dtype: str | None = None  # None: compute in each parameter's own dtype
+    compute: str = DEFAULT_COMPUTE  # "inductor": blocks are compiled, where there is a compiler; "aten": op by op
+    reserve_memory: int = 0  # share of device_memory left to Python, compiled graphs and the system's allocator
+    measures_reserve: bool = field(
+        default=False, metadata={"is_option": False}
+    )  # which is measured, and follows from it
+    prefetch_memory: int | None = None  # bytes read ahead of compute, at most; None: the planner's choice
+    tile_memory: int | None = None  # larger parameters are gathered by tiles; None: only where needed to fit
+    tiles: tuple[tuple[str, int], ...] | None = ()  # in how many tiles some parameters are gathered; None: never any
+    recompute: bool | None = None  # None: none, single values or blocks, as is fastest; True: blocks; False: never
+    overlap_step: bool = True  # False: step() returns when every update is home
+    step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
+    update_on: str | None = (
+        None  # "host" or "device", which has memory of its own; None: what keeps bits, or is fastest
+    )
+    remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
+    verify_store: bool = False  # True: keep checksums of what is on nvme, and check whatever is read
+    capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
+
+    @property
+    def memory(self) -> MemorySpace:
+        """Return the memory that the device computes in: the host's on a CPU, its own on a GPU."""
+        return MemorySpace(unified=self.device == "cpu")
+
+    @property
+    def staging_memory(self) -> int:
+        """Return the share of host memory for staging buffers: half, but no more than is useful to keep a disk busy."""
+        return min(self.host_memory // 2, _MAX_STAGING)
+
+    @property
+    def step_timing(self) -> StepTiming:
+        """Return when the updates of an optimizer step run."""
+        if self.step_in_backward:
+            return StepTiming.IN_BACKWARD
+        return StepTiming.OVERLAPPED if self.overlap_step else StepTiming.SYNCHRONOUS
+
+
+OPTIONS = frozenset(each.name for each in fields(Config) if each.metadata.get("is_option", True))
+_MAX_STAGING = 192 * 2**20  # bandwidth times latency of a fast disk is far below; more only delays write-back
+
+
+def make_config(options: Mapping[str, object], *, free_device_memory: Callable[[str], int] | None = None) -> Config:
+    """Return a Config from the keyword options of ``optimize``; ConfigError names what is wrong and the nearest name.
+
+    ``free_device_memory`` is asked what a device has free whose memory is its own, if no budget is stated.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(OPTIONS))}"
+            raise ConfigError(f"unknown option {name!r}; {hint}")
+    given = {name: option for name, option in options.items() if option is not None}
+    reserve = given.get("reserve_memory", DEFAULT_RESERVE)
+    given["reserve_memory"] = 0 if reserve == MEASURED else reserve
+    sizes = {
+        name: parse_size(given[name], option=name)  # type: ignore[arg-type]  # parse_size checks the type itself
+        for name in ("device_memory", "host_memory", "nvme_memory", "prefetch_memory", "reserve_memory", "tile_memory")
+        if name in given
+    }
+    device = _check_device(given.get("device", "cpu"))
+    if device != "cpu" and "device_memory" not in sizes:
+        if free_device_memory is None:
+            raise ConfigError(f"device={device!r} needs a budget here; give device_memory, such as '8GiB'")
+        sizes["device_memory"] = free_device_memory(device) * 9 // 10
+    is_device_stated = "device_memory" in given or device != "cpu"
+    # Without a stated budget the two RAM tiers share what is free, leaving a fifth for Python, torch and the page cache.
+    free = free_memory() * 4 // 5 if "device_memory" not in sizes or "host_memory" not in sizes else 0
+    on_device = sizes.get("device_memory", 0) if device == "cpu" else 0
+    left = max(0, free - on_device - sizes.get("host_memory", 0))
+    if "device_memory" not in sizes:
+        sizes["device_memory"] = left if "host_memory" in sizes else left // 2
+    if "host_memory" not in sizes:
+        sizes["host_memory"] = left - (0 if is_device_stated else left // 2)
+    return Config(
+        device_memory=sizes["device_memory"],
+        host_memory=sizes["host_memory"],
+        nvme=_check_folder(given.get("nvme")),
+        nvme_memory=sizes.get("nvme_memory"),
+        device=device,
+        compute_dtype=_check_dtype(given.get("compute_dtype")),
+        compute=_check_compute(given.get("compute", DEFAULT_COMPUTE)),
+        reserve_memory=sizes["reserve_memory"],
+        measures_reserve=(
+            reserve == MEASURED
+            and device == "cpu"  # a device with memory of its own holds nothing of Python
+            and sizes["device_memory"] + sizes["host_memory"] >= LEAST_MEASURED
+        ),
+        prefetch_memory=sizes.get("prefetch_memory"),
+        tile_memory=_check_tile_memory(sizes.get("tile_memory")),
+        tiles=_check_tiles(given.get("tiles", {})),
+        recompute=_check_bool(given.get("recompute"), option="recompute"),
+        overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
+        step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
+        update_on=_check_update_on(given.get("update_on"), device),
+        remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
+        verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
+        capture=_check_bool(given.get("capture"), option="capture") is not False,
+    )
+
+
+def _check_device(device: object) -> str:
+    name = str(device)
+    if _DEVICE.fullmatch(name) is None:
+        raise ConfigError(f"device={name!r} is neither the CPU nor an NVIDIA GPU; say 'cpu', 'cuda' or 'cuda:1'")
+    return name
+
+
+def _check_folder(folder: object) -> str | None:
+    if folder is None:
+        return None
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"nvme={folder!r} is not a path; give a folder on a local disk")
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"nvme='{path}' is not a folder; create it first, on a local disk")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"nvme='{path}' cannot be written by this user; choose another folder or change its mode")
+    return str(path)
+
+
+def _check_dtype(dtype: object) -> str | None:
+    if dtype is None:
+        return None
+    name = dtype_name(dtype)
+    if name not in _COMPUTE_DTYPES:
+        raise ConfigError(
+            f"compute_dtype={dtype!r} is not supported; use one of torch.{', torch.'.join(_COMPUTE_DTYPES)}"
+        )
+    return name
+
+
+def _check_tile_memory(nbytes: int | None) -> int | None:
+    if nbytes is not None and nbytes < LEAST_TILE:
+        raise ConfigError(
+            f"tile_memory={nbytes} is less than the {LEAST_TILE} bytes below which a transfer costs more in latency than "
+            "its bytes do; give that or more"
+        )
+    return nbytes
+
+
+def _check_tiles(tiles: object) -> tuple[tuple[str, int], ...] | None:
+    if tiles is False:
+        return None
+    if not isinstance(tiles, Mapping):
+        raise ConfigError(
+            f"tiles={tiles!r} is neither a dictionary nor False; give a number of tiles by the parameter's name, or False "
+            "to have none"
+        )
+    for name, given in tiles.items():
+        dim, count = given if isinstance(given, tuple) and len(given) == 2 else (0, given)
+        if not isinstance(name, str) or isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(
+                f"tiles={{{name!r}: {given!r}}} is not a number of tiles, 1 or more, by a parameter's name"
+            )
+        if dim != 0:
+            raise ConfigError(
+                f"tiles={{{name!r}: {given!r}}} asks for tiles along dimension {dim}; a parameter is gathered by parts of "
+                f"its dimension 0, whose rows lie side by side: say {{{name!r}: {count}}}"
+            )
+    return tuple(sorted((name, given[1] if isinstance(given, tuple) else given) for name, given in tiles.items()))
+
+
+def _check_compute(compute: object) -> str:
+    if compute not in ("aten", "inductor"):
+        raise ConfigError(f"compute={compute!r} is neither 'aten', op by op, nor 'inductor', compiled by blocks")
+    return str(compute)
+
+
+def _check_update_on(where: object, device: str) -> str | None:
+    if where not in (None, "host", "device"):
+        raise ConfigError(f"update_on={where!r} is neither 'host', its processors, nor 'device', what computes")
+    if where == "device" and device == "cpu":
+        raise ConfigError(
+            "update_on='device' needs a device with memory of its own; say device='cuda', or leave it out"
+        )
+    return None if where is None else str(where)
+
+
+def _check_bool(flag: object, *, option: str) -> bool | None:
+    if flag is None or isinstance(flag, bool):
+        return flag
+    raise ConfigError(f"{option}={flag!r} is neither True nor False")

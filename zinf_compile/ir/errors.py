@@ -1,0 +1,57 @@
+"""The errors a person can meet, by audience. Every message says what, where, the numbers, and what to do."""
+
+from zinf_compile.ir.glossary import printable
+
+
+class ZinfError(Exception):
+    """Base of every error raised on purpose by zinf_compile. Its text is safe to print, whatever the names in it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class ConfigError(ZinfError, ValueError):
+    """The user's input cannot be used: an unknown option, an unreadable size, a folder that cannot be written."""
+
+
+class UnsupportedError(ZinfError, NotImplementedError):
+    """The model or the call needs something this version does not do; names what, and the alternative."""
+
+
+class CapacityError(ZinfError, MemoryError):
+    """It does not fit; names the largest residents and the smallest budget that works."""
+
+
+class DeviceCapacityError(CapacityError):
+    """One captured graph does not fit the device, however its parameters and activations are placed."""
+
+    def __init__(self, message: str, *, needed_nbytes: int, activations_nbytes: int) -> None:
+        """``needed_nbytes`` is the smallest budget that works, ``activations_nbytes`` the peak of activations alone."""
+        super().__init__(message)
+        self.needed_nbytes = needed_nbytes
+        self.activations_nbytes = activations_nbytes
+
+
+class StoreError(ZinfError, OSError):
+    """Bytes could not be moved: names the parameter, the file, the offset and the system's reason."""
+
+
+class DamageError(StoreError):
+    """Bytes of the store's file are not those that were written: names the parameter, the copy and the offsets."""
+
+    def __init__(self, message: str, *, is_named: bool) -> None:
+        """``is_named`` says whether the message names what lies there."""
+        super().__init__(message)
+        self.is_named = is_named
+
+
+class PlanFileError(ZinfError, ValueError):
+    """A saved plan is damaged, or was written by another version."""
+
+
+class CheckpointError(ZinfError, ValueError):
+    """A checkpoint, or a file of weights, is damaged, or was written by another version; names the file and the tensor."""
+
+
+class VerifyError(ZinfError, AssertionError):
+    """A bug of ours: a plan or a graph breaks a property it must hold. Please report it with the plan."""

@@ -1,0 +1,196 @@
+"""Hardware: the rates a prediction is made with. Measured on the machine (``runtime/calibration/calibrate.py``) or given."""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from zinf_compile.ir.errors import ConfigError
+from zinf_compile.ir.glossary import Tier
+
+DEVICE_LINKS, NODE_LINKS = "device links", "node links"  # inside a node, between nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySpace:
+    """The memory that a device computes in."""
+
+    unified: bool  # with the host's: CPU ops and disk I/O reach what is there, and no bytes cross a link
+
+    def is_behind_link(self, tier: Tier) -> bool:
+        """Return whether bytes of a tier are reached only by copies on the device's streams."""
+        return tier is Tier.DEVICE and not self.unified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """A named rate: FLOP/s of a dtype's matrix products."""
+
+    name: str
+    per_second: float
+
+
+class OpKind(StrEnum):
+    """Ops that move bytes at about one rate. What is of no kind moves them as fast as memory copies."""
+
+    ELEMENTWISE = "elementwise"  # add, mul
+    TRANSCENDENTAL = "transcendental"  # gelu, tanh, softmax: bounded by arithmetic that no FLOP formula counts
+    REDUCTION = "reduction"  # sum, mean, layer norm
+    RANDOM = "random"  # dropout: bounded by drawing numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRate:
+    """The bytes that ops of a kind read and write per second, for results of a dtype."""
+
+    kind: OpKind
+    dtype: str
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How bytes move from one tier to another, for one device. Routes that share a lane take turns on it.
+
+    A disk that reads and writes at once has two lanes, one that does not has one; a route over several links takes them all.
+    """
+
+    name: str  # "nvme -> device"
+    bytes_per_second: float
+    latency_seconds: float
+    lanes: tuple[str, ...]
+    takes_of_compute: float = (
+        0.0  # seconds lost per second of moving beside compute; 0: no processor of compute's is needed
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSize:
+    """What one device has of a tier: its own memory, or its share of its node's."""
+
+    tier: Tier
+    nbytes: int
+
+
+def route_name(source: Tier, destination: Tier) -> str:
+    """Return how a route is written everywhere: ``"nvme -> device"``."""
+    return f"{source} -> {destination}"
+
+
+def make_route(
+    source: Tier,
+    destination: Tier,
+    bytes_per_second: float,
+    *,
+    latency_seconds: float = 0.0,
+    is_duplex: bool = False,
+    takes_of_compute: float = 0.0,
+) -> Route:
+    """Return a route with the usual lanes: all that touches the disk shares one, unless it reads and writes at once."""
+    lane = route_name(source, destination)
+    if Tier.NVME in (source, destination):
+        lane = "nvme" if not is_duplex else "nvme read" if source is Tier.NVME else "nvme write"
+    return Route(
+        name=route_name(source, destination),
+        bytes_per_second=bytes_per_second,
+        latency_seconds=latency_seconds,
+        lanes=(lane,),
+        takes_of_compute=takes_of_compute,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What the machine does per second. ``routes`` holds every pair of tiers that bytes move between."""
+
+    name: str
+    flops: tuple[Rate, ...]  # achievable, by dtype name
+    memory_bytes_per_second: float  # of the device
+    routes: tuple[Route, ...]
+    optimizer_elements_per_second: float  # when nothing else computes
+    peak_flops: tuple[Rate, ...] = ()  # what the maker says, by dtype name; empty where nobody says
+    tiers: tuple[TierSize, ...] = ()  # empty where only the budgets count
+    devices_per_node: int = 1
+    num_nodes: int = 1
+    device_link_bytes_per_second: float = 0.0  # of one device, to others of its node; 0: it has none
+    node_link_bytes_per_second: float = 0.0  # of one node, to others
+    updates_take_of_compute: float = 1.0  # seconds lost per second of update beside compute; 0: on other processors
+    attention_flops: tuple[Rate, ...] = ()  # of attention kernels, by dtype name; empty: as matrix products
+    op_rates: tuple[OpRate, ...] = ()  # empty: all as fast as memory copies
+    op_overhead_seconds: float = 0.0  # of calling one op, however small its tensors are
+    sources: tuple[str, ...] = ()  # where the numbers are from
+
+    @property
+    def memory(self) -> MemorySpace:
+        """Return the memory its devices compute in: their own where updates on the host take nothing from compute."""
+        return MemorySpace(unified=self.updates_take_of_compute != 0)
+
+    @property
+    def num_devices(self) -> int:
+        """Return how many devices there are in all nodes together."""
+        return self.devices_per_node * self.num_nodes
+
+    def with_world(self, num_ranks: int) -> "Hardware":
+        """Return the hardware with as many nodes as so many ranks fill, one rank on each device.
+
+        ConfigError if they do not fill whole nodes, more than one, or if nothing ties their devices together.
+        """
+        if type(num_ranks) is not int or num_ranks < 1:
+            raise ConfigError(f"a world of {num_ranks!r} ranks is none; give a whole number, 1 or more")
+        each = self.devices_per_node
+        if num_ranks > each and num_ranks % each:
+            raise ConfigError(
+                f"{num_ranks} ranks do not fill whole nodes of {self.name}, which have {each} devices each; give "
+                f"{num_ranks - num_ranks % each} or {num_ranks + each - num_ranks % each} ranks"
+            )
+        num_nodes = -(-num_ranks // each)
+        for links, speed, are_used in (
+            (DEVICE_LINKS, self.device_link_bytes_per_second, min(num_ranks, each) > 1),
+            (NODE_LINKS, self.node_link_bytes_per_second, num_nodes > 1),
+        ):
+            if are_used and not speed:
+                field = f"{links.replace(' links', '_link')}_bytes_per_second"
+                raise ConfigError(
+                    f"{self.name} has no {links}, which {num_ranks} ranks need; give its {field}, such as '70 GB/s'"
+                )
+        return replace(self, num_nodes=num_nodes)
+
+    def links(self, num_ranks: int) -> Route:
+        """Return the links as a route of full values, which ranks gather from the shard that each has of them.
+
+        In a ring each device receives what the other ranks have, and each node, meanwhile and once, what the other nodes
+        have: the slower of both names the route. Reducing full values to shards takes as long (Patarasuk and Yuan 2009,
+        https://doi.org/10.1016/j.jpdc.2008.09.002). More than one rank, as many as ``with_world`` takes.
+        """
+        num_nodes = max(1, num_ranks // self.devices_per_node)
+        speeds = []
+        if num_ranks > num_nodes:
+            speeds.append((self.device_link_bytes_per_second * num_ranks / (num_ranks - 1), DEVICE_LINKS))
+        if num_nodes > 1:
+            speeds.append((self.node_link_bytes_per_second * num_nodes / (num_nodes - 1), NODE_LINKS))
+        speed, name = min(speeds)
+        return Route(name=name, bytes_per_second=speed, latency_seconds=0.0, lanes=(name,))
+
+    def flops_per_second(self, dtype: str) -> float:
+        """Return the matrix-product rate of a dtype; of the slowest known dtype for one that was not measured."""
+        return _rate_of(dtype, self.flops)
+
+    def attention_flops_per_second(self, dtype: str) -> float:
+        """Return the rate of attention kernels, of the slowest known dtype for one that was not measured."""
+        return _rate_of(dtype, self.attention_flops or self.flops)
+
+    def op_bytes_per_second(self, kind: OpKind | None, dtype: str) -> float:
+        """Return the memory traffic of ops of a kind, of the slowest known dtype for one that was not measured."""
+        rates = {rate.dtype: rate.bytes_per_second for rate in self.op_rates if rate.kind is kind}
+        return rates.get(dtype, min(rates.values(), default=self.memory_bytes_per_second))
+
+    def route(self, source: Tier, destination: Tier) -> Route:
+        """Return a route; KeyError for one the hardware does not have."""
+        return {route.name: route for route in self.routes}[route_name(source, destination)]
+
+    def bytes_per_second(self, source: Tier, destination: Tier) -> float:
+        """Return a route's bandwidth; KeyError for a route the hardware does not have."""
+        return self.route(source, destination).bytes_per_second
+
+
+def _rate_of(dtype: str, rates: tuple[Rate, ...]) -> float:
+    by_name = {rate.name: rate.per_second for rate in rates}
+    return by_name.get(dtype, min(by_name.values()))

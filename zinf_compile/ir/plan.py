@@ -1,0 +1,381 @@
+"""The Plan: who lives where, what moves when, which bytes of the arena. A value: hashable, comparable, printable.
+
+One plan describes one captured graph (forward and backward of a training graph, or forward alone) and the optimizer
+step after it. Positions in time are ticks of the flattened node order; seconds come from simulating the plan.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from zinf_compile.ir.copies import Copy, Role
+from zinf_compile.ir.facts import UseFact
+from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
+from zinf_compile.ir.hardware import Hardware
+from zinf_compile.ir.schedule import Schedule
+from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
+
+PLAN_VERSION = 2
+SECTOR_NBYTES = 4096  # of the store file: what O_DIRECT asks for on disks of 4 KiB sectors
+UPDATE_NBYTES = 2**19  # of it: what one takes that allocates, a piece at a time; half is what is freed and not reused
+BACKGROUND_NBYTES = 2**22  # and what a thread of its own comes to hold for that, of which the C library returns little
+UPDATE_SETS = 3  # of buffers that chunks take turns with which are updated on the device: arriving, updated, leaving
+
+
+class TierPart(StrEnum):
+    """What makes up the promised peak of a tier. Of the device, unless it says another tier."""
+
+    RESIDENTS = "residents"  # parameters, gradients and state whose home it is
+    ARENA = "arena"  # transfers and bound values
+    ACTIVATIONS = "activations"  # values outside of the arena
+    WORKSPACE = "workspace"  # what kernels take beside their outputs
+    OUTSIDE = "loss outside"  # what a loss outside of the graph takes beyond all other parts
+    UPDATES = "updates"  # what an optimizer takes beside what is counted of it, and of compute
+    LEAVING = "leaving"  # of a device with streams: what gradients hold until they have been copied to the host
+    KERNELS = "kept kernels"  # what libraries keep kernels in, one for each shape they have met
+    RESERVE = "reserve"  # what is left to the process
+    OPEN = "open forwards"  # what forwards of other calls hold, whose backward has not run
+    HOMES = "homes"  # host and nvme: parameters, gradients and state whose home it is
+    STAGING = "staging"  # host: the buffers that bytes pass through
+    PADDING = "padding"  # nvme: what is left of the last sector of each tensor
+    SWAPPED = "swapped activations"  # host and nvme: activations between forward and backward
+
+
+# Not slotted: simulation asks for the bytes of each again and again.
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What is stored of one parameter, or of a tile of one, and where. Tiles have the homes of their parameter."""
+
+    parameter: str  # its name, or that of the tile
+    copies: tuple[Copy, ...]  # in the order of roles; one of each role at the most, but for states
+
+    @cached_property
+    def by_role(self) -> dict[Role, tuple[Copy, ...]]:
+        """Return the copies of each role that it has."""
+        roles = dict.fromkeys(copy.role for copy in self.copies)
+        return {role: tuple(copy for copy in self.copies if copy.role is role) for role in roles}
+
+    def home_of(self, role: Role) -> Tier | None:
+        """Return where the copies of a role live, which all are on one tier; None where there are none."""
+        copies = self.by_role.get(role)
+        return None if copies is None else copies[0].tier
+
+    @cached_property
+    def _sized(self) -> tuple[tuple[Copy, int], ...]:
+        return tuple((copy, copy.nbytes) for copy in self.copies)
+
+    @cached_property
+    def _nbytes_of(self) -> dict[Role, int]:
+        totals: dict[Role, int] = {}
+        for copy, nbytes in self._sized:
+            totals[copy.role] = totals.get(copy.role, 0) + nbytes
+        return totals
+
+    def nbytes_of(self, role: Role) -> int:
+        """Return the bytes of the copies of a role; 0 where there are none."""
+        return self._nbytes_of.get(role, 0)
+
+    def moved(self, homes: Mapping[Role, Tier]) -> "Placement":
+        """Return it with other homes for the copies of some roles."""
+        copies = (replace(copy, tier=homes.get(copy.role, copy.tier)) for copy in self.copies)
+        return replace(self, copies=tuple(copies))
+
+    @property
+    def tile_of(self) -> str | None:
+        """Return the parameter of which it is some rows; None for a whole parameter."""
+        whole = self.copies[0].slice.parameter
+        return None if whole == self.parameter else whole
+
+    @cached_property
+    def compute(self) -> Tier:
+        """Return the home of what gathers move; the device means resident."""
+        return self.by_role[Role.COMPUTE][0].tier
+
+    @cached_property
+    def master(self) -> Tier:
+        """Return the home of what the optimizer updates: that of the compute copy where there is only one copy."""
+        return self.home_of(Role.MASTER) or self.compute
+
+    @property
+    def gradient(self) -> Tier | None:
+        """Return the home of the gradient; None for a frozen parameter."""
+        return self.home_of(Role.GRADIENT)
+
+    @property
+    def optimizer_state(self) -> Tier | None:
+        """Return the home of all optimizer state; None where there is none."""
+        return self.home_of(Role.STATE)
+
+    @cached_property
+    def compute_dtype(self) -> str:
+        """Return the dtype of the compute copy; a graph that reads another dtype gathers the master copy."""
+        return self.by_role[Role.COMPUTE][0].encoding.dtype
+
+    @property
+    def gradient_dtype(self) -> str | None:
+        """Return the dtype in which backwards add up at home; None for a frozen parameter."""
+        gradient = self.by_role.get(Role.GRADIENT)
+        return None if gradient is None else gradient[0].encoding.dtype
+
+    @cached_property
+    def compute_nbytes(self) -> int:
+        """Return the bytes of the compute copy."""
+        return self.nbytes_of(Role.COMPUTE)
+
+    @cached_property
+    def master_nbytes(self) -> int:
+        """Return the bytes of a master copy beside the compute copy; 0 where there is only one copy."""
+        return self.nbytes_of(Role.MASTER)
+
+    @cached_property
+    def gradient_nbytes(self) -> int:
+        """Return the bytes of the gradient; 0 for a frozen parameter."""
+        return self.nbytes_of(Role.GRADIENT)
+
+    @cached_property
+    def optimizer_state_nbytes(self) -> int:
+        """Return the bytes of all optimizer state."""
+        return self.nbytes_of(Role.STATE)
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Return whether the compute copy is there for graphs that cast what they read; others read the master copy."""
+        return Role.MASTER in self.by_role and self.gradient_dtype != self.compute_dtype
+
+    def home_read(self, dtype: str) -> Tier:
+        """Return where the copy lives that a gather of ``dtype`` moves."""
+        return self.compute if dtype == self.compute_dtype else self.master
+
+    def nbytes_read(self, dtype: str) -> int:
+        """Return the bytes that a gather of ``dtype`` moves."""
+        return self.compute_nbytes if dtype == self.compute_dtype else self.master_nbytes
+
+    @cached_property
+    def _nbytes_on(self) -> dict[Tier, int]:
+        totals = dict.fromkeys(Tier, 0)
+        for copy, nbytes in self._sized:
+            totals[copy.tier] += nbytes
+        return totals
+
+    def nbytes_on(self, tier: Tier) -> int:
+        """Return the bytes this parameter keeps on a tier between uses."""
+        return self._nbytes_on[tier]
+
+    @cached_property
+    def file_nbytes(self) -> int:
+        """Return what this parameter takes of the file on nvme, where each tensor begins at a sector of its own."""
+        return sum(
+            -(-nbytes // SECTOR_NBYTES) * SECTOR_NBYTES for copy, nbytes in self._sized if copy.tier is Tier.NVME
+        )
+
+    @cached_property
+    def update_nbytes_read(self) -> int:
+        """Return what an optimizer step reads of this parameter from nvme, its gradient included; 0 if it is frozen."""
+        master = Role.MASTER if Role.MASTER in self.by_role else Role.COMPUTE
+        return self._update_nbytes_on_nvme(Role.GRADIENT, master, Role.STATE)
+
+    @cached_property
+    def update_nbytes_written(self) -> int:
+        """Return what an optimizer step writes of this parameter to nvme; 0 if it is frozen."""
+        return self._update_nbytes_on_nvme(Role.COMPUTE, Role.MASTER, Role.STATE)
+
+    @cached_property
+    def update_nbytes_to_device(self) -> int:
+        """Return what an update on the device takes there: gradient, master copy, and state that does not live there."""
+        return self.gradient_nbytes + (self.master_nbytes or self.compute_nbytes) + self._state_nbytes_away
+
+    @cached_property
+    def update_nbytes_to_host(self) -> int:
+        """Return what comes back from an update on the device: every copy and all state that do not live there."""
+        compute = 0 if self.compute is Tier.DEVICE else self.compute_nbytes
+        return self.master_nbytes + compute + self._state_nbytes_away
+
+    @property
+    def has_device_state(self) -> bool:
+        """Return whether optimizer state lives on the device."""
+        return self.optimizer_state is Tier.DEVICE
+
+    @property
+    def _state_nbytes_away(self) -> int:
+        return 0 if self.has_device_state else self.optimizer_state_nbytes
+
+    def _update_nbytes_on_nvme(self, *roles: Role) -> int:
+        if Role.GRADIENT not in self.by_role:
+            return 0
+        return sum(self.nbytes_of(role) for role in roles if self.home_of(role) is Tier.NVME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundValue:
+    """A value that its op writes to fixed arena bytes. It is the result of the node at tick ``live.start``."""
+
+    name: str
+    offset: int
+    nbytes: int
+    live: LiveRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSpan:
+    """A run of consecutive ops of one module: its ticks, estimated seconds, and the most bytes that unbound values take."""
+
+    module: str
+    phase: Phase
+    start: int
+    end: int
+    seconds: float
+    peak_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputedValue:
+    """A value that forward makes and does not save, since backward makes it again, at ``tick`` and in so many seconds."""
+
+    value: str
+    nbytes: int
+    tick: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPlan:
+    """What backward's inputs cost."""
+
+    policy: ActivationPolicy
+    saved_nbytes: int
+    peak_nbytes: int  # most bytes of values outside of the arena live at one tick
+    peak_tick: int
+    recomputed: tuple[RecomputedValue, ...] = ()  # the large ones, by tick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """The streamed optimizer step: parameters in the order in which forward gathers them, chunk by chunk."""
+
+    timing: StepTiming
+    chunk_elements: int
+    num_chunks: int
+    staging_nbytes: int
+    nbytes_read: int  # from nvme
+    nbytes_written: int  # to nvme
+    num_elements: int
+    # Of the elements whose state does not live on the device, updated there all the same; the rest on the host.
+    device_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUpdatesPlan:
+    """The updates of a step that run on a device with memory of its own. Gradients count for elements."""
+
+    share: float  # of all elements
+    nbytes_in: int  # that come from host memory
+    nbytes_out: int  # that go back there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPlan:
+    """A tier's budget and the peak the plan promises, with what makes it up."""
+
+    tier: Tier
+    capacity: int | None  # None: whatever the disk has
+    predicted_peak: int
+    parts: tuple[tuple[TierPart, int], ...]  # with their bytes, which sum to the predicted peak
+
+    def nbytes_of(self, part: TierPart) -> int:
+        """Return the bytes of a part; 0 if there is none."""
+        return dict(self.parts).get(part, 0)
+
+
+# Not slotted: views of its transfers are kept.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that was decided for one captured graph."""
+
+    version: int
+    name: str
+    compute_dtype: str | None
+    hardware: Hardware
+    schedule: Schedule
+    placements: tuple[Placement, ...]  # in module order
+    uses: tuple[UseFact, ...]  # of every parameter this graph reads, sorted by name
+    transfers: tuple[
+        Transfer, ...
+    ]  # everything that moves in forward and backward, in the order of ``order_transfers``
+    bound: tuple[BoundValue, ...]  # by tick
+    spans: tuple[ComputeSpan, ...]  # by start tick, covering every tick
+    activations: ActivationPlan
+    arena_nbytes: int
+    prefetch_nbytes: int  # how far transfers may run ahead of compute
+    step: StepPlan
+    tiers: tuple[TierPlan, ...]
+    num_ranks: int = 1  # that train the model together, each by this plan
+    notes: tuple[str, ...] = ()  # sentences on how it was made that a reader should know
+
+    @cached_property
+    def by_tick(self) -> TransferIndex:
+        """Return the transfers by the ticks at which they are issued, and by the parameters that gathers move."""
+        return TransferIndex(self.transfers)
+
+    @cached_property
+    def gathers(self) -> tuple[Transfer, ...]:
+        """Return the transfers of parameters to the device."""
+        return tuple(transfer for transfer in self.transfers if transfer.what is Moved.PARAMETERS)
+
+    @cached_property
+    def sinks(self) -> tuple[Transfer, ...]:
+        """Return the transfers of gradients to their homes, with those whose home is the device."""
+        return tuple(transfer for transfer in self.transfers if transfer.what is Moved.GRADIENT)
+
+    @cached_property
+    def swaps(self) -> tuple[Swap, ...]:
+        """Return the activations that are offloaded in forward and reloaded in backward, by the tick at which they leave."""
+        return pair_swaps(self.transfers)
+
+    @property
+    def has_room_for_updates(self) -> bool:
+        """Return whether what updates in the background hold is counted, if their optimizer allocates."""
+        return self.tier(Tier.DEVICE).nbytes_of(TierPart.UPDATES) >= BACKGROUND_NBYTES
+
+    @property
+    def may_update_beside_compute(self) -> bool:
+        """Return whether updates hide behind compute: where bytes move for them, or other processors do them."""
+        return self.step.num_chunks > 0 or self.hardware.updates_take_of_compute == 0
+
+    @property
+    def device_updates(self) -> "DeviceUpdatesPlan":
+        """Return what updates on the device come to: all of those whose state lives there, and a share of the others."""
+        share = self.step.device_share
+        trained = [(placement, 1.0 if placement.has_device_state else share) for placement in self.placements]
+        trained = [(placement, each if share else 0.0) for placement, each in trained if placement.gradient_nbytes]
+        updated = sum(placement.gradient_nbytes * each for placement, each in trained)
+        return DeviceUpdatesPlan(
+            share=updated / max(1, sum(placement.gradient_nbytes for placement, _ in trained)),
+            nbytes_in=int(sum(placement.update_nbytes_to_device * each for placement, each in trained)),
+            nbytes_out=int(sum(placement.update_nbytes_to_host * each for placement, each in trained)),
+        )
+
+    @property
+    def leaving_nbytes(self) -> int:
+        """Return what gradients may hold of the device that are being copied to the host; 0 on a CPU."""
+        return self.tier(Tier.DEVICE).nbytes_of(TierPart.LEAVING)
+
+    def tier(self, tier: Tier) -> TierPlan:
+        """Return the plan of one tier."""
+        return next(plan for plan in self.tiers if plan.tier is tier)
+
+    def placement(self, parameter: str) -> Placement:
+        """Return where one parameter lives; KeyError if the model has no such parameter."""
+        for placement in self.placements:
+            if placement.parameter == parameter:
+                return placement
+        raise KeyError(parameter)
+
+    def swapped_nbytes(self, tier: Tier) -> int:
+        """Return the bytes of activations that rest on a tier between forward and backward."""
+        return sum(each.nbytes for each in self.transfers if each.is_offload and each.destination is tier)
+
+    @property
+    def num_ticks(self) -> int:
+        """Return the ticks of forward and backward together."""
+        return self.schedule.num_ticks

@@ -1,0 +1,143 @@
+"""Slices: parts of parameters. Tiles, the shards of ranks and the chunks of an optimizer step are all slices.
+
+Tiles are rows of a parameter. Chunks and shards are elements of the flattened parameter, which is a parameter with one
+dimension: ``rows.flat`` has the same elements as ``rows``. A part of a slice counts its indices from the whole parameter's
+first, so that slices of slices can be compared however they were cut.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Indices [start, start + length) along one dimension of a parameter, or each rank's equal share of these elements."""
+
+    parameter: str
+    shape: tuple[int, ...]  # of the whole parameter; (1,) for a scalar
+    dim: int = 0
+    start: int = 0
+    length: int
+    num_ranks: int = 1  # that divide the elements among them
+
+    @staticmethod
+    def of_whole(parameter: str, shape: Sequence[int]) -> "Slice":
+        """Return all of a parameter, as rows."""
+        sizes = tuple(shape) or (1,)
+        return Slice(parameter=parameter, shape=sizes, length=sizes[0])
+
+    @property
+    def stop(self) -> int:
+        """Return the index behind the last one."""
+        return self.start + self.length
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it has every index, divided among ranks or not."""
+        return self.length == self.shape[self.dim]
+
+    @property
+    def elements_per_index(self) -> int:
+        """Return the elements of the parameter at one index."""
+        return math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements, of one rank's share."""
+        return shard_size(self.length * self.elements_per_index, self.num_ranks)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the shape of a tensor that holds its indices."""
+        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Return whether its elements are consecutive in the flattened parameter, at a place that is known."""
+        return self.num_ranks == 1 and (self.is_whole or math.prod(self.shape[: self.dim]) <= 1)
+
+    @property
+    def flat(self) -> "Slice":
+        """Return the same elements as indices of the flattened parameter; ValueError if they are not contiguous."""
+        if not self.is_contiguous:
+            what = "any rank's share" if self.num_ranks > 1 else f"cut along dimension {self.dim} of {self.shape}"
+            raise ValueError(f"{self} is not contiguous in memory: it is {what}")
+        size, each = math.prod(self.shape), self.elements_per_index
+        length = size if self.is_whole else self.length * each
+        return replace(self, shape=(size,), dim=0, start=self.start * each, length=length)
+
+    def offset_in(self, outer: "Slice") -> int:
+        """Return how many elements of a slice come before its own first; ValueError if it is not inside of that slice."""
+        inner, around = self.flat, outer.flat
+        is_same = (inner.parameter, inner.shape) == (around.parameter, around.shape)
+        if not is_same or inner.start < around.start or inner.stop > around.stop:
+            raise ValueError(f"{self} is not inside of {outer}")
+        return inner.start - around.start
+
+    @property
+    def whole(self) -> "Slice":
+        """Return every index of the parameter, divided among the same ranks."""
+        return replace(self, start=0, length=self.shape[self.dim])
+
+    def among(self, num_ranks: int) -> "Slice":
+        """Return the share of each of some ranks. The shares are equal; the last one is padded."""
+        return replace(self, num_ranks=num_ranks)
+
+    def part(self, start: int, stop: int) -> "Slice":
+        """Return indices [start, stop) of this slice, counted from its own first index."""
+        if not 0 <= start <= stop <= self.length:
+            raise ValueError(f"[{start}, {stop}) is not within the {self.length} indices of {self}")
+        return replace(self, start=self.start + start, length=stop - start)
+
+    def split(self, num_parts: int, multiple: int = 1) -> tuple["Slice", ...]:
+        """Return at most ``num_parts`` parts, equal but for the last, each beginning at a multiple of some indices."""
+        size = -(-self.length // (num_parts * multiple)) * multiple
+        return tuple(self.pieces(size))
+
+    def pieces(self, length: int) -> Iterator["Slice"]:
+        """Yield consecutive parts of ``length`` indices; the last one may have fewer."""
+        for start in range(0, self.length, length):
+            yield self.part(start, min(self.length, start + length))
+
+    def intersect(self, other: "Slice") -> "Slice | None":
+        """Return what both have; None if that is nothing.
+
+        Of slices along different dimensions, or of a parameter and the flattened one, that is a flat slice. ValueError
+        where one of these is not contiguous, and for shares of ranks.
+        """
+        if self.parameter != other.parameter:
+            return None
+        mine, theirs = self, other
+        if (self.shape, self.dim) != (other.shape, other.dim) or max(self.num_ranks, other.num_ranks) > 1:
+            mine, theirs = self.flat, other.flat
+        start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+        return replace(mine, start=start, length=stop - start) if start < stop else None
+
+    def without(self, others: Iterable["Slice"]) -> Iterator["Slice"]:
+        """Yield the parts that none of some slices along the same dimension has, in order."""
+        start = self.start
+        for common in sorted(
+            (each for other in others if (each := self.intersect(other))), key=lambda each: each.start
+        ):
+            if common.start > start:
+                yield replace(self, start=start, length=common.start - start)
+            start = max(start, common.stop)
+        if start < self.stop:
+            yield replace(self, start=start, length=self.stop - start)
+
+    def share_of(self, total: int) -> int:
+        """Return what it has of so many things that belong to the whole parameter, evenly: parts add up to ``total``."""
+        size = self.shape[self.dim]
+        if size == 0:
+            return 0
+        return shard_size(-(-total * self.stop // size) - -(-total * self.start // size), self.num_ranks)
+
+    def __str__(self) -> str:
+        where = f"{self.parameter}[{', '.join([*':' * self.dim, f'{self.start}:{self.stop}'])}]"
+        return where if self.num_ranks == 1 else f"1/{self.num_ranks} of {where}"
+
+
+def shard_size(size: int, num_ranks: int) -> int:
+    """Return what one rank has of so many elements or bytes: the ranks' shards are equal, the last one filled up."""
+    return -(-size // num_ranks)

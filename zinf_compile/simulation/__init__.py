@@ -1,1 +1,0 @@
-"""What a simulated step is made of, and what can be read off it."""

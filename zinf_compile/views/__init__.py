@@ -1,1 +1,0 @@
-"""Pictures of a plan: the Chrome trace, the arena chart, what differs between two plans."""
