@@ -115,6 +115,15 @@ def view_source(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def describe_place(node: fx.Node) -> str:
+    """Return the line of the user's code for a node, as `` at file.py:12``; an empty string if unknown."""
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return ""
+    file, number, *_ = lines[-1].removeprefix("File ").split(", ")
+    return f" at {file.strip(chr(34))}:{number.removeprefix('line ')}"
+
+
 def _as_node(argument: object) -> fx.Node | None:
     return argument if isinstance(argument, fx.Node) else None
 

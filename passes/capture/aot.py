@@ -20,7 +20,7 @@ from zinf_compile.ir.ops import GATHER
 from zinf_compile.passes.analysis.casts import find_narrow_reads
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import JointInputs
-from zinf_compile.passes.fx_edit import copy_graph_module, set_missing_values
+from zinf_compile.passes.fx_edit import copy_graph_module, describe_place, set_missing_values
 from zinf_compile.passes.pipeline import edit_backward_graph, edit_inference_graph, edit_joint_graph
 
 # Splits a graph into forward and backward under the activation policy of its inputs.
@@ -147,8 +147,8 @@ def refuse_writes_to_parameters(graph_module: fx.GraphModule) -> None:
                 gathered.add(node)
             elif name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__")):
                 raise UnsupportedError(
-                    f"the model writes to one of its parameters in its own forward ({name}); a gathered value is a copy, so "
-                    f"the write would be lost; write to it between steps instead:\n{node.stack_trace or ''}"
+                    f"the model writes to one of its parameters in its own forward ({name}{describe_place(node)}); a "
+                    "gathered value is a copy, so the write would be lost; write to it between steps instead"
                 )
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
+from zinf_compile.ir.glossary import printable
 from zinf_compile.runtime.execute.layouts import Layouts
 from zinf_compile.runtime.observe.progress import say
 
@@ -238,7 +239,7 @@ def _compile(number: int, segment: fx.GraphModule) -> _Run | None:
 
 
 def _refuse(number: int, reason: str) -> None:
-    _log.warning("a segment is not compiled and runs op by op: %s", reason)
+    _log.warning("a segment is not compiled and runs op by op: %s", printable(reason))
     _remarks.setdefault(number, {})[f"runs op by op: {reason}"] = None
 
 
@@ -246,7 +247,7 @@ def _remark(number: int, remark: str) -> None:
     """Keep a remark on a segment for the report; log it the first time."""
     remarks = _remarks.setdefault(number, {})
     if remark not in remarks:
-        _log.warning("a segment %s", remark)
+        _log.warning("a segment %s", printable(remark))
         remarks[remark] = None
 
 

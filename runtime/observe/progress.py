@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from zinf_compile.ir.glossary import printable
+
 _log = logging.getLogger(__name__)
 _begun = threading.local()  # ``since``: when the outermost ``timed`` of a thread began
 
@@ -41,7 +43,7 @@ def timed(begin: str | None, end: str) -> Iterator[None]:
 
 
 def _show(text: str) -> None:
-    line = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    line = printable(text)
     if _log.isEnabledFor(logging.INFO) and _log.hasHandlers():
         _log.info("%s", line)
     elif sys.stderr is not None and not _is_silenced():

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from zinf_compile.ir.errors import StoreError
+from zinf_compile.ir.glossary import printable
 from zinf_compile.runtime.process.compiling import yielding_turn
 from zinf_compile.runtime.process.interrupts import check_interrupt
 
@@ -58,7 +59,7 @@ class _Patience:
             check_interrupt()
         waited = time.monotonic() - self._start
         if waited >= self._next_word:
-            _log.warning("%s: waiting for %.0f seconds now", self._what, waited)
+            _log.warning("%s: waiting for %.0f seconds now", printable(self._what), waited)
             self._next_word *= 2
         if waited >= _REST_SECONDS and self._gone is not None:
             why = self._gone()

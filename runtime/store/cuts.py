@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Iterable
 
+from zinf_compile.ir.glossary import printable
+
 _log = logging.getLogger(__name__)
 
 
@@ -42,4 +44,4 @@ class Cuts:
 
 
 def _describe(way: str) -> str:
-    return f"computes in tiles ({way})" if way else "computes everything whole"
+    return f"computes in tiles ({printable(way)})" if way else "computes everything whole"

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.planner_inputs import make_parameter
+from zinf_compile.inspect.plan_view import PlanView
+from zinf_compile.inspect.reports import PhaseReport, Report, StepReport, TierReport
 from zinf_compile.ir.copies import Encoding, Role
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
@@ -392,3 +394,26 @@ def layered_plan() -> Plan:
 def make_plan() -> Callable[..., Plan]:
     """Return the function that makes plans of any number of layers."""
     return make_layered_plan
+
+
+def make_report(
+    plan: Plan, *, model: str = "Net", measured_peak: int = 3072, fallbacks: tuple[str, ...] = ()
+) -> Report:
+    """Return a report on one plan, with a measured peak of the device."""
+    return Report(
+        model=model,
+        plans=(PlanView(plan),),
+        step_plans=(PlanView(plan),),
+        tiers=(
+            TierReport(tier=Tier.DEVICE, capacity=8192, predicted_peak=4096, measured_peak=measured_peak),
+            TierReport(tier=Tier.NVME, capacity=None, predicted_peak=0, measured_peak=0),
+        ),
+        phases=(PhaseReport(phase=Phase.FORWARD, predicted_seconds=0.2, measured_seconds=0.3, count=4),),
+        step=StepReport(predicted_seconds=1.0, measured_seconds=0.9, count=3),
+        moved=(),
+        stalls=(),
+        graph_breaks=(),
+        replanned=(),
+        num_eager_gathers=0,
+        fallbacks=fallbacks,
+    )

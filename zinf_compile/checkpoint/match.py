@@ -59,10 +59,10 @@ def check_same(where: Path, manifest: Manifest, objects: Objects, model: Module,
     if optimizer is not None:
         differences += _optimizer_differences(manifest, objects, model, optimizer)
     if differences:
-        listed = "".join(f"\n  {difference}" for difference in differences)
         raise ConfigError(
             f"the checkpoint in '{where}' is not one of this {type(model).__name__} and its optimizer; nothing was "
-            f"loaded. {len(differences)} differences:{listed}"
+            f"loaded. {len(differences)} differences:",
+            *differences,
         )
 
 

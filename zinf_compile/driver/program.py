@@ -23,7 +23,7 @@ from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.inspect.what_if import describe_largest
 from zinf_compile.ir.errors import CapacityError, StoreError
 from zinf_compile.ir.facts import GraphFacts
-from zinf_compile.ir.glossary import Phase, Tier, format_bytes
+from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.ir.tiles import join_placements
 from zinf_compile.passes.analysis.collect import CapturedGraph
@@ -148,7 +148,7 @@ class Program:
             return replace(ops, op_by_op=missing)
         computed = self._planner.compute_in_segments(graph, ops)
         if computed.op_by_op is not None:
-            _log.warning("%s computes op by op: %s", self._name, computed.op_by_op)
+            _log.warning("%s computes op by op: %s", printable(self._name), printable(computed.op_by_op))
         else:
             assert computed.form.captured is not None
             compile_segments(computed.form.captured)
@@ -233,7 +233,7 @@ class Program:
             self.replanned.append(
                 f"{self._name}: the process takes {format_bytes(wanted)}, and its plan stays: {error}"
             )
-            _log.warning(self.replanned[-1])
+            _log.warning("%s", printable(self.replanned[-1]))
             return
         if self.last_runs:
             self._store.held.begin_again()  # what is reported is measured under the plan that predicts it
@@ -300,7 +300,7 @@ class Program:
         try:
             self._store.reserve_growth(join_placements(remade.plan.placements))
         except StoreError as error:
-            _log.info("%s; the plan stays, since the disk has no room for it: %s", remade.sentence, error)
+            _log.info("%s; the plan stays, since the disk has no room for it: %s", printable(remade.sentence), error)
             return
         say(remade.sentence)
         self._planner.hardware = self._catalog.hardware = remade.plan.hardware

@@ -15,7 +15,7 @@ from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.slices import Slice
 from zinf_compile.ir.tiles import WHOLE, TiledParameters, least_rows
 from zinf_compile.passes.contract import TileHandle, TileInputs
-from zinf_compile.passes.fx_edit import copy_graph_module
+from zinf_compile.passes.fx_edit import copy_graph_module, describe_place
 from zinf_compile.passes.pipeline import tile_graph
 from zinf_compile.passes.transforms.tiling.fuse_linear_loss import find_linear_losses, takes_one_pass
 from zinf_compile.passes.transforms.tiling.tile_chains import find_row_chains
@@ -307,7 +307,9 @@ def _describe_refusal(candidate: _Candidate) -> str:
             f"'{candidate.name}' ({size}) cannot be tiled: only {candidate.multiple} of its rows are whole sectors of the "
             f"file, and it has {candidate.num_rows}"
         )
-    return f"'{candidate.name}' ({size}) cannot be tiled: {_describe_op(reader)} reads all of it{_where(reader)}"
+    return (
+        f"'{candidate.name}' ({size}) cannot be tiled: {_describe_op(reader)} reads all of it{describe_place(reader)}"
+    )
 
 
 def _describe_op(node: fx.Node) -> str:
@@ -318,12 +320,3 @@ def _describe_op(node: fx.Node) -> str:
         if callable(node.target)
         else node.op
     )
-
-
-def _where(node: fx.Node) -> str:
-    """Return the line of the user's code for a node, as `` at file.py:12``; an empty string if unknown."""
-    lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
-    if not lines:
-        return ""
-    file, number, *_ = lines[-1].removeprefix("File ").split(", ")
-    return f" at {file.strip(chr(34))}:{number.removeprefix('line ')}"

@@ -86,9 +86,8 @@ def parse_hardware(text: str, *, source: str = "the hardware profile") -> Hardwa
     if isinstance(hardware, Hardware):
         problems += find_problems(hardware)
     if problems:
-        listed = "".join(f"\n  {problem}" for problem in problems)
         raise ConfigError(
-            f"{source} is no hardware profile that can be used, correct {len(problems)} field(s) of it:{listed}"
+            f"{source} is no hardware profile that can be used, correct {len(problems)} field(s) of it:", *problems
         )
     assert isinstance(hardware, Hardware)
     return hardware

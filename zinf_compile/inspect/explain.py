@@ -36,7 +36,7 @@ def explain(plan: Plan, request: Request, name: str) -> str:
 
 
 def _join(lines: Sequence[str]) -> str:
-    return "\n".join(printable(line, keep="") for line in lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def _chosen(plan: Plan, request: Request) -> tuple[GraphFacts, GraphFacts[Size]]:

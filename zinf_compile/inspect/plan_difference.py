@@ -52,7 +52,7 @@ def dump_plan_difference(a: Plan, b: Plan) -> str:
         if before != after:
             lines.append(f"{name}: {len(before)} -> {len(after)} records, not the same ones")
     lines += _changed_seconds(simulate(a), simulate(b))
-    return "\n".join(printable(line, keep="") for line in lines or ["the plans list the same records in another order"])
+    return "\n".join(printable(line) for line in lines or ["the plans list the same records in another order"])
 
 
 def _changes(label: str, a: object, b: object, names: Sequence[str] = ()) -> list[str]:

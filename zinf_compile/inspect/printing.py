@@ -35,9 +35,7 @@ def dump_plan(plan: Plan, *, width: int = 100) -> str:
         dump_summary(timeline),
         dump_live_set(timeline, width),
     )
-    return "\n\n".join(
-        "\n".join(clip(printable(line, keep=""), width) for line in section) for section in sections if section
-    )
+    return "\n\n".join("\n".join(clip(printable(line), width) for line in section) for section in sections if section)
 
 
 def _dump_header(plan: Plan, width: int) -> list[str]:

@@ -99,7 +99,7 @@ class Report:
             for tier in self.tiers
         )
         steps = "no step measured" if self.step is None else f"{self.step.measured_seconds:.3f} s a step"
-        return f"<Report of {self.model}: {len(self.plans)} graphs, {steps}, {peaks}; print it to see all>"
+        return f"<Report of {printable(self.model)}: {len(self.plans)} graphs, {steps}, {peaks}; print it to see all>"
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {len(self.plans)} captured graph(s), {len(self.graph_breaks)} graph break(s)", ""]

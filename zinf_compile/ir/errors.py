@@ -4,10 +4,10 @@ from zinf_compile.ir.glossary import printable
 
 
 class ZinfError(Exception):
-    """Base of every error raised on purpose by zinf_compile. Its text is safe to print, whatever the names in it."""
+    """Base of every error raised on purpose by zinf_compile. Each argument is one line of its text, safe to print."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return "\n  ".join(printable(str(line)) for line in self.args)
 
 
 class ConfigError(ZinfError, ValueError):

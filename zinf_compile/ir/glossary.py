@@ -114,17 +114,15 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def printable(text: str, *, keep: str = "\n\t") -> str:
-    """Return text that is safe to print: control, bidirectional and other invisible characters are escaped.
+def printable(text: str) -> str:
+    """Return a line that is safe to print: newlines, control, bidirectional and other invisible characters are escaped.
 
-    Names come from users' files and models: unescaped, they could move the cursor, or recolour or reorder the output.
+    Names come from users' files and models: unescaped, they could forge a line, move the cursor, or recolour or reorder
+    the output.
     """
     if text.isprintable():
         return text
-    return "".join(
-        letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def format_bytes(nbytes: float) -> str:

@@ -54,7 +54,7 @@ class FileValues:
             if module not in able
         ]
         if problems:
-            raise ConfigError(f"{type(model).__name__} cannot be filled from {source}:\n  " + "\n  ".join(problems))
+            raise ConfigError(f"{type(model).__name__} cannot be filled from {source}:", *problems)
 
     def fill(self, store: Store) -> None:
         """Write the values home. StoreError when a file cannot be read, ConfigError for a buffer that gets no value."""

@@ -2,7 +2,10 @@
 
 import logging
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,10 @@ import torch
 from torch import nn
 
 import zinf_compile
+from zinf_compile.runtime.execute import segments
 from zinf_compile.runtime.observe.progress import say, timed
+from zinf_compile.runtime.process import waiting
+from zinf_compile.runtime.store.cuts import Cuts
 
 _LOGGER = logging.getLogger("zinf_compile")
 _WITHOUT_SECONDS = re.compile(r" ?\(?\d+\.\d s\)?")
@@ -113,7 +119,33 @@ def test_seconds_are_those_of_the_outermost_block(capfd: pytest.CaptureFixture[s
 
 def test_names_cannot_write_on_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     say("capturing Net\x1b[2J\nzinf: ok")
-    assert capfd.readouterr().err == "zinf: capturing Net�[2J�zinf: ok\n"
+    assert capfd.readouterr().err == "zinf: capturing Net\\x1b[2J\\nzinf: ok\n"
+
+
+def wait_for(what: str) -> None:
+    future: Future[None] = Future()
+    threading.Timer(0.2, future.set_result, (None,)).start()
+    waiting.wait_future(future, what)
+
+
+def resume_in_tiles(way: str) -> None:
+    cuts = Cuts()
+    cuts.add(way)
+    cuts.resume([""])
+
+
+@pytest.mark.parametrize(
+    "warn", [wait_for, resume_in_tiles, partial(segments._refuse, -1), partial(segments._remark, -1)]
+)
+def test_names_cannot_forge_a_line_of_the_log(
+    warn: Callable[[str], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_REST_SECONDS", 0.02)
+    monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(segments, "_remarks", {})
+    warn("'weight\x1b[2J\nWARNING all is well'")
+    (record, *_) = caplog.records
+    assert "'weight\\x1b[2J\\nWARNING all is well'" in record.getMessage()
 
 
 def test_nothing_fails_without_a_standard_error(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.hand_made_plans import make_report
 from zinf_compile.hardware.profile_io import load_hardware
 from zinf_compile.inspect.chrome_trace import save_chrome_trace
 from zinf_compile.inspect.html.page import save_html_page
@@ -156,6 +157,11 @@ def test_other_things_than_files(tmp_path: Path) -> None:
             load("/dev/zero")
 
 
+def test_names_cannot_forge_a_line_of_an_error() -> None:
+    error = ConfigError("two problems with 'weight\nor none':", "'a\x1b[2J'", "'b'")
+    assert str(error) == "two problems with 'weight\\nor none':\n  'a\\x1b[2J'\n  'b'"
+
+
 def test_names_cannot_steer_a_terminal(small_plan: Plan, tmp_path: Path) -> None:
     """Names of the model, parameters, modules, hardware and values: control characters are printed escaped."""
     evil = "\x1b[2J\x07\u202eevil\nforged line\r"
@@ -171,8 +177,14 @@ def test_names_cannot_steer_a_terminal(small_plan: Plan, tmp_path: Path) -> None
     (tmp_path / "other.json").write_text(text.replace('"arena_nbytes"', json.dumps(evil)))
     with pytest.raises(PlanFileError) as caught:
         load_plan(tmp_path / "other.json")
-    for shown in (dump_plan(plan), str(PlanView(plan)), dump_plan_difference(small_plan, plan), str(caught.value)):
+    report = make_report(plan, model=f"Net{evil}", fallbacks=(f"graph 0: runs op by op: {evil}",))
+    for shown in (
+        dump_plan(plan), str(PlanView(plan)), dump_plan_difference(small_plan, plan), str(report), str(caught.value)
+    ):  # fmt: skip
         assert "\\x1b[2J" in shown
         assert all(letter.isprintable() or letter == "\n" for letter in shown)
-    assert "\nforged line" not in dump_plan(plan) + dump_plan_difference(small_plan, plan)
+        assert "\nforged line" not in shown
+    assert "Net\\x1b[2J" in repr(report)
+    assert repr(report).isprintable()
+    assert str(caught.value).isprintable()
     assert not {"\x1b", "\x07", "\u202e"} & set(page)
