@@ -67,14 +67,20 @@ def images(side: int) -> list[dict[str, Tensor]]:
     return [{"pixel_values": each, "labels": torch.tensor([0, 3])} for each in floats(2, 3, side, side)]
 
 
-def llama():
-    """Fewer key heads than query heads, and a key-value cache that is not turned off."""
-    config = transformers.LlamaConfig(**SHAPE, intermediate_size=48, num_key_value_heads=2)
+def llama(num_key_value_heads: int = 2):
+    """Fewer key heads than query heads, default attention, and a key-value cache that is not turned off."""
+    config = transformers.LlamaConfig(**SHAPE, intermediate_size=48, num_key_value_heads=num_key_value_heads)
+    assert config.use_cache
     return transformers.LlamaForCausalLM(config), tokens()
 
 
+def llama_without_groups():
+    return llama(num_key_value_heads=4)
+
+
 def gpt2():
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    """Tied embeddings, and one product for queries, keys and values, which are strided views of it."""
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=16)
     return transformers.GPT2LMHeadModel(config), tokens()
 
 
@@ -189,9 +195,9 @@ def mamba():
     return transformers.MambaForCausalLM(config), tokens()
 
 
-FEW = [gpt_tied, conv_net, recurrent, mixtral, t5]
+FEW = [conv_net, recurrent, t5, llama, llama_without_groups, gpt2, vit]
 MORE = [
-    gpt, mlp, used_twice, early_views, qwen3, bert, vit, llama, gpt2, mistral, gemma2, phi3, gpt_neox, bloom, qwen2_moe,
+    gpt, gpt_tied, mlp, used_twice, early_views, qwen3, bert, mixtral, mistral, gemma2, phi3, gpt_neox, bloom, qwen2_moe,
     albert, bart, whisper, convnext, dinov2, clip, mamba,
 ]  # fmt: skip
 
