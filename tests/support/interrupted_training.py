@@ -87,7 +87,6 @@ class Training:
     """A small model with weights on nvme and one step to take; it is reset for every trial."""
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        torch._dynamo.reset()
         torch.manual_seed(0)
         self.folder = folder
         self.is_early = bool(options.get("step_in_backward"))

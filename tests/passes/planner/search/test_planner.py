@@ -337,3 +337,25 @@ def test_open_forwards_are_a_part_of_the_device(graph: Function) -> None:
     grown = with_open_forwards(plan, replace(request, open_nbytes=7 * MIB))
     assert grown == make_plan(replace(request, open_nbytes=7 * MIB))
     assert with_open_forwards(plan, replace(request, open_nbytes=9 * MIB)) is None
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_what_is_reserved_is_a_part_of_the_budget_that_an_error_names(graph: Function, *, is_measured: bool) -> None:
+    value = ValueFact(name="x", nbytes=3 * MIB, live=LiveRange(start=0, end=2), saved=False)
+    facts = graph({}, num_forward_ticks=3, num_ticks=3, values=[value])
+    request = with_options(
+        _make_request((), facts, device_memory=160 * MIB),
+        reserve_memory=200 * MIB,
+        measures_reserve=is_measured,
+    )
+    with pytest.raises(CapacityError) as caught:
+        make_plan(request)
+    advice = re.search(r"needs (\S+ MiB) on device, .*; raise device_memory to (\w+) ", str(caught.value))
+    assert advice is not None
+    assert advice[1] == "203.0 MiB"
+    assert "; 200.0 MiB of that are reserve_memory, for Python, torch and captured graphs" in str(caught.value)
+    ends = "as measured; reserve_memory=0 keeps budgets for the model only"
+    assert str(caught.value).endswith(ends if is_measured else "stays within device_memory and host_memory")
+    plan = make_plan(with_options(request, device_memory=parse_size(advice[2], option="device_memory")))
+    assert plan.tier(Tier.DEVICE).nbytes_of(TierPart.RESERVE) == 200 * MIB
+    assert make_plan(with_options(request, reserve_memory=0))
