@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
+from tests.support.guard import begin_trial
 from zinf_compile.ir.errors import ZinfError
 from zinf_compile.runtime.model.model_state import stores_of
 
@@ -274,6 +275,7 @@ def sample(
     for number in range(trials):
         name = names[number % len(names)]
         phase = phases[number // len(names) % len(phases)]
+        begin_trial()
         training = make(name)
         if (name, phase) not in lines:
             lines[name, phase] = training.measure(phase) if phase != "close" else (400, 0.05)

@@ -1,4 +1,4 @@
-"""What a person gets who states two budgets and nothing else, in a process of its own, where no test has patched anything."""
+"""What a person gets who states two budgets and nothing else, in a process of its own that no test has patched."""
 
 import json
 import os
