@@ -5,11 +5,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zinf_compile.runtime.process.interrupts import without_interrupts
+
 _THRESHOLD = (
     50_000  # objects between two collections of the young; with Python's own 700 they take a tenth of a capture
 )
 _lock = threading.Lock()
-_open = 0  # blocks, of all threads
+_open: set[object] = set()  # blocks, of all threads
 _before = (0, 0, 0)
 
 
@@ -19,17 +21,30 @@ def fewer_collections() -> Iterator[None]:
 
     If it is switched off, or already runs less often, nothing changes.
     """
-    global _open, _before
+    block = object()
+    try:
+        _begin(block)
+        yield
+    finally:
+        _end(block)
+
+
+@without_interrupts
+def _begin(block: object) -> None:
+    global _before
     with _lock:
-        if _open == 0:
+        if not _open:
             _before = gc.get_threshold()
             if 0 < _before[0] < _THRESHOLD:
                 gc.set_threshold(_THRESHOLD, *_before[1:])
-        _open += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _open -= 1
-            if _open == 0 and gc.get_threshold()[0] == _THRESHOLD:  # nothing else has changed it meanwhile
-                gc.set_threshold(*_before)
+        _open.add(block)
+
+
+@without_interrupts
+def _end(block: object) -> None:
+    with _lock:
+        if block not in _open:  # an interrupt came before it was added
+            return
+        _open.remove(block)
+        if not _open and gc.get_threshold()[0] == _THRESHOLD:  # nothing else has changed it meanwhile
+            gc.set_threshold(*_before)

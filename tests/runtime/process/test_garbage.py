@@ -1,6 +1,7 @@
 """The garbage collector runs less often during a capture, and as before afterwards."""
 
 import gc
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +38,24 @@ def test_who_has_set_it_keeps_that(threshold: int) -> None:
     with fewer_collections():
         gc.set_threshold(800)
     assert gc.get_threshold()[0] == 800
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_interrupt_while_it_is_set_or_restored_changes_nothing(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_threshold, calls = gc.set_threshold, []
+
+    def interrupted(*values: int) -> None:
+        calls.append(values)
+        set_threshold(*values)
+        if len(calls) == number:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(gc, "set_threshold", interrupted)
+    with pytest.raises(KeyboardInterrupt), fewer_collections():
+        pass
+    assert gc.get_threshold() == (700, 10, 11)
+    with fewer_collections():
+        assert gc.get_threshold() == (50_000, 10, 11)
 
 
 def test_captures_are_such_blocks_and_steps_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
