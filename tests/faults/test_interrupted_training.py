@@ -23,6 +23,9 @@ from tests.support.interrupted_training import OPTIONS, PHASES, REFUSED, SAME, W
 from zinf_compile.ir.errors import StoreError
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.step_chunks import Chunk
+from zinf_compile.runtime.storage.staging import StagingBuffer
+from zinf_compile.runtime.transfer.io_pool import IOPool
+from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 NUM_TRIALS = int(os.environ.get("ZINF_INTERRUPTS", "40"))
 SEED = int(os.environ.get("ZINF_SEED", "0"))
@@ -125,6 +128,40 @@ def test_the_state_of_a_step_that_raised_before_it_began_is_that_of_before(tmp_p
     training.zero_grad()
     assert training.is_in(training.after)
     training.close()
+
+
+def lease_interrupted(pool: IOPool, nbytes: int, name: str) -> StagingBuffer:
+    leased = pool.staging.lease(nbytes)
+    signal.raise_signal(signal.SIGINT)
+    return leased
+
+
+def write_interrupted(io: TensorIO, *args: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "interrupted"), [(IOPool, "lease", lease_interrupted), (TensorIO, "send_home", write_interrupted)]
+)
+def test_an_interrupt_between_a_lease_and_its_return_loses_no_memory(
+    owner: type,
+    name: str,
+    interrupted: Callable[..., object],
+    make: Callable[[str], Training],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = make("eager")
+    training.load()
+    training.forward()
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.backward()
+    monkeypatch.undo()
+    training.zero_grad()
+    training.synchronize()
+    training.store.staging.check_integrity(expect_idle=True)
+    training.run_all()
+    assert training.is_in(training.after)
 
 
 @pytest.fixture
