@@ -1,6 +1,6 @@
 """Interrupts at random lines and times: afterwards the bits are right, or the model refuses with an error.
 
-``ZINF_INTERRUPTS=500`` runs that many trials, over all options and phases; ``ZINF_SEED`` sets the seed.
+``ZINF_SEED`` sets the seed.
 """
 
 import collections
@@ -27,13 +27,11 @@ from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.transfer.io_pool import IOPool
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
-NUM_TRIALS = int(os.environ.get("ZINF_INTERRUPTS", "40"))
 SEED = int(os.environ.get("ZINF_SEED", "0"))
 # Captures take seconds, and add only the executor to what eager runs cover: a few trials get by with one of them, and
 # without closing models, since the next trial captures another.
-IS_LONG = "ZINF_INTERRUPTS" in os.environ
-NAMES = list(OPTIONS) if IS_LONG else [*list(OPTIONS)[:3], "captured, step in backward"]
-TRIED = PHASES if IS_LONG else PHASES[:7]
+FEW = (40, [*list(OPTIONS)[:3], "captured, step in backward"], PHASES[:7])
+MANY = (500, list(OPTIONS), PHASES)
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +49,22 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], T
         training.close()
 
 
-def test_interrupts_anywhere(make: Callable[[str], Training]) -> None:
+@pytest.mark.parametrize(
+    ("num_trials", "names", "phases"), [FEW, pytest.param(*MANY, marks=[pytest.mark.long, pytest.mark.slow])]
+)
+def test_interrupts_anywhere(
+    num_trials: int, names: list[str], phases: tuple[str, ...], make: Callable[[str], Training]
+) -> None:
     outcomes: collections.Counter[tuple[str, str]] = collections.Counter()
     before = threading.active_count()
-    for name, phase, outcome, where in sample(make, random.Random(SEED), NUM_TRIALS, phases=TRIED, names=NAMES):
+    for name, phase, outcome, where in sample(make, random.Random(SEED), num_trials, phases=phases, names=names):
         outcomes[phase, outcome] += 1
         assert outcome != WRONG, f"{name}: {phase} was interrupted at {where}, and the result is wrong"
     for (phase, outcome), count in sorted(outcomes.items()):
         print(f"{phase:12} {outcome:12} {count}")
-    assert sum(count for (_, outcome), count in outcomes.items() if outcome in (SAME, REFUSED)) > NUM_TRIALS // 2
+    assert sum(count for (_, outcome), count in outcomes.items() if outcome in (SAME, REFUSED)) > num_trials // 2
     assert {phase for phase, outcome in outcomes if outcome == REFUSED} <= {"backward", "load", "step"}
-    assert threading.active_count() <= before + 12 * len(NAMES), "threads leaked"
+    assert threading.active_count() <= before + 12 * len(names), "threads leaked"
 
 
 @pytest.mark.parametrize("trial", range(2))
