@@ -11,16 +11,36 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import zinf_compile
-from tests.support.interrupted_training import OPTIONS, PHASES, REFUSED, SAME, WRONG, Interrupted, Training, sample
+from tests.support.guard import begin_trial
+from tests.support.interrupted_training import (
+    OPTIONS,
+    PHASES,
+    REFUSED,
+    SAME,
+    WIDTH,
+    WRONG,
+    Interrupted,
+    Training,
+    sample,
+)
+from zinf_compile.driver import session
+from zinf_compile.driver.planning import GraphPlanner
 from zinf_compile.ir.errors import StoreError
+from zinf_compile.runtime.execute import segments
+from zinf_compile.runtime.model.model_state import stores_of
+from zinf_compile.runtime.native.compiled import find_compiler
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.step_chunks import Chunk
 from zinf_compile.runtime.storage.staging import StagingBuffer
@@ -28,6 +48,7 @@ from zinf_compile.runtime.transfer.io_pool import IOPool
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 SEED = int(os.environ.get("ZINF_SEED", "0"))
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler on the PATH")
 # Captures take seconds, and add only the executor to what eager runs cover: a few trials get by with one of them, and
 # without closing models, since the next trial captures another.
 FEW = (40, [*list(OPTIONS)[:3], "captured, step in backward"], PHASES[:7])
@@ -131,6 +152,91 @@ def test_the_state_of_a_step_that_raised_before_it_began_is_that_of_before(tmp_p
     training.zero_grad()
     assert training.is_in(training.after)
     training.close()
+
+
+def steps_of(model: nn.Module, steps: int = 2) -> list[Tensor]:
+    """Return the parameters of a model after some steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def uncaptured(**options: Any) -> nn.Module:
+    """Return an optimized model that was not called yet."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)))
+    return zinf_compile.optimize(model, device_memory="1MiB", host_memory="700KiB", **options)
+
+
+def check_interrupted(options: dict[str, Any], timer: threading.Timer, expected: list[Tensor]) -> None:
+    """Interrupt a first call when ``timer`` is over, or at once in the call; compare what the model then trains."""
+    torch._dynamo.reset()
+    model = uncaptured(**options)
+    with suppress(KeyboardInterrupt, AssertionError):  # Dynamo says so of an interrupt while it checks its new guards
+        timer.start()
+        model(torch.ones(4, WIDTH))
+        timer.join()  # the signal may come after the call
+    timer.join()
+    (store,) = stores_of(model)
+    store.check_integrity()
+    assert not torch.is_anomaly_enabled()
+    assert not torch.compiler.is_compiling()
+    assert torch.is_grad_enabled()
+    assert all(map(torch.equal, steps_of(model), expected))
+    assert zinf_compile.report(model).num_eager_gathers == 0
+    assert not zinf_compile.report(model).fallbacks
+    zinf_compile.close(model)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "compute"),
+    [
+        (session, "compile_graph", "aten"),
+        (GraphPlanner, "choose", "aten"),
+        pytest.param(segments, "_compile", "inductor", marks=needs_compiler),
+    ],
+)
+def test_an_interrupt_in_the_first_call_is_as_if_it_was_never_made(
+    owner: Any, name: str, compute: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While a graph is traced, planned and compiled."""
+    options = {"compute": compute, "nvme": tmp_path}
+    monkeypatch.setattr(segments, "_compiled", {})
+    expected = steps_of(model := uncaptured(**options))
+    zinf_compile.close(model)
+    segments._compiled.clear()
+    original, calls = getattr(owner, name), []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if calls.count(name) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    check_interrupted(options, threading.Timer(0, calls.append, ("no signal",)), expected)
+    assert calls.count(name) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("compute", ["aten", pytest.param("inductor", marks=needs_compiler)])
+def test_interrupts_anywhere_in_the_first_call(compute: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = {"compute": compute, "nvme": tmp_path}
+    monkeypatch.setattr(segments, "_compiled", {})
+    expected = steps_of(model := uncaptured(**options))
+    zinf_compile.close(model)
+    rng, seconds = random.Random(SEED), 1.0
+    for _ in range(25):
+        begin_trial()
+        segments._compiled.clear()
+        start = time.perf_counter()
+        timer = threading.Timer(rng.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGINT))
+        check_interrupted(options, timer, expected)
+        seconds = min(seconds, time.perf_counter() - start)
 
 
 def lease_interrupted(pool: IOPool, nbytes: int, name: str) -> StagingBuffer:
