@@ -1,6 +1,7 @@
 """Quantised parameters are left as they are, beside those in the store: QLoRA with bitsandbytes, and tensor subclasses."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,4 +152,54 @@ def test_plain_subclasses_move_home() -> None:
     model.weight = Named(model.weight.detach())
     zinf_compile.optimize(model, **BUDGETS)
     assert record_of(model.weight) is not None
+    zinf_compile.close(model)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    "capture", [False, pytest.param(True, marks=[pytest.mark.long, pytest.mark.slow])], ids=["eager", "captured"]
+)
+def test_qlora_of_a_llama_as_people_write_it(bits: int, capture: bool, tmp_path: Path) -> None:
+    """Load the base quantised, prepare it, add adapters, optimize: bitwise plain PEFT."""
+    pytest.importorskip("bitsandbytes")
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    quantised = transformers.BitsAndBytesConfig(
+        **{f"load_in_{bits}bit": True}, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+
+    def prepared() -> nn.Module:
+        model = transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path, quantization_config=quantised, device_map="cpu", dtype=torch.float32
+        )
+        model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+        torch.manual_seed(0)
+        adapters = peft.LoraConfig(
+            r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        return peft.get_peft_model(model, adapters)  # type: ignore[no-any-return]
+
+    def losses_of(model: nn.Module, called: Callable[..., Any]) -> list[Tensor]:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
+        for tokens in torch.randint(4, 96, (STEPS, 2, 8), generator=torch.Generator().manual_seed(1)):
+            loss = called(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *(parameter.detach().clone() for parameter in trained)]
+
+    model = prepared().train()
+    expected = losses_of(model, torch.compile(model, backend="aot_eager") if capture else model)
+    torch._dynamo.reset()
+    model = zinf_compile.optimize(prepared().train(), capture=capture, **BUDGETS)
+    ours = losses_of(model, model)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    assert not torch.equal(ours[0], ours[STEPS - 1])
     zinf_compile.close(model)
