@@ -125,7 +125,7 @@ def test_saved_pretrained_models_load_plainly(parity, tmp_path, captured):
         parity.assert_equal(model.get_parameter(name), parameter, name)
 
 
-@pytest.mark.parametrize("optim", ["stable_adamw", "adamw_bnb_8bit", "lion_8bit"])
+@pytest.mark.parametrize("optim", ["stable_adamw", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit"])
 def test_optimizers_of_other_libraries(optim: str, tmp_path: Path) -> None:
     """Options of single parameters, such as 32-bit state for an embedding, are kept, and state in groups advances."""
     pytest.importorskip("optimi" if optim == "stable_adamw" else "bitsandbytes")

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import zinf_compile
+from zinf_compile.runtime.native.compiled import find_compiler
 
 transformers = pytest.importorskip("transformers")
 
@@ -167,3 +168,21 @@ def test_tiles_give_the_same_to_rounding(parity, workload):
     for mine, theirs in zip(ours.parameters, expected.parameters, strict=True):
         for name in theirs:
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler on the PATH")
+def test_generating_captures_a_bounded_number_of_times(parity):
+    """The prompt and the next token: each once for its first shape, and once for all others."""
+    plain, _ = llama()
+    model = parity.optimize(llama()[0], device_memory="64MiB", host_memory="64MiB", compute="inductor")
+    num_captures = []
+    for length in (3, 5, 6, 9):
+        prompt = torch.randint(4, VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
+        options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+        assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+        num_captures.append(len(zinf_compile.report(model).plans))
+    assert num_captures[-1] <= 4
+    assert num_captures[1:] == [num_captures[-1]] * 3
+    assert zinf_compile.report(model).num_eager_gathers == 0

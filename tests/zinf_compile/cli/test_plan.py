@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from zinf_compile.cli.main import main
+from zinf_compile.ir.copies import Role
+from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan_io import load_plan
 
 GPT = ["plan", "gpt", "--layers", "1", "--hidden", "64", "--heads", "2", "--batch", "2", "--seq", "16", "--vocab", "64"]
@@ -141,3 +143,18 @@ def test_a_transformers_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
     words = ["plan", f"hf:{tmp_path / 'config.json'}", "--batch", "2", "--seq", "16", "--hardware", "h200"]
     assert main([*words, "--compute-dtype", "bfloat16"]) == 0
     assert "LlamaForCausalLM graph 0  training\n  compute in bfloat16" in capsys.readouterr().out
+
+
+def test_states_stay_on_a_device_that_has_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters and optimizer state, so that the device updates all of them; the rest is named with its reason."""
+    path = tmp_path / "plan.json"
+    sizes = ["--layers", "4", "--hidden", "256", "--heads", "4"]
+    assert main(["plan", "gpt", *sizes, "--hardware", "h200", "--save", str(path)]) == 0
+    plan = load_plan(path)
+    for role in (Role.COMPUTE, Role.STATE):
+        assert {copy.tier for item in plan.placements for copy in item.by_role[role]} == {Tier.DEVICE}
+    assert not plan.gathers
+    assert plan.step.device_share == 1.0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "of the device stay unused: master copies and gradients, 220.3 MiB, live in host memory" in printed
+    assert "bound by updates" not in printed
