@@ -18,6 +18,7 @@ from zinf_compile.ir.errors import StoreError
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.runtime.calibration.calibrate import measure_hardware
 from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.process.ram import anonymous_rss, return_freed_memory
 from zinf_compile.runtime.store.store import Store
 
 FEATURES = 32
@@ -114,6 +115,30 @@ def test_many_models_hold_no_more_than_the_first(
     assert held(tmp_path) == first
     assert first.mappings == 0
     assert [store() for store in stores] == [None] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_fifty_models_hold_no_more_than_five(is_closed: bool, options: dict[str, object], tmp_path: Path) -> None:
+    """Each has a captured graph; memory of the process grows by less than a sixth of a MiB per model."""
+
+    def run(num_models: int) -> tuple[Held, int]:
+        for _ in range(num_models):
+            model = zinf_compile.optimize(Layers(), **options)
+            train(model)
+            zinf_compile.synchronize(model)
+            if is_closed:
+                zinf_compile.close(model)
+            del model
+        found = held(tmp_path)
+        return_freed_memory()
+        return found, anonymous_rss()
+
+    few, rss_of_few = run(5)
+    many, rss_of_many = run(45)
+    assert many == few
+    assert rss_of_many < rss_of_few + 8 * 2**20
 
 
 def test_every_model_of_a_class_is_captured(options: dict[str, object]) -> None:
