@@ -49,13 +49,18 @@ def readme_example() -> str:
     return found[1]
 
 
-def run_once(program: str, folder: Path, threads: int) -> dict[str, float]:
-    """Run a program in a fresh process with its caches under ``folder``; return its timings."""
+def caches_in(folder: Path, threads: int) -> dict[str, str]:
+    """Return the environment of a process whose caches are under ``folder``, and which computes with some threads."""
     caches = {"XDG_CACHE_HOME": "xdg", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TMPDIR": "tmp"}
     for name in caches.values():
         (folder / name).mkdir(exist_ok=True)
     env = {**os.environ, **{variable: str(folder / name) for variable, name in caches.items()}}
-    env |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(_ROOT)}
+    return {**env, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(_ROOT)}
+
+
+def run_once(program: str, folder: Path, threads: int) -> dict[str, float]:
+    """Run a program in a fresh process with its caches under ``folder``; return its timings."""
+    env = caches_in(folder, threads)
     load, start = os.getloadavg()[0], time.perf_counter()
     before = os.times()
     subprocess.run(
