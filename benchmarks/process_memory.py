@@ -4,9 +4,11 @@
 
 Each model runs in a fresh process with all defaults, including ``compute="inductor"``: it is built on meta, optimized, and
 trained for a few steps. Inductor's C++ compiler runs in its own process, whose memory is not counted.
+``after_close`` is what is left above imports after the model is closed and dropped.
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -55,6 +57,7 @@ def measure(case: Case, nvme: str, compute: str | None, steps: int) -> dict[str,
     import torch
 
     import zinf_compile
+    from zinf_compile.runtime.process.ram import return_freed_memory
 
     gpt = load_gpt()
     heads, seq = case.hidden // 64, min(1024, case.tokens)
@@ -112,7 +115,10 @@ def measure(case: Case, nvme: str, compute: str | None, steps: int) -> dict[str,
         "replanned": list(report.replanned),
     }
     zinf_compile.close(model)
-    return result
+    del model, optimizer, loss, report
+    gc.collect()
+    return_freed_memory()
+    return {**result, "after_close": read_status("RssAnon") - before}
 
 
 def main() -> None:
