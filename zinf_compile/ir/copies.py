@@ -40,6 +40,27 @@ _LABELS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class CopyKey:
+    """Which copy of its parameter one is: its role, and of optimizer state its key in the optimizer's state."""
+
+    role: Role
+    state: str | None = None  # "exp_avg"
+
+    @property
+    def label(self) -> str:
+        """Return what people call it: "master copy", "exp_avg"."""
+        return self.role.label if self.state is None else self.state
+
+
+COMPUTE, MASTER, GRADIENT = CopyKey(Role.COMPUTE), CopyKey(Role.MASTER), CopyKey(Role.GRADIENT)
+
+
+def state_key(name: str) -> CopyKey:
+    """Return the key of optimizer state: what ``optimizer.state[parameter]`` calls it may be "gradient" as well."""
+    return CopyKey(Role.STATE, name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
     """How bytes hold values: each element in a dtype, one behind the other."""
@@ -110,9 +131,9 @@ class Copy:
     state: StateSpec | None = None  # which one, of a copy that is optimizer state
 
     @property
-    def label(self) -> str:
-        """Return which copy of its parameter it is: "master", "state:exp_avg"."""
-        return str(self.role) if self.state is None else f"{self.role}:{self.state.name}"
+    def key(self) -> CopyKey:
+        """Return which copy of its parameter it is."""
+        return CopyKey(self.role, None if self.state is None else self.state.name)
 
     @property
     def nbytes(self) -> int:
