@@ -73,6 +73,7 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
         disk = _measure_disk(store, repeats)
         routes += disk if unified else _choose_way(store, bench, _by_way_of_host(disk, routes))
     hardware = Hardware(
+        unified=unified,
         name=os.uname().nodename,
         flops=tuple(Rate(name=dtype_name(dtype), per_second=measure_products(bench, dtype)) for dtype in chosen),
         attention_flops=tuple(

@@ -29,6 +29,7 @@ def _slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     hardware = Hardware(
         name="slow to read",
+        unified=True,
         flops=(Rate(name="float32", per_second=1e12), Rate(name="bfloat16", per_second=1e12)),
         memory_bytes_per_second=1e11,
         routes=tuple(make_route(source, target, rate) for (source, target), rate in routes.items()),

@@ -102,6 +102,7 @@ class Hardware:
     """What the machine does per second. ``routes`` holds every pair of tiers that bytes move between."""
 
     name: str
+    unified: bool  # its devices compute in host memory, as a CPU and a GB10 do; else each has memory behind a link
     flops: tuple[Rate, ...]  # achievable, by dtype name
     memory_bytes_per_second: float  # of the device
     routes: tuple[Route, ...]
@@ -120,8 +121,8 @@ class Hardware:
 
     @property
     def memory(self) -> MemorySpace:
-        """Return the memory its devices compute in: their own where updates on the host take nothing from compute."""
-        return MemorySpace(unified=self.updates_take_of_compute != 0)
+        """Return the memory that its devices compute in."""
+        return MemorySpace(unified=self.unified)
 
     @property
     def num_devices(self) -> int:

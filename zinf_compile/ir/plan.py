@@ -16,7 +16,7 @@ from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 SECTOR_NBYTES = 4096  # of the store file: what O_DIRECT asks for on disks of 4 KiB sectors
 UPDATE_NBYTES = 2**19  # of it: what one takes that allocates, a piece at a time; half is what is freed and not reused
 BACKGROUND_NBYTES = 2**22  # and what a thread of its own comes to hold for that, of which the C library returns little

@@ -199,6 +199,7 @@ def _make_request(parameters: tuple[Any, ...], *graphs: Any, **options: Any) -> 
 def _hardware() -> Hardware:
     return Hardware(
         name="paper",
+        unified=True,
         flops=(Rate(name="float32", per_second=1e9),),
         memory_bytes_per_second=1e9,
         routes=tuple(make_route(source, target, 1e8) for source in Tier for target in Tier),
