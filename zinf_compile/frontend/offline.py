@@ -76,7 +76,8 @@ def plan(
             budgets are those of one rank, which keeps its shard of parameters, gradients and optimizer state (ZeRO-3).
             Planning only: nothing runs on several ranks yet.
         compute: as in ``optimize``: "inductor", the default, plans each block as one compiled op, "aten" op by op.
-            Nothing is compiled. A fused block is assumed to take as long as its ops, until a run has measured it.
+            Nothing is compiled: a block is assumed to take the traffic of its inputs and results, and the
+            arithmetic of its matrix products.
         compute_dtype, reserve_memory, prefetch_memory, tile_memory, tiles, recompute, overlap_step, step_in_backward:
             as in ``optimize``.
 
