@@ -31,8 +31,8 @@ from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.optim.fused_adamw import find_kernel
 from zinf_compile.runtime.process.waiting import future_result
 from zinf_compile.runtime.storage.arena import Arena
+from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.futures import wait_all
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store
 from zinf_compile.runtime.transfer.gpu_direct import NUM_CALLS, DirectReads, open_direct_reads

@@ -25,8 +25,8 @@ from zinf_compile.runtime.optim.temporaries import piece_elements
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import wait_future
+from zinf_compile.runtime.storage.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done, return_when_done, then_start
-from zinf_compile.runtime.storage.nvme.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.store.store import Store
 

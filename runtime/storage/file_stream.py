@@ -15,8 +15,8 @@ from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.user_files import open_regular
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import end_pool, future_result
+from zinf_compile.runtime.storage.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.futures import wait_all
-from zinf_compile.runtime.storage.nvme.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
 
 _BLOCK_NBYTES = 4 * 2**20  # one call: long enough for full bandwidth

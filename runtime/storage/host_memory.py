@@ -19,8 +19,8 @@ from torch import Tensor
 
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.runtime.device.host_mapping import map_large, map_memory
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
-from zinf_compile.runtime.storage.nvme.layout import Extent, FileLayout
+from zinf_compile.runtime.storage.engine import whole_sectors
+from zinf_compile.runtime.storage.layout import Extent, FileLayout
 
 _SPAN_NBYTES = 16 * 2**20  # of spans that were not announced: pinning takes about as long as touching the pages
 _log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from torch import Tensor
 from zinf_compile.ir.copies import COMPUTE, CopyKey
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
-from zinf_compile.runtime.storage.nvme.layout import Extent, FileLayout
+from zinf_compile.runtime.storage.engine import whole_sectors
+from zinf_compile.runtime.storage.layout import Extent, FileLayout
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

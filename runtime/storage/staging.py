@@ -11,8 +11,8 @@ from zinf_compile.ir.errors import CapacityError, StoreError, VerifyError
 from zinf_compile.runtime.device.host_mapping import map_memory
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.process.waiting import wait_until
+from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.host_memory import Allocate, Memory
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
 
 _MIB = 1 << 20
 _RETURN_SECONDS = 1.0

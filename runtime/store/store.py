@@ -32,8 +32,8 @@ from zinf_compile.runtime.process.forking import has_ended, leave_when_forked, t
 from zinf_compile.runtime.process.interrupts import uninterrupted, without_interrupts
 from zinf_compile.runtime.process.waiting import holding, wait_future
 from zinf_compile.runtime.storage.arena import Arena
-from zinf_compile.runtime.storage.nvme.engine import Engine
-from zinf_compile.runtime.storage.nvme.layout import FileLayout
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.nvme.verified import VerifiedEngine
 from zinf_compile.runtime.storage.slots import Slot, map_tensor

@@ -20,7 +20,7 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import UPDATE_SETS
 from zinf_compile.runtime.device.device import Device, Event, Timing, alias_bytes
 from zinf_compile.runtime.observe.meter import Meter
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
+from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.transfer.link import Link
 
 

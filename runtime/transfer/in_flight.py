@@ -23,8 +23,8 @@ from zinf_compile.runtime.device.device import Event
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import end_pool, wait_future
 from zinf_compile.runtime.storage.arena import Arena
+from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done, wait_all
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
 from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
 

@@ -13,7 +13,7 @@ import zinf_compile
 from tests.support.memory_engine import MemoryEngine
 from zinf_compile.ir.errors import ConfigError, DamageError, StoreError
 from zinf_compile.runtime.params.records import record_of
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
+from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store import store as store_module
 from zinf_compile.runtime.store.store import Store

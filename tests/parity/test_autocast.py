@@ -9,7 +9,7 @@ import zinf_compile
 from zinf_compile.driver import session as session_module
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware, Rate, make_route
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
+from zinf_compile.runtime.storage.engine import whole_sectors
 
 STEPS = 5
 WIDTH = 64

@@ -3,16 +3,16 @@
 In a compiled segment ops fuse, so that only its inputs and results cost traffic, and its matrix products arithmetic.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 
-from zinf_compile.ir.facts import GraphFacts, OpFact, working_set
+from zinf_compile.ir.facts import GraphFacts, OpFact
 from zinf_compile.ir.hardware import Hardware
-from zinf_compile.ir.plan import ComputeSpan
 from zinf_compile.ir.sizes import Expression, Size, SizeT_co
 from zinf_compile.passes.planner.cost.op_kinds import kind_of, num_calls
-from zinf_compile.passes.planner.memory.activations import unbound_values
+
+# A transfer of so few bytes takes longer to start than to move them: 64 KiB is under 0.1 ms of disk time.
+RESIDENT_THRESHOLD = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,31 +89,3 @@ def _rates(op: OpFact[Size], hardware: Hardware) -> _Rates:
         bytes_per_second=hardware.op_bytes_per_second(kind_of(op.op), op.dtype),
         overhead_seconds=hardware.op_overhead_seconds * num_calls(op.op),
     )
-
-
-def plan_spans(
-    graph: GraphFacts, hardware: Hardware, seconds_of_ops: Sequence[float] | None = None
-) -> tuple[ComputeSpan, ...]:
-    """Return runs of consecutive ops of one module and phase, covering every tick.
-
-    ``seconds_of_ops`` are the seconds of each op, if the caller has them already.
-    """
-    live = working_set(unbound_values(graph), graph.num_ticks)
-    timed = zip(graph.ops, seconds_of_ops or ops_seconds(graph.ops, hardware), strict=True)
-    spans = []
-    for (module, phase), run in groupby(
-        timed, key=lambda item: (item[0].module, graph.schedule.phase_of(item[0].tick))
-    ):
-        ops, seconds = zip(*run, strict=True)
-        start, end = ops[0].tick, ops[-1].tick + 1
-        spans.append(
-            ComputeSpan(
-                module=module,
-                phase=phase,
-                start=start,
-                end=end,
-                seconds=sum(seconds),
-                peak_nbytes=max(live[start:end]),
-            )
-        )
-    return tuple(spans)

@@ -16,10 +16,9 @@ from zinf_compile.ir.facts import ParameterFact, UseFact
 from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.ir.plan import Placement
 from zinf_compile.ir.slices import Slice
+from zinf_compile.passes.planner.cost.costs import RESIDENT_THRESHOLD
 from zinf_compile.passes.planner.placement.prices import COMPUTE, MASTER, ROLES, STATE, USUAL_PRICES, HomePrices
 
-# For a parameter this small the latency of a transfer exceeds the time of its bytes: 64 KiB is under 0.1 ms of disk time.
-RESIDENT_THRESHOLD = 64 * 2**10
 # The least staging with which a tensor can be moved: a few sectors for each of a few threads.
 MIN_STAGING = 256 * 2**10
 # Before a graph is known, small residents take at most one part in so many of the device.

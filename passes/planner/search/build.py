@@ -22,7 +22,7 @@ from zinf_compile.ir.plan import (
 )
 from zinf_compile.ir.sizes import Size
 from zinf_compile.ir.transfers import Moved, Transfer, order_transfers
-from zinf_compile.passes.planner.cost.costs import ops_seconds, plan_spans
+from zinf_compile.passes.planner.cost.costs import ops_seconds
 from zinf_compile.passes.planner.cost.op_kinds import keeps_kernels
 from zinf_compile.passes.planner.memory.activations import BoundValues, bind_values, count_outside, plan_activations
 from zinf_compile.passes.planner.memory.arena import ARENA_ALIGN
@@ -37,6 +37,7 @@ from zinf_compile.passes.planner.placement.homes import Placed, Placer, count_pl
 from zinf_compile.passes.planner.placement.prices import USUAL_PRICES, price_homes
 from zinf_compile.passes.planner.schedule.leaving import count_resting
 from zinf_compile.passes.planner.schedule.prefetch import TransferPlan
+from zinf_compile.passes.planner.schedule.spans import plan_spans
 from zinf_compile.passes.planner.schedule.swaps import without_swapped
 from zinf_compile.passes.planner.schedule.transfers import Manner, TransferPlanner, sink_home
 

@@ -18,9 +18,10 @@ from zinf_compile.ir.facts import ValueFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Tier
 from zinf_compile.ir.hardware import Hardware, OpKind, OpRate, Rate, make_route
 from zinf_compile.ir.plan import Plan, TierPart
-from zinf_compile.passes.planner.cost.costs import op_seconds, plan_spans
+from zinf_compile.passes.planner.cost.costs import op_seconds
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import plan_placement
+from zinf_compile.passes.planner.schedule.spans import plan_spans
 from zinf_compile.passes.planner.search.planner import (
     NEGLIGIBLE_STALLS,
     Request,
