@@ -1,4 +1,4 @@
-"""The jobs of a streamed step: the updates of an optimizer, recorded when ``step()`` is called.
+"""The jobs of a streamed step (``optimizer.py``): the updates of an optimizer, recorded when ``step()`` is called.
 
 After that the user may change hyperparameters and drop gradients. ``optimizer.state`` shows the state after the step at
 once: home tensors, whose readers wait for the update, and step counts and the like, which are computed by updating a

@@ -78,7 +78,7 @@ class InFlight:
         wait_all(self.futures, self.name)
 
 
-Read = Callable[[Named, int, memoryview, Tier], list[Future[None]]]
+Read = Callable[[Named, int, memoryview, Tier], list[Future[None]]]  # IOPool.read
 
 
 class Filler(Protocol):
@@ -94,7 +94,7 @@ class Filler(Protocol):
         """End its threads."""
 
 
-Copy = Callable[[list[Tensor], Tensor, Tier, Tier, str], Future[None]]
+Copy = Callable[[list[Tensor], Tensor, Tier, Tier, str], Future[None]]  # IOPool.copy
 
 
 class DirectFiller:
