@@ -113,11 +113,6 @@ class PinnedMemory:
         self._returned: list[tuple[_Span, Extent]] = []  # by finalizers, which run anywhere, even inside of ``take``
         self.refusal: str | None = None
 
-    @property
-    def pinned_nbytes(self) -> int:
-        """Return the bytes of all pinned spans."""
-        return sum(len(span.memory) for span in self._spans if span.is_pinned)
-
     def announce(self, nbytes: int) -> None:
         """Make one span of exactly so many bytes, in whole pages, for what is taken next."""
         if nbytes > 0:

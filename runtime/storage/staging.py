@@ -84,11 +84,6 @@ class StagingPool:
         return self._peak_nbytes
 
     @property
-    def leased_nbytes(self) -> int:
-        """Bytes leased now."""
-        return self._leased_nbytes
-
-    @property
     def held_nbytes(self) -> int:
         """Bytes held now, leased and cached."""
         return self._leased_nbytes + self._idle_nbytes

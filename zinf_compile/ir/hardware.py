@@ -124,11 +124,6 @@ class Hardware:
         """Return the memory that its devices compute in."""
         return MemorySpace(unified=self.unified)
 
-    @property
-    def num_devices(self) -> int:
-        """Return how many devices there are in all nodes together."""
-        return self.devices_per_node * self.num_nodes
-
     def with_world(self, num_ranks: int) -> "Hardware":
         """Return the hardware with as many nodes as so many ranks fill, one rank on each device.
 

@@ -95,20 +95,6 @@ class Pace:
     world: World
 
 
-def plan_residencies(
-    graph: GraphFacts,
-    parameters: Sequence[ParameterFact],
-    placements: Sequence[Placement],
-    *,
-    group_nbytes: int,
-    held_past: int = 1,
-    num_ranks: int = 1,
-) -> tuple[Residency, ...]:
-    """Return when which parameters must be on the device. See ``ResidencyPlanner.plan``."""
-    planner = ResidencyPlanner(graph, parameters, num_ranks=num_ranks)
-    return planner.plan(placements, group_nbytes=group_nbytes, held_past=held_past)
-
-
 class _Used(NamedTuple):
     """A parameter that a graph reads, and when it does."""
 

@@ -77,7 +77,7 @@ def test_memory_is_unified_where_the_profile_says_so() -> None:
 
 def test_dgx2_is_that_of_the_paper() -> None:
     dgx2 = load_hardware("dgx2")
-    assert dgx2.num_devices == 16
+    assert (dgx2.devices_per_node, dgx2.num_nodes) == (16, 1)
     assert dgx2.flops_per_second("float16") == 70e12
     assert dgx2.bytes_per_second(Tier.HOST, Tier.DEVICE) == 3e9
     assert dgx2.bytes_per_second(Tier.NVME, Tier.DEVICE) == 1.6e9

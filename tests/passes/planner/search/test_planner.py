@@ -30,7 +30,7 @@ from zinf_compile.passes.planner.search.planner import (
     minimum_device_memory,
 )
 from zinf_compile.passes.planner.search.remake import with_open_forwards
-from zinf_compile.passes.planner.search.search import EQUALLY_FAST, search_plan
+from zinf_compile.passes.planner.search.search import EQUALLY_FAST, search_front
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
@@ -107,7 +107,9 @@ def _staying(requests: Sequence[Request]) -> Iterator[int | None]:
     groundworks = lay_groundworks(requests[0])
     for request in requests:
         graphs = zip(request.candidates, groundworks, strict=True)
-        found = [best for graph, ground in graphs if (best := search_plan(request, graph, (), ground)) is not None]
+        found = [
+            best for graph, ground in graphs if (best := search_front(request, graph, (), ground).best) is not None
+        ]
         yield min((best.score.nanoseconds for best in found), default=None)
 
 
