@@ -48,10 +48,10 @@ class HostMemory(Protocol):
 
     @property
     def allocate(self) -> Allocate:
-        """Return what makes page-aligned memory."""
+        """Return the allocator of page-aligned memory."""
 
     def announce(self, nbytes: int) -> None:
-        """Take so many bytes now, in one piece, for what comes next."""
+        """Allocate ``nbytes`` in one piece now, for the homes that are made next."""
 
     def new_zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return zeros, whose pages are touched."""

@@ -254,7 +254,7 @@ def _check_compute(compute: object) -> str:
 
 def _check_update_on(where: object, *, unified: bool) -> str | None:
     if where not in (None, "host", "device"):
-        raise ConfigError(f"update_on={where!r} is neither 'host', its processors, nor 'device', what computes")
+        raise ConfigError(f"update_on={where!r} is neither 'host' nor 'device'")
     if where == "device" and unified:
         raise ConfigError(
             "update_on='device' needs a device with memory of its own; say device='cuda', or leave it out"

@@ -63,7 +63,7 @@ def state_key(name: str) -> CopyKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How bytes hold values: each element in a dtype, one behind the other."""
+    """How values are stored: contiguous elements of one dtype."""
 
     dtype: str  # "bfloat16"
 

@@ -13,7 +13,7 @@ from zinf_compile.ir.sizes import ShapeSymbol, Size, SizeT_co, complete_sizes, e
 from zinf_compile.ir.slices import Slice
 
 
-# Not slotted: its bytes are asked for again and again.
+# Not slotted: its bytes are cached properties.
 @dataclass(frozen=True, kw_only=True)
 class ParameterFact:
     """One parameter of the model, or a tile of one, whether this graph uses it or not."""
@@ -60,7 +60,7 @@ class ParameterFact:
 
     @property
     def has_compute_copy(self) -> bool:
-        """Return whether the compute copy, once it is trained, is another than the master copy."""
+        """Return whether it has a compute copy beside its master copy once it is trained."""
         return not self.unified or self.compute != self.master
 
     @property

@@ -57,9 +57,7 @@ class Route:
     bytes_per_second: float
     latency_seconds: float
     lanes: tuple[str, ...]
-    takes_of_compute: float = (
-        0.0  # seconds lost per second of moving beside compute; 0: no processor of compute's is needed
-    )
+    takes_of_compute: float = 0.0  # seconds that compute loses per second of transfer; 0 with a copy engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,13 +105,15 @@ class Hardware:
     memory_bytes_per_second: float  # of the device
     routes: tuple[Route, ...]
     optimizer_elements_per_second: float  # when nothing else computes
-    peak_flops: tuple[Rate, ...] = ()  # what the maker says, by dtype name; empty where nobody says
+    peak_flops: tuple[Rate, ...] = ()  # of the data sheet, by dtype name; empty if unknown
     tiers: tuple[TierSize, ...] = ()  # empty where only the budgets count
     devices_per_node: int = 1
     num_nodes: int = 1
     device_link_bytes_per_second: float = 0.0  # of one device, to others of its node; 0: it has none
     node_link_bytes_per_second: float = 0.0  # of one node, to others
-    updates_take_of_compute: float = 1.0  # seconds lost per second of update beside compute; 0: on other processors
+    updates_take_of_compute: float = (
+        1.0  # seconds that compute loses per second of update; 0 where other processors update
+    )
     attention_flops: tuple[Rate, ...] = ()  # of attention kernels, by dtype name; empty: as matrix products
     op_rates: tuple[OpRate, ...] = ()  # empty: all as fast as memory copies
     op_overhead_seconds: float = 0.0  # of calling one op, however small its tensors are
@@ -127,7 +127,7 @@ class Hardware:
     def with_world(self, num_ranks: int) -> "Hardware":
         """Return the hardware with as many nodes as so many ranks fill, one rank on each device.
 
-        ConfigError if they do not fill whole nodes, more than one, or if nothing ties their devices together.
+        ConfigError if they do not fill whole nodes, more than one, or if their devices are not connected.
         """
         if type(num_ranks) is not int or num_ranks < 1:
             raise ConfigError(f"a world of {num_ranks!r} ranks is none; give a whole number, 1 or more")

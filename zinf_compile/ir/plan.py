@@ -17,10 +17,10 @@ from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
 PLAN_VERSION = 3
-SECTOR_NBYTES = 4096  # of the store file: what O_DIRECT asks for on disks of 4 KiB sectors
-UPDATE_NBYTES = 2**19  # of it: what one takes that allocates, a piece at a time; half is what is freed and not reused
-BACKGROUND_NBYTES = 2**22  # and what a thread of its own comes to hold for that, of which the C library returns little
-UPDATE_SETS = 3  # of buffers that chunks take turns with which are updated on the device: arriving, updated, leaving
+SECTOR_NBYTES = 4096  # extents of the store file are aligned to this: O_DIRECT needs it on disks with 4 KiB sectors
+UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
+BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
+UPDATE_SETS = 3  # sets of device buffers for updates: one chunk arrives, one is updated, one is copied back
 
 
 class TierPart(StrEnum):
@@ -29,20 +29,20 @@ class TierPart(StrEnum):
     RESIDENTS = "residents"  # parameters, gradients and state whose home it is
     ARENA = "arena"  # transfers and bound values
     ACTIVATIONS = "activations"  # values outside of the arena
-    WORKSPACE = "workspace"  # what kernels take beside their outputs
-    OUTSIDE = "loss outside"  # what a loss outside of the graph takes beyond all other parts
-    UPDATES = "updates"  # what an optimizer takes beside what is counted of it, and of compute
-    LEAVING = "leaving"  # of a device with streams: what gradients hold until they have been copied to the host
-    KERNELS = "kept kernels"  # what libraries keep kernels in, one for each shape they have met
-    RESERVE = "reserve"  # what is left to the process
-    OPEN = "open forwards"  # what forwards of other calls hold, whose backward has not run
+    WORKSPACE = "workspace"  # temporaries of kernels
+    OUTSIDE = "loss outside"  # a loss computed outside of the graph, as far as it needs more than all other parts
+    UPDATES = "updates"  # buffers and temporaries of updates
+    LEAVING = "leaving"  # on a device with streams: gradients that are still being copied to the host
+    KERNELS = "kept kernels"  # kernels that libraries cache per shape
+    RESERVE = "reserve"  # Python, torch and the captured graphs
+    OPEN = "open forwards"  # activations of other calls whose backward has not run
     HOMES = "homes"  # host and nvme: parameters, gradients and state whose home it is
     STAGING = "staging"  # host: the buffers that bytes pass through
-    PADDING = "padding"  # nvme: what is left of the last sector of each tensor
+    PADDING = "padding"  # nvme: the unused end of the last sector of each tensor
     SWAPPED = "swapped activations"  # host and nvme: activations between forward and backward
 
 
-# Not slotted: simulation asks for the bytes of each again and again.
+# Not slotted: its bytes are cached properties, which the simulator reads often.
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """What is stored of one parameter, or of a tile of one, and where. Tiles have the homes of their parameter."""
@@ -230,7 +230,7 @@ class ComputeSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedValue:
-    """A value that forward makes and does not save, since backward makes it again, at ``tick`` and in so many seconds."""
+    """A value that is not saved but recomputed in backward, at ``tick``, which takes ``seconds``."""
 
     value: str
     nbytes: int
@@ -344,7 +344,7 @@ class Plan:
 
     @property
     def device_updates(self) -> "DeviceUpdatesPlan":
-        """Return what updates on the device come to: all of those whose state lives there, and a share of the others."""
+        """Return the totals of updates on the device: every parameter whose state lives there, and a share of the others."""
         share = self.step.device_share
         trained = [(placement, 1.0 if placement.has_device_state else share) for placement in self.placements]
         trained = [(placement, each if share else 0.0) for placement, each in trained if placement.gradient_nbytes]

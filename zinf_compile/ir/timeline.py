@@ -38,13 +38,13 @@ class MemoryPoint(NamedTuple):
 
 
 class TickTime(NamedTuple):
-    """A tick, and when compute comes to it or, where it waits there, goes on from it."""
+    """When compute reaches a tick, or resumes after a stall there."""
 
     tick: int
     seconds: float
 
 
-# Not slotted, unlike other values: what few ask for is worked out when it is first asked for.
+# Not slotted: rarely used properties are cached, and computed on first use.
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """A simulated step. Events and stalls of one lane never overlap.

@@ -21,7 +21,7 @@ from zinf_compile.passes.planner.placement.prices import COMPUTE, MASTER, ROLES,
 
 # The least staging with which a tensor can be moved: a few sectors for each of a few threads.
 MIN_STAGING = 256 * 2**10
-# Before a graph is known, small residents take at most one part in so many of the device.
+# Before a graph is known, small residents take at most this fraction of the device: 1/8.
 _SMALL_SHARE = 8
 _TIERS = tuple(Tier)
 _DEVICE, _HOST, _NVME = range(len(_TIERS))

@@ -230,7 +230,7 @@ class _Walk:
 
 
 def _num_calls(transfer: Transfer) -> int:
-    """Return what a transfer takes of the thread of compute, in calls of ops."""
+    """Return the overhead of a transfer on the compute thread, in op calls."""
     if transfer.what is Moved.PARAMETERS:
         return _CALLS_OF_GATHER
     is_written = transfer.what is Moved.GRADIENT and transfer.destination is Tier.NVME
