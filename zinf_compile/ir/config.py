@@ -22,7 +22,7 @@ LEAST_TILE = 64 * 2**10  # bytes of a parameter: what is smaller is gathered who
 DEFAULT_COMPUTE = "inductor"
 MEASURED = "auto"
 DEFAULT_RESERVE: int | str = MEASURED
-LEAST_MEASURED = 256 * 2**20  # of both budgets: in less, Python and torch themselves would be most of what is counted
+LEAST_MEASURED = 256 * 2**20  # of both budgets together: below this the reserve would be most of them
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -75,9 +75,7 @@ class Config:
     compute_dtype: str | None = None  # None: compute in each parameter's own dtype
     compute: str = DEFAULT_COMPUTE  # "inductor": blocks are compiled, where there is a compiler; "aten": op by op
     reserve_memory: int = 0  # share of device_memory left to Python, compiled graphs and the system's allocator
-    measures_reserve: bool = field(
-        default=False, metadata={"is_option": False}
-    )  # which is measured, and follows from it
+    measures_reserve: bool = field(default=False, metadata={"is_option": False})  # it follows from what was measured
     prefetch_memory: int | None = None  # bytes read ahead of compute, at most; None: the planner's choice
     tile_memory: int | None = None  # larger parameters are gathered by tiles; None: only where needed to fit
     tiles: tuple[tuple[str, int], ...] | None = ()  # in how many tiles some parameters are gathered; None: never any

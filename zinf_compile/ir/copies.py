@@ -78,16 +78,16 @@ class Encoding:
         return _ITEMSIZES[self.dtype]
 
     def nbytes(self, num_elements: int) -> int:
-        """Return the bytes of so many elements."""
+        """Return the bytes of ``num_elements``."""
         return num_elements * self.itemsize
 
 
 class Granularity(StrEnum):
-    """What of a parameter one number of optimizer state belongs to."""
+    """Which part of a parameter shares one number of optimizer state."""
 
     ELEMENT = "element"
     ROW = "row"
-    MATRIX = "matrix"  # all of the parameter: nothing of the state belongs to a part
+    MATRIX = "matrix"  # the whole parameter: the state cannot be split
     SCALAR = "scalar"  # the same, and the state is one number
 
 

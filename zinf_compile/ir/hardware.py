@@ -29,7 +29,7 @@ class Rate:
 
 
 class OpKind(StrEnum):
-    """Ops that move bytes at about one rate. What is of no kind moves them as fast as memory copies."""
+    """Ops that move bytes at about one rate. Ops of no kind run at the rate of memory copies."""
 
     ELEMENTWISE = "elementwise"  # add, mul
     TRANSCENDENTAL = "transcendental"  # gelu, tanh, softmax: bounded by arithmetic that no FLOP formula counts
@@ -106,7 +106,7 @@ class Hardware:
     routes: tuple[Route, ...]
     optimizer_elements_per_second: float  # when nothing else computes
     peak_flops: tuple[Rate, ...] = ()  # of the data sheet, by dtype name; empty if unknown
-    tiers: tuple[TierSize, ...] = ()  # empty where only the budgets count
+    tiers: tuple[TierSize, ...] = ()  # empty if only the budgets are limits
     devices_per_node: int = 1
     num_nodes: int = 1
     device_link_bytes_per_second: float = 0.0  # of one device, to others of its node; 0: it has none

@@ -1,7 +1,7 @@
-"""Can what a file holds be a plan? Numbers that some machine could have, names that are there, ticks in their order.
+"""Checks that a file holds a plausible plan: numbers that some machine could have, known names, ordered ticks.
 
-A file that was damaged, or made to do harm, may say so much that simulating or drawing it would not end, or would need
-more memory than there is. Whether a plan keeps its promises is another question, which ``plan_verify`` answers.
+A damaged or malicious file could describe a plan so large that simulating or drawing it would not end, or would run out
+of memory. Whether a plan keeps its promises is another question, which ``verify_plan`` answers.
 """
 
 from collections import Counter

@@ -58,7 +58,7 @@ class Timeline:
     plan: Plan = field(repr=False, compare=False)
     nodes: tuple[Event, ...] = field(repr=False)
     stalls: tuple[Event, ...]
-    clock: tuple[TickTime, ...] = field(repr=False)  # compute's way through the ticks; in between its pace is even
+    clock: tuple[TickTime, ...] = field(repr=False)  # when compute reaches some ticks; linear in between
     phase_seconds: tuple[tuple[Phase, float], ...]
 
     @property
@@ -99,7 +99,7 @@ class Timeline:
         return tuple(sorted(points, key=lambda point: point.seconds))
 
     def seconds_at(self, tick: int) -> float:
-        """Return when compute comes to a tick, before it waits there for anything."""
+        """Return when compute reaches a tick, before any stall there."""
         index = bisect_left(self.clock, tick, key=lambda point: point.tick)
         if index == len(self.clock):
             return self._end_of_ticks

@@ -147,7 +147,7 @@ class Placer:
         return placed
 
     def _fill_device(self, homes: bytearray, spare_nbytes: int, copies: Iterable[_Copy], config: Config) -> int:
-        """Move copies from nvme to so many spare bytes of the device, as long as they fit; return the bytes left."""
+        """Move copies from nvme to ``spare_nbytes`` of the device, as long as they fit; return the bytes left."""
         for copy in copies if spare_nbytes > 0 else ():
             is_free = homes[copy.slot] == _NVME and self._may_reside(*divmod(copy.slot, len(ROLES)), config)
             if copy.device_nbytes <= spare_nbytes and is_free:

@@ -248,8 +248,8 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> list[int]:
     """
     issues = [residency.need_by for residency in residencies]
     reached, sinks = pace.reached_seconds, pace.sinks
-    num_sinks = len(sinks)  # that are complete before what has been looked at
-    free: dict[str, float] = {}  # until when a lane may be taken by what is needed earlier
+    num_sinks = len(sinks)  # gradients that are complete before the residencies visited so far
+    free: dict[str, float] = {}  # when the lane has to be free for transfers that are needed later
     phase = None
     for index in reversed(range(len(residencies))):
         residency = residencies[index]
