@@ -56,6 +56,7 @@ class Case:
     nvme: str
     threads: int
     steps: int
+    compute: str
 
 
 def measure_machine(nvme: str, threads: int) -> None:
@@ -108,7 +109,7 @@ def measure(case: Case) -> dict[str, Any]:
         device_memory=case.device_memory,
         host_memory=case.host_memory,
         nvme=case.nvme,
-        compute="aten",  # plans predict the seconds and bytes of eager ops
+        compute=case.compute,
         compute_dtype=entry.compute_dtype,
         remake_plan=False,  # the prediction must not be updated from the measurement
     )
@@ -278,6 +279,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the lines to a file, not to standard output")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each")
+    parser.add_argument("--compute", choices=["aten", "inductor"], default="aten", help="op by op, or compiled blocks")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -312,6 +314,7 @@ def main() -> None:
                     nvme=nvme,
                     threads=args.threads,
                     steps=args.steps,
+                    compute=args.compute,
                 )
                 line = in_child(environment, case=asdict(case))
                 note(line)

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import networkx
 import pytest
 
 import zinf_compile
@@ -39,6 +40,28 @@ def test_every_folder_is_a_package_of_the_wheel() -> None:
         found |= _packages_under(ROOT / name, f"zinf_compile.{name}")
     assert len(set(packages)) == len(packages)
     assert set(packages) == found | {"zinf_compile.cuda"}  # cuda has sources to install, but no Python
+
+
+def test_folders_do_not_import_each_other_in_circles() -> None:
+    """A file belongs to its folder. Those of ``passes/`` itself are levels of their own, which import-linter orders."""
+    grimp = pytest.importorskip("grimp")
+    graph = grimp.build_graph("zinf_compile", exclude_type_checking_imports=True, cache_dir=None)
+    packages = {module for module in graph.modules if graph.find_children(module)}
+
+    def folder_of(module: str) -> str:
+        parent = module.rpartition(".")[0]
+        return module if module in packages or parent == "zinf_compile.passes" else parent
+
+    folders = networkx.DiGraph()
+    for module in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(module):
+            if folder_of(module) != folder_of(imported):
+                folders.add_edge(folder_of(module), folder_of(imported), because=f"{module} imports {imported}")
+    assert folders.has_edge("zinf_compile.passes.planner.memory", "zinf_compile.passes.planner.cost")
+    circles = [circle for circle in networkx.strongly_connected_components(folders) if len(circle) > 1]
+    assert [
+        because for circle in circles for _, _, because in sorted(folders.subgraph(circle).edges(data="because"))
+    ] == []
 
 
 def test_every_package_has_an_init() -> None:

@@ -12,10 +12,11 @@ from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import StepTiming
 from zinf_compile.ir.plan import Plan
+from zinf_compile.passes.planner.placement.homes import count_placed
 from zinf_compile.passes.planner.schedule.leaving import count_resting
 from zinf_compile.passes.planner.schedule.prefetch import bind_transfers
 from zinf_compile.passes.planner.schedule.swaps import plan_swaps
-from zinf_compile.passes.planner.search.build import Choice, LookAhead, PlanBuilder, Request
+from zinf_compile.passes.planner.search.build import Choice, Homes, LookAhead, PlanBuilder, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,5 +52,6 @@ def plan_exactly(request: Request, graph: GraphFacts, *, seconds: float = 60.0) 
         residencies = dict(model.residencies(solution))
         moved = bind_transfers(tuple(residencies), tuple(residencies.values()))
         choice = Choice(look_ahead=LookAhead(prefetch_nbytes=moved.arena_nbytes, group_nbytes=0))
-        plan = PlanBuilder(left, graph, swaps).build_moved(model.placements(solution), moved, choice)
+        homes = Homes(placed=count_placed(model.placements(solution)), moved=moved)
+        plan = PlanBuilder(left, graph, swaps).build_with(homes, choice)
     return ExactPlan(bound_seconds=solution.bound * model.unit_seconds, is_optimal=solution.is_optimal, plan=plan)

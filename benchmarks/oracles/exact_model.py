@@ -27,12 +27,12 @@ from zinf_compile.ir.facts import GraphFacts, ParameterFact, ValueFact, working_
 from zinf_compile.ir.glossary import LiveRange, Phase, Tier
 from zinf_compile.ir.hardware import Route, route_name
 from zinf_compile.ir.plan import Placement
-from zinf_compile.passes.planner.cost.costs import plan_spans
 from zinf_compile.passes.planner.memory.activations import bind_values, unbound_values
 from zinf_compile.passes.planner.memory.arena import align
 from zinf_compile.passes.planner.placement.homes import make_placement, role_nbytes
 from zinf_compile.passes.planner.placement.prices import COMPUTE, MASTER, ROLES
 from zinf_compile.passes.planner.schedule.prefetch import Residency
+from zinf_compile.passes.planner.schedule.spans import plan_spans
 from zinf_compile.passes.planner.search.build import Request
 
 _GRADIENT = ROLES.index(Role.GRADIENT)

@@ -31,8 +31,8 @@ from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.optim.fused_adamw import find_kernel
 from zinf_compile.runtime.process.waiting import future_result
 from zinf_compile.runtime.storage.arena import Arena
+from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.futures import wait_all
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store
 from zinf_compile.runtime.transfer.gpu_direct import NUM_CALLS, DirectReads, open_direct_reads
@@ -73,6 +73,7 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
         disk = _measure_disk(store, repeats)
         routes += disk if unified else _choose_way(store, bench, _by_way_of_host(disk, routes))
     hardware = Hardware(
+        unified=unified,
         name=os.uname().nodename,
         flops=tuple(Rate(name=dtype_name(dtype), per_second=measure_products(bench, dtype)) for dtype in chosen),
         attention_flops=tuple(

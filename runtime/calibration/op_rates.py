@@ -11,7 +11,7 @@ import torch
 from zinf_compile.ir import ops
 from zinf_compile.ir.hardware import OpKind
 from zinf_compile.runtime.device.device import Device
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
+from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.store.store import Store
 
 _NUM_CALLS = 100

@@ -52,9 +52,8 @@ class _Classes:
             logits += self.bias
 
     def strips(self, width: int) -> Iterator[slice]:
-        """Yield ranges of ``width`` classes, relative to ``first``."""
-        for start in range(0, self.weight.shape[0], width):
-            yield slice(start, min(start + width, self.weight.shape[0]))
+        """Return ranges of ``width`` classes, relative to ``first``."""
+        return _ranges(self.weight.shape[0], width)
 
     def cached_strips(self, num_rows: int) -> Iterator[slice]:
         """Yield ranges of classes whose logits for ``num_rows`` rows fit into the cache."""
@@ -135,9 +134,14 @@ def _row_tiles(hidden: Tensor, classes: _Classes, tile_rows: int) -> Iterator[tu
     """Yield ranges of rows, their hidden states, and memory for their logits, which all tiles share."""
     num_rows = hidden.shape[0]
     memory = hidden.new_empty(min(tile_rows, num_rows), classes.weight.shape[0])
-    for start in range(0, num_rows, tile_rows):
-        rows = slice(start, min(start + tile_rows, num_rows))
-        yield rows, hidden[rows], memory[: rows.stop - start]
+    for rows in _ranges(num_rows, tile_rows):
+        yield rows, hidden[rows], memory[: rows.stop - rows.start]
+
+
+def _ranges(total: int, most: int) -> Iterator[slice]:
+    """Yield consecutive ranges of ``most`` indices, fewer in the last one."""
+    for start in range(0, total, most):
+        yield slice(start, min(start + most, total))
 
 
 def _fill_logits(logits: Tensor, hidden: Tensor, rows: slice, classes: _Classes, *, weigh: bool) -> _RowSums:
@@ -232,8 +236,7 @@ def logit_sums_backward(
     for strip in classes.strips(width):
         part = classes.part(strip)
         gradient = memory[: num_rows * part.weight.shape[0]].view(num_rows, -1)
-        for start in range(0, num_rows, tile_rows):
-            rows = slice(start, min(start + tile_rows, num_rows))
+        for rows in _ranges(num_rows, tile_rows):
             part.write_logits(gradient[rows], hidden[rows])
             _overwrite_by_gradient(gradient[rows], sums.of(rows), given.of(rows), rows, part)
         if of_hidden is not None:

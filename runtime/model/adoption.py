@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Parameter
 
-from zinf_compile.ir.copies import Role
+from zinf_compile.ir.copies import GRADIENT, MASTER, Role
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.plan import Placement
 from zinf_compile.runtime.execute.gradients import take_gradient_home
@@ -65,12 +65,12 @@ def _adopt(
     parameter, fact = item.parameter, item.fact
     master, gradient = compute, None
     if fact.has_compute_copy and fact.trainable:
-        master = store.new_slot(fact.name, parameter.shape, parameter.dtype, placement.master, Role.MASTER.label)
+        master = store.new_slot(fact.name, parameter.shape, parameter.dtype, placement.master, MASTER)
         if with_value:
             store.tensor_io.write_value(master, parameter.data)
     if fact.trainable:
         home = placement.by_role[Role.GRADIENT][0].tier
-        gradient = store.new_slot(fact.name, parameter.shape, compute.tensor.dtype, home, Role.GRADIENT.label)
+        gradient = store.new_slot(fact.name, parameter.shape, compute.tensor.dtype, home, GRADIENT)
     if with_value:
         store.tensor_io.write_value(compute, parameter.data)
     record = StoredParameter(

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -73,13 +72,13 @@ def _moves_of(store: Store, record: StoredParameter, placement: Placement) -> It
     yield _Move(
         slot=copies.compute,
         tier=placement.compute,
-        run=partial(_move_copy, store, record, "compute", placement.compute),
+        run=partial(_move_copy, store, record, Role.COMPUTE, placement.compute),
     )
     if copies.are_two:
         yield _Move(
             slot=copies.master,
             tier=placement.master,
-            run=partial(_move_copy, store, record, "master", placement.master),
+            run=partial(_move_copy, store, record, Role.MASTER, placement.master),
         )
     if gradient is not None:
         settle_gradient(record)
@@ -125,8 +124,8 @@ def _within_tiers(store: Store, moves: Iterable[_Move]) -> Iterator[_Move]:
         yield waiting.pop(first)
 
 
-def _move_copy(store: Store, record: StoredParameter, role: Literal["compute", "master"], tier: Tier) -> None:
-    slot = record.copies.compute if role == "compute" else record.copies.master
+def _move_copy(store: Store, record: StoredParameter, role: Role, tier: Tier) -> None:
+    slot = record.copies.compute if role is Role.COMPUTE else record.copies.master
     moved = _moved_slot(store, slot, tier)
     if moved is slot:
         return
@@ -176,7 +175,7 @@ def _moved_slot(store: Store, slot: Slot, tier: Tier) -> Slot:
         store.held.count_home(tier, slot.nbytes)
         slot.tier = tier
         return slot
-    moved = store.new_slot(slot.slice.parameter, slot.tensor.shape, slot.tensor.dtype, tier, slot.label)
+    moved = store.new_slot(slot.slice.parameter, slot.tensor.shape, slot.tensor.dtype, tier, slot.key)
     store.held.count_home(slot.tier, -slot.nbytes)
     with store.failing_on_error():
         if slot.in_memory:

@@ -2,7 +2,7 @@
 
 import torch
 
-from zinf_compile.ir.copies import Role
+from zinf_compile.ir.copies import MASTER
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.store.store import Store
 from zinf_compile.runtime.transfer.slot_stream import convert_slot
@@ -19,7 +19,7 @@ def narrow_parameter(store: Store, record: StoredParameter, dtype: torch.dtype) 
         store.held.count_home(wide.tier, -wide.nbytes)
         wide.give_back(store.layout)
     compute = store.new_slot(record.name, master.tensor.shape, dtype, master.tier)
-    master.label = Role.MASTER.label
+    master.key = MASTER
     with store.failing_on_error():
         convert_slot(master, compute, store.tensor_io)
         store.tensor_io.wait_writes()

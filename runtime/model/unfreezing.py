@@ -1,6 +1,6 @@
 """Give a parameter that was frozen when it was taken into the store what training it needs."""
 
-from zinf_compile.ir.copies import Role
+from zinf_compile.ir.copies import GRADIENT, MASTER, Role
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
@@ -24,7 +24,7 @@ def unfreeze_parameter(store: Store, record: StoredParameter, fact: ParameterFac
     shape = compute.tensor.shape
     master = record.copies.master
     if fact.has_compute_copy and not record.copies.are_two:
-        master = store.new_slot(fact.name, shape, torch_dtype(fact.dtype), placement.master, Role.MASTER.label)
+        master = store.new_slot(fact.name, shape, torch_dtype(fact.dtype), placement.master, MASTER)
         with store.failing_on_error():
             if compute.tier is Tier.NVME:
                 convert_slot(compute, master, store.tensor_io)
@@ -32,6 +32,6 @@ def unfreeze_parameter(store: Store, record: StoredParameter, fact: ParameterFac
                 store.tensor_io.write_value(master, compute.tensor)
             store.tensor_io.wait_writes()
     home = placement.by_role[Role.GRADIENT][0].tier
-    gradient = store.new_slot(fact.name, shape, record.dtype, home, Role.GRADIENT.label)
+    gradient = store.new_slot(fact.name, shape, record.dtype, home, GRADIENT)
     train_parameter(store, record, master, gradient)
     store.facts[fact.name], store.placements[fact.name] = fact, placement

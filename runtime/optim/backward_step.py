@@ -26,7 +26,7 @@ from zinf_compile.runtime.optim.step_jobs import Group, Job, JobCollector
 from zinf_compile.runtime.params.home import HomeParameter
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.waiting import wait_until
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
+from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.store.store import Store, store_of
 

@@ -13,19 +13,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
 from zinf_compile.ir.errors import CapacityError, StoreError
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes
 from zinf_compile.ir.plan import UPDATE_NBYTES
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.optim.fused_adamw import Kernel
 from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, copied, find_job_kernel, update_slice
-from zinf_compile.runtime.optim.step_jobs import COMPUTE, GRADIENT, MASTER, Job
+from zinf_compile.runtime.optim.step_jobs import Job
 from zinf_compile.runtime.optim.temporaries import piece_elements
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import wait_future
+from zinf_compile.runtime.storage.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done, return_when_done, then_start
-from zinf_compile.runtime.storage.nvme.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.store.store import Store
 
@@ -284,12 +285,12 @@ class StreamedStep:
         chunk.lease = self._lease(nbytes, pending)
         cursor = 0
         try:
-            for role, slot in job.staged_slots.items():
+            for key, slot in job.staged_slots.items():
                 offset, padded = slot.byte_range(part)
-                chunk.views[role] = chunk.lease.view[cursor : cursor + padded]
+                chunk.views[key] = chunk.lease.view[cursor : cursor + padded]
                 cursor += padded
-                if role in (MASTER, GRADIENT) or role in job.kept_states:
-                    chunk.reads += self._store.io_pool.read(slot, offset, chunk.views[role])
+                if job.reads(key):
+                    chunk.reads += self._store.io_pool.read(slot, offset, chunk.views[key])
         except BaseException:
             self._return(chunk)
             raise
@@ -312,13 +313,13 @@ class StreamedStep:
             raise
         writes: list[Future[None]] = []
         try:
-            for role, slot in job.staged_slots.items():
-                if role != GRADIENT or job.changes_gradient:
+            for key, slot in job.staged_slots.items():
+                if key != GRADIENT or job.changes_gradient:
                     offset, _ = slot.byte_range(chunk.slice)
-                    write = partial(io_pool.write, slot, offset, chunk.views[role])
-                    writes += [then_start(back[role], write)] if role in back else write()
+                    write = partial(io_pool.write, slot, offset, chunk.views[key])
+                    writes += [then_start(back[key], write)] if key in back else write()
         finally:  # reached also when a pool that was shut down refuses a write
-            writes += (done for role, done in back.items() if role not in job.staged_slots)
+            writes += (done for key, done in back.items() if key not in job.staged_slots)
             job.writes += writes
             if chunk.lease is not None:
                 return_when_done(self._store.staging, chunk.lease, writes)
@@ -327,26 +328,24 @@ class StreamedStep:
 
     def _make_device_room(self, chunk: Chunk) -> None:
         job = chunk.job
-        away = [role for role in job.home_slots if role != GRADIENT and role not in job.device_slots]
-        dtypes = [*(job.home_slots[role].tensor.dtype for role in away), job.grad.dtype]
+        away = [key for key in job.home_slots if key != GRADIENT and key not in job.device_slots]
+        dtypes = [*(job.home_slots[key].tensor.dtype for key in away), job.grad.dtype]
         self._store.device_updates.make_room([dtype.itemsize * chunk.slice.num_elements for dtype in dtypes])
 
-    def _update_on_device(self, chunk: Chunk) -> Mapping[str, Future[None]]:
-        """Enqueue the update of a chunk whose reads are done; return, for each role, what is done when it has come back."""
+    def _update_on_device(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
+        """Enqueue the update of a chunk whose reads are done; return, for each copy, what is done when it has come back."""
         job, record = chunk.job, chunk.job.record
-        here = {role: slot.elements(chunk.slice) for role, slot in job.device_slots.items()}
+        here = {key: slot.elements(chunk.slice) for key, slot in job.device_slots.items()}
         host = {
-            role: chunk.tensor(role, slot)
-            for role, slot in job.home_slots.items()
-            if role != GRADIENT and role not in here
+            key: chunk.tensor(key, slot) for key, slot in job.home_slots.items() if key != GRADIENT and key not in here
         }
         written = tuple(host)
         host[GRADIENT] = chunk.raw_gradient()
 
-        def update(there: Mapping[str, Tensor]) -> None:
+        def update(there: Mapping[CopyKey, Tensor]) -> None:
             for operation in job.deferred:
                 operation(there[GRADIENT])
-            states = {key: there[key] for key in record.copies.states}
+            states = {name: there[state_key(name)] for name in record.copies.states}
             operands = Operands(
                 slice=chunk.slice,
                 master=there[MASTER],
@@ -357,17 +356,17 @@ class StreamedStep:
             update_slice(job, operands, shape=None)
 
         assert job.before is not None
-        read = {MASTER, GRADIENT, *job.kept_states}
+        read = {key for key in host if job.reads(key)}
         return self._store.device_updates.run(record.name, host, read, written, update, here=here, before=job.before)
 
-    def _compute(self, chunk: Chunk) -> Mapping[str, Future[None]]:
-        """Run the user's optimizer on a chunk whose reads are done, on the host: no role has to come back."""
+    def _compute(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
+        """Run the user's optimizer on a chunk whose reads are done, on the host: nothing has to come back."""
         job, record = chunk.job, chunk.job.record
         operands = Operands(
             slice=chunk.slice,
             master=chunk.tensor(MASTER, record.copies.master),
             gradient=chunk.gradient(),
-            states={key: chunk.tensor(key, slot) for key, slot in record.copies.states.items()},
+            states={name: chunk.tensor(state_key(name), slot) for name, slot in record.copies.states.items()},
             compute=chunk.tensor(COMPUTE, record.copies.compute) if record.copies.are_two else None,
         )
         kernel = self._kernels[job]

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.copies import GRADIENT, CopyKey
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.optim.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.optim.shadow import copy_value, shadow_step
-from zinf_compile.runtime.optim.step_jobs import GRADIENT, Job
+from zinf_compile.runtime.optim.step_jobs import Job
 from zinf_compile.runtime.storage.slots import Slot, elements_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
 
@@ -23,13 +24,13 @@ class Chunk:
     job: Job
     slice: Slice  # flat
     lease: StagingBuffer | None
-    views: dict[str, memoryview]  # of the lease, by role
+    views: dict[CopyKey, memoryview]  # of the lease
     reads: list[Future[None]]
 
-    def tensor(self, role: str, slot: Slot) -> Tensor:
+    def tensor(self, key: CopyKey, slot: Slot) -> Tensor:
         """Return this chunk of a slot: staged, or in place where its home is memory."""
-        if role in self.views:
-            return torch.frombuffer(self.views[role], dtype=slot.tensor.dtype, count=self.slice.num_elements)
+        if key in self.views:
+            return torch.frombuffer(self.views[key], dtype=slot.tensor.dtype, count=self.slice.num_elements)
         return slot.elements(self.slice)
 
     def gradient(self) -> Tensor:

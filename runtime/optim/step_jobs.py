@@ -1,4 +1,4 @@
-"""The jobs of a streamed step: the updates of an optimizer, recorded when ``step()`` is called.
+"""The jobs of a streamed step (``optimizer.py``): the updates of an optimizer, recorded when ``step()`` is called.
 
 After that the user may change hyperparameters and drop gradients. ``optimizer.state`` shows the state after the step at
 once: home tensors, whose readers wait for the update, and step counts and the like, which are computed by updating a
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zinf_compile.ir.copies import Role
+from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
 from zinf_compile.ir.errors import StoreError, UnsupportedError
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.device.device import Event
@@ -44,9 +44,6 @@ from zinf_compile.runtime.store.store import Store
 
 Group = dict[str, Any]  # a parameter group of an optimizer, as torch has it
 
-# How a job names its slots, beside those of optimizer state.
-GRADIENT, MASTER, COMPUTE = (role.label for role in (Role.GRADIENT, Role.MASTER, Role.COMPUTE))
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
@@ -73,28 +70,33 @@ class Job:
     is_begun: bool = False  # some of its elements may have changed
     is_updated: bool = False  # all of them have
     home_gradient: Slot | None = field(init=False)  # of the gradient; none of a tensor that the user put there
-    home_slots: Mapping[str, Slot] = field(init=False)  # of all that it reads and writes, by role
-    staged_slots: Mapping[str, Slot] = field(init=False)  # those whose chunks pass through staging
-    device_slots: Mapping[str, Slot] = field(default_factory=dict)  # on the device, updated in place there
+    home_slots: Mapping[CopyKey, Slot] = field(init=False)  # of all that it reads and writes
+    staged_slots: Mapping[CopyKey, Slot] = field(init=False)  # those whose chunks pass through staging
+    device_slots: Mapping[CopyKey, Slot] = field(default_factory=dict)  # on the device, updated in place there
     is_on_device: bool = False  # updated on the device
     before: Event | None = None  # of the compute stream: what was enqueued before it may still read these slots
 
     def __post_init__(self) -> None:
         record = self.record
         self.home_gradient = record.gradient.slot if record.gradient.is_home(self.grad) else None
-        slots = {MASTER: record.copies.master, **record.copies.states}
+        slots = {MASTER: record.copies.master}
+        slots |= {state_key(name): slot for name, slot in record.copies.states.items()}
         if record.copies.are_two:
             slots[COMPUTE] = record.copies.compute
         if self.home_gradient is not None:
             slots[GRADIENT] = self.home_gradient
         self.home_slots = slots
-        self.staged_slots = {role: slot for role, slot in slots.items() if not slot.in_memory}
+        self.staged_slots = {key: slot for key, slot in slots.items() if not slot.in_memory}
 
     def update_on_device(self, before: Event) -> None:
         """Update it on the device, behind ``before``; slots that live there are updated in place."""
         self.is_on_device, self.before = True, self.before or before
-        self.device_slots = {role: slot for role, slot in self.home_slots.items() if slot.on_device}
-        self.staged_slots = {role: slot for role, slot in self.staged_slots.items() if role not in self.device_slots}
+        self.device_slots = {key: slot for key, slot in self.home_slots.items() if slot.on_device}
+        self.staged_slots = {key: slot for key, slot in self.staged_slots.items() if key not in self.device_slots}
+
+    def reads(self, key: CopyKey) -> bool:
+        """Return whether its update reads a copy: all but the compute copy, and state that is not there yet."""
+        return key in (MASTER, GRADIENT) or key.state in self.kept_states
 
     @property
     def has_device_state(self) -> bool:
@@ -355,7 +357,7 @@ def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype) -> Sl
     store, master = record.store, record.copies.master
     # Nothing is planned for the state of a frozen parameter, which a checkpoint may have.
     tier = store.placements[record.name].optimizer_state or master.tier
-    return store.new_slot(record.name, master.tensor.shape, dtype, tier, key)
+    return store.new_slot(record.name, master.tensor.shape, dtype, tier, state_key(key))
 
 
 def _scalar_key(scalars: Mapping[str, Any]) -> object:

@@ -36,8 +36,8 @@ def check_supported(optimizer: Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedError(
-            f"{name}(differentiable=True) is not supported by zinf_compile: their updates are not in the "
-            "autograd graph; say differentiable=False"
+            f"{name}(differentiable=True) is not supported by zinf_compile: updates in the store are not recorded "
+            "by autograd; say differentiable=False"
         )
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
     if is_known(optimizer) or _asked.get(optimizer) == sizes:

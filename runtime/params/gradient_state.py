@@ -36,7 +36,9 @@ class GradientState:
     held: list[Slot] = field(default_factory=list)  # earlier ones, whose tensors users still hold
     deferred: list[DeferredOp] = field(default_factory=list)  # operations of the user, not yet applied
     norms: dict[float, Tensor] = field(default_factory=dict)  # of the gradient at home, by order
-    rows_home: list[Slice] | None = None  # of one that comes in tiles and is not complete yet: which rows are there
+    rows_home: list[Slice] | None = (
+        None  # the tiles that have arrived of an incomplete gradient; None if it is complete
+    )
     uses: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)  # autograd nodes that give it gradients
     home_backward: int = -1  # the last backward, by its number, whose gradient went straight home
     handed: Tensor | None = None  # a gradient that a captured backward leaves for autograd

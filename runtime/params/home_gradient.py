@@ -90,7 +90,7 @@ def begin_gradient(record: StoredParameter) -> Slot:
     if not was.is_forgotten:
         settle_gradient(record)
         forgotten = record.gradient.find_forgotten()
-        slot = forgotten or record.store.new_slot(record.name, was.tensor.shape, was.tensor.dtype, was.tier, was.label)
+        slot = forgotten or record.store.new_slot(record.name, was.tensor.shape, was.tensor.dtype, was.tier, was.key)
     record.gradient.begin(slot)
     return slot
 

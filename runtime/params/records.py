@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.copies import COMPUTE, CopyKey
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
@@ -78,8 +79,10 @@ class RecordStore(Protocol):
     def is_forked(self) -> bool:
         """Return whether this process was forked from the one that has the store."""
 
-    def new_slot(self, parameter: str, shape: torch.Size, dtype: torch.dtype, tier: Tier, label: str = "") -> Slot:
-        """Return a slot for a copy of a parameter, which ``label`` names, with undefined content."""
+    def new_slot(
+        self, parameter: str, shape: torch.Size, dtype: torch.dtype, tier: Tier, key: CopyKey = COMPUTE
+    ) -> Slot:
+        """Return a slot for a copy of a parameter, with undefined content."""
 
     def gather_value(self, record: "Stored", dtype: torch.dtype) -> Tensor:
         """Return the full value in one of its dtypes; blocks."""

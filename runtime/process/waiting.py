@@ -137,7 +137,7 @@ def why_pool_is_gone(pool: ThreadPoolExecutor) -> str | None:
     """Return why calls of a pool will never run; None as long as it has a thread."""
     if any(thread.is_alive() for thread in list(pool._threads)):
         return None
-    return "the threads that would do it have ended"
+    return "its threads have ended"
 
 
 def wait_for_turn(try_begin: Callable[[], bool], what: str) -> None:

@@ -4,7 +4,7 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,8 +15,8 @@ from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.user_files import open_regular
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import end_pool, future_result
+from zinf_compile.runtime.storage.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.futures import wait_all
-from zinf_compile.runtime.storage.nvme.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
 
 _BLOCK_NBYTES = 4 * 2**20  # one call: long enough for full bandwidth
@@ -97,7 +97,7 @@ class FileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end_pool(self._pool, f"the calls of {self._path}")
+        end_pool(self._pool, f"reads and writes of {self._path}")
         if self._lease is not None:
             self._staging.return_(self._lease)
         self._close()
@@ -110,22 +110,16 @@ class FileWriter:
 
     def _write_block(self, lease: StagingBuffer, offset: int, nbytes: int) -> None:
         descriptor = self._file if self._direct is None else self._direct
+
+        def write_from(done: int) -> int:
+            moved = os.pwritev(descriptor, [lease.view[done:nbytes]], offset + done)
+            if self._direct is None:
+                os.fdatasync(descriptor)  # DONTNEED skips pages that are dirty
+                os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+            return moved
+
         with lease:
-            done = 0
-            while done < nbytes:
-                try:
-                    moved = os.pwritev(descriptor, [lease.view[done:nbytes]], offset + done)
-                    if self._direct is None:
-                        os.fdatasync(descriptor)  # DONTNEED skips pages that are dirty
-                        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
-                except OSError as error:
-                    raise StoreError(
-                        f"write of {self._path} at offset {offset} failed after {done} of {nbytes} bytes: {error.strerror}"
-                    ) from error
-                resumed = _resume(done, moved, nbytes)
-                if resumed <= done:
-                    raise StoreError(f"write of {self._path} at offset {offset} ended after {done} of {nbytes} bytes")
-                done = resumed
+            _move_all(write_from, nbytes, f"write of {self._path} at offset {offset}", StoreError)
 
     def _close(self) -> None:
         for descriptor in (self._file, self._direct):
@@ -187,7 +181,7 @@ class FileReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end_pool(self._pool, f"the calls of {self._path}")
+        end_pool(self._pool, f"reads and writes of {self._path}")
         for block in self._blocks:
             self._staging.return_(block.lease)
         for descriptor in (self._file, self._direct):
@@ -213,25 +207,31 @@ class FileReader:
 
     def _read_block(self, view: memoryview, offset: int, nbytes: int) -> None:
         descriptor = self._file if self._direct is None else self._direct
-        done = 0
-        while done < nbytes:
-            try:
-                moved = os.preadv(descriptor, [view[done:]], offset + done)
-                if self._direct is None:
-                    os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
-            except OSError as error:
-                raise CheckpointError(
-                    f"read of {self._path} at offset {offset} failed after {done} of {nbytes} bytes: {error.strerror}"
-                ) from error
-            resumed = _resume(done, moved, nbytes)
-            if resumed <= done:
-                raise CheckpointError(f"read of {self._path} at offset {offset} ended after {done} of {nbytes} bytes")
-            done = resumed
+
+        def read_from(done: int) -> int:
+            moved = os.preadv(descriptor, [view[done:]], offset + done)
+            if self._direct is None:
+                os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+            return moved
+
+        _move_all(read_from, nbytes, f"read of {self._path} at offset {offset}", CheckpointError)
 
 
-def _resume(done: int, moved: int, nbytes: int) -> int:
-    """Return how many bytes need not be moved again: O_DIRECT resumes at whole sectors only."""
-    return nbytes if done + moved >= nbytes else (done + moved) // ALIGN * ALIGN
+def _move_all(
+    move_from: Callable[[int], int], nbytes: int, what: str, failure: type[CheckpointError] | type[StoreError]
+) -> None:
+    """Call ``move_from`` with the bytes that are done, until all are; it returns how many more it moved."""
+    done = 0
+    while done < nbytes:
+        try:
+            moved = move_from(done)
+        except OSError as error:
+            raise failure(f"{what} failed after {done} of {nbytes} bytes: {error.strerror}") from error
+        # O_DIRECT resumes at whole sectors only.
+        resumed = nbytes if done + moved >= nbytes else (done + moved) // ALIGN * ALIGN
+        if resumed <= done:
+            raise failure(f"{what} ended after {done} of {nbytes} bytes")
+        done = resumed
 
 
 def _open_direct(file: int, flags: int) -> int | None:

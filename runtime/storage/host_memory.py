@@ -19,8 +19,8 @@ from torch import Tensor
 
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.runtime.device.host_mapping import map_large, map_memory
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
-from zinf_compile.runtime.storage.nvme.layout import Extent, FileLayout
+from zinf_compile.runtime.storage.engine import whole_sectors
+from zinf_compile.runtime.storage.layout import Extent, FileLayout
 
 _SPAN_NBYTES = 16 * 2**20  # of spans that were not announced: pinning takes about as long as touching the pages
 _log = logging.getLogger(__name__)
@@ -48,10 +48,10 @@ class HostMemory(Protocol):
 
     @property
     def allocate(self) -> Allocate:
-        """Return what makes page-aligned memory."""
+        """Return the allocator of page-aligned memory."""
 
     def announce(self, nbytes: int) -> None:
-        """Take so many bytes now, in one piece, for what comes next."""
+        """Allocate ``nbytes`` in one piece now, for the homes that are made next."""
 
     def new_zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return zeros, whose pages are touched."""
@@ -112,11 +112,6 @@ class PinnedMemory:
         self._spans: list[_Span] = []
         self._returned: list[tuple[_Span, Extent]] = []  # by finalizers, which run anywhere, even inside of ``take``
         self.refusal: str | None = None
-
-    @property
-    def pinned_nbytes(self) -> int:
-        """Return the bytes of all pinned spans."""
-        return sum(len(span.memory) for span in self._spans if span.is_pinned)
 
     def announce(self, nbytes: int) -> None:
         """Make one span of exactly so many bytes, in whole pages, for what is taken next."""

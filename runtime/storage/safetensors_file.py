@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zinf_compile.ir.errors import CheckpointError, UnsupportedError
 from zinf_compile.ir.user_files import open_regular
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
+from zinf_compile.runtime.storage.engine import whole_sectors
 
 _DTYPES = {
     "C64": torch.complex64,

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.copies import COMPUTE, CopyKey
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
-from zinf_compile.runtime.storage.nvme.layout import Extent, FileLayout
+from zinf_compile.runtime.storage.engine import whole_sectors
+from zinf_compile.runtime.storage.layout import Extent, FileLayout
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -17,7 +18,7 @@ class Slot:
     """One tensor's home. On nvme it has an extent of the store file, and ``tensor`` is a mapping of it."""
 
     slice: Slice  # what of its parameter it holds
-    label: str = ""  # which copy of it: "gradient"; empty for the compute copy
+    key: CopyKey = COMPUTE  # which copy of it
     tier: Tier
     tensor: Tensor  # the home tensor, for the runtime, whose callers make sure that nothing is in flight for it
     extent: Extent | None = None
@@ -31,7 +32,7 @@ class Slot:
     @property
     def name(self) -> str:
         """Return what messages call it: "layers.3.up.weight (gradient)"."""
-        return f"{self.slice.parameter} ({self.label})" if self.label else self.slice.parameter
+        return self.slice.parameter if self.key == COMPUTE else f"{self.slice.parameter} ({self.key.label})"
 
     @property
     def nbytes(self) -> int:

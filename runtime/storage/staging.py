@@ -11,8 +11,8 @@ from zinf_compile.ir.errors import CapacityError, StoreError, VerifyError
 from zinf_compile.runtime.device.host_mapping import map_memory
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.process.waiting import wait_until
+from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.host_memory import Allocate, Memory
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
 
 _MIB = 1 << 20
 _RETURN_SECONDS = 1.0
@@ -82,11 +82,6 @@ class StagingPool:
     def peak_nbytes(self) -> int:
         """The most bytes that were held at once, leased and cached."""
         return self._peak_nbytes
-
-    @property
-    def leased_nbytes(self) -> int:
-        """Bytes leased now."""
-        return self._leased_nbytes
 
     @property
     def held_nbytes(self) -> int:

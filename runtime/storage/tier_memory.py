@@ -8,8 +8,8 @@ from torch import Tensor
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
 from zinf_compile.runtime.device.device import Device
+from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.host_memory import Allocate, HostMemory, PageableMemory, PinnedMemory
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
 
 _SLOTS = 6  # of a parameter, at most: two copies, a gradient, and what most optimizers keep
 

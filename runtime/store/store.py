@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.config import Config
+from zinf_compile.ir.copies import COMPUTE, CopyKey
 from zinf_compile.ir.errors import DamageError, StoreError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
@@ -31,8 +32,8 @@ from zinf_compile.runtime.process.forking import has_ended, leave_when_forked, t
 from zinf_compile.runtime.process.interrupts import uninterrupted, without_interrupts
 from zinf_compile.runtime.process.waiting import holding, wait_future
 from zinf_compile.runtime.storage.arena import Arena
-from zinf_compile.runtime.storage.nvme.engine import Engine
-from zinf_compile.runtime.storage.nvme.layout import FileLayout
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.nvme.verified import VerifiedEngine
 from zinf_compile.runtime.storage.slots import Slot, map_tensor
@@ -171,8 +172,10 @@ class Store:
         self.engine.reserve(self.layout.end + to_come)
 
     @without_interrupts
-    def new_slot(self, parameter: str, shape: torch.Size, dtype: torch.dtype, tier: Tier, label: str = "") -> Slot:
-        """Return a slot for a copy of a parameter, which ``label`` names, with undefined content.
+    def new_slot(
+        self, parameter: str, shape: torch.Size, dtype: torch.dtype, tier: Tier, key: CopyKey = COMPUTE
+    ) -> Slot:
+        """Return a slot for a copy of a parameter, with undefined content.
 
         On nvme its extent is reserved on the disk.
         """
@@ -181,7 +184,7 @@ class Store:
             home = self.memory.new_home(shape, dtype, tier)
             self.held.count_home(tier, nbytes)
             is_behind_link = self.memory.is_behind_link(tier)
-            return Slot(slice=whole, label=label, tier=tier, tensor=home, on_device=is_behind_link)
+            return Slot(slice=whole, key=key, tier=tier, tensor=home, on_device=is_behind_link)
         assert self.engine is not None
         self.activations.give_back_dropped()  # frees extents of dropped activations for reuse
         extent = self.layout.allocate(nbytes)
@@ -189,7 +192,7 @@ class Store:
         mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
         self.held.count_home(tier, nbytes)
         tensor = map_tensor(mapped, shape, dtype)
-        return Slot(slice=whole, label=label, tier=tier, tensor=tensor, extent=extent)
+        return Slot(slice=whole, key=key, tier=tier, tensor=tensor, extent=extent)
 
     # Values
 

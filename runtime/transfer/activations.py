@@ -23,10 +23,10 @@ from zinf_compile.runtime.device.host_mapping import map_memory
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.storage.arena import Arena
+from zinf_compile.runtime.storage.engine import Engine, whole_sectors
 from zinf_compile.runtime.storage.futures import return_when_done, then_start
 from zinf_compile.runtime.storage.host_memory import Allocate
-from zinf_compile.runtime.storage.nvme.engine import Engine, whole_sectors
-from zinf_compile.runtime.storage.nvme.layout import Extent, FileLayout
+from zinf_compile.runtime.storage.layout import Extent, FileLayout
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
 from zinf_compile.runtime.transfer.in_flight import InFlight
 from zinf_compile.runtime.transfer.transfers import Transfers

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.copies import CopyKey
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import UPDATE_SETS
 from zinf_compile.runtime.device.device import Device, Event, Timing, alias_bytes
 from zinf_compile.runtime.observe.meter import Meter
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
+from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.transfer.link import Link
 
 
@@ -41,34 +42,34 @@ class DeviceUpdates:
     def run(
         self,
         name: str,
-        host: Mapping[str, Tensor],
-        read: Collection[str],
-        written: Collection[str],
-        update: Callable[[Mapping[str, Tensor]], object],
+        host: Mapping[CopyKey, Tensor],
+        read: Collection[CopyKey],
+        written: Collection[CopyKey],
+        update: Callable[[Mapping[CopyKey, Tensor]], object],
         *,
-        here: Mapping[str, Tensor],
+        here: Mapping[CopyKey, Tensor],
         before: Event,
-    ) -> dict[str, Future[None]]:
-        """Start updating the flat ``host`` tensors of ``name``, by role; call ``make_room`` first.
+    ) -> dict[CopyKey, Future[None]]:
+        """Start updating the flat ``host`` tensors of ``name``; call ``make_room`` first.
 
-        Tensors of roles ``read`` are copied to the device, and those ``written`` are copied back. ``here`` are tensors on
+        Those in ``read`` are copied to the device, and those in ``written`` are copied back. ``here`` are tensors on
         the device, updated in place after the event ``before``. ``update`` receives all of them on the device, and enqueues
-        ops that change them in place. Returns, by role, a future that is done when the result is back in host memory. Until
-        then no host tensor may be read or written by others.
+        ops that change them in place. Returns futures that are done when what is written is back in host memory. Until then
+        no host tensor may be read or written by others.
         """
         buffers = self._sets.popleft()
-        there: dict[str, Tensor] = {}
+        there: dict[CopyKey, Tensor] = {}
         if here:
             # Hazard: compute enqueued earlier may still read a resident copy that is updated in place.
             self._device.update.wait(before)
         cursor = 0
-        for role, tensor in host.items():
-            there[role] = alias_bytes(buffers.memory, cursor, tensor.numel(), tensor.dtype)
+        for key, tensor in host.items():
+            there[key] = alias_bytes(buffers.memory, cursor, tensor.numel(), tensor.dtype)
             cursor += _room(tensor)
-            if role in read:
+            if key in read:
                 # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
-                timing = self._count(Tier.HOST, Tier.DEVICE, tensor, f"{name} ({role})")
-                copy = self._link.bring(_as_bytes(tensor), _as_bytes(there[role]), behind=buffers.free, timing=timing)
+                timing = self._count(Tier.HOST, Tier.DEVICE, tensor, f"{name} ({key.label})")
+                copy = self._link.bring(_as_bytes(tensor), _as_bytes(there[key]), behind=buffers.free, timing=timing)
                 # Hazard: the update reads the copied tensors.
                 self._device.update.wait(copy.event)
         # Hazard: tensors that are written and not read have no copy to wait for.
@@ -81,12 +82,12 @@ class DeviceUpdates:
             raise
         # Hazard: the copies back read what the update writes.
         done = self._device.update.record()
-        back: dict[str, Future[None]] = {}
-        for role in written:
-            timing = self._count(Tier.DEVICE, Tier.HOST, host[role], f"{name} ({role})")
-            copy = self._link.take(_as_bytes(there[role]), _as_bytes(host[role]), behind=done, timing=timing)
+        back: dict[CopyKey, Future[None]] = {}
+        for key in written:
+            timing = self._count(Tier.DEVICE, Tier.HOST, host[key], f"{name} ({key.label})")
+            copy = self._link.take(_as_bytes(there[key]), _as_bytes(host[key]), behind=done, timing=timing)
             buffers.free = copy.event  # copies of one stream: the last ends after all others
-            back[role] = copy.done
+            back[key] = copy.done
         self._sets.append(buffers)
         return back
 

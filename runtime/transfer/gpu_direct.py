@@ -19,7 +19,7 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import end_pool
 from zinf_compile.runtime.storage.arena import Arena
-from zinf_compile.runtime.storage.nvme.engine import Engine
+from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.transfer.in_flight import Filler, InFlight, Named
 
 NUM_CALLS = 4  # in flight at once

@@ -23,8 +23,8 @@ from zinf_compile.runtime.device.device import Event
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import end_pool, wait_future
 from zinf_compile.runtime.storage.arena import Arena
+from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done, wait_all
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
 from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
 
@@ -78,7 +78,7 @@ class InFlight:
         wait_all(self.futures, self.name)
 
 
-Read = Callable[[Named, int, memoryview, Tier], list[Future[None]]]
+Read = Callable[[Named, int, memoryview, Tier], list[Future[None]]]  # IOPool.read
 
 
 class Filler(Protocol):
@@ -94,7 +94,7 @@ class Filler(Protocol):
         """End its threads."""
 
 
-Copy = Callable[[list[Tensor], Tensor, Tier, Tier, str], Future[None]]
+Copy = Callable[[list[Tensor], Tensor, Tier, Tier, str], Future[None]]  # IOPool.copy
 
 
 class DirectFiller:

@@ -12,8 +12,8 @@ from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.background import run_alone
 from zinf_compile.runtime.process.forking import UseCount
 from zinf_compile.runtime.process.waiting import end_pool, why_pool_is_gone
+from zinf_compile.runtime.storage.engine import ALIGN, Engine
 from zinf_compile.runtime.storage.futures import wait_all
-from zinf_compile.runtime.storage.nvme.engine import ALIGN, Engine
 from zinf_compile.runtime.storage.slots import Slot, SlotPart
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
 from zinf_compile.runtime.transfer.in_flight import Named

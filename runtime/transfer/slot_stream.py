@@ -11,9 +11,9 @@ from torch import Tensor
 
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.process.waiting import wait_future
+from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.file_stream import FileReader, FileWriter
 from zinf_compile.runtime.storage.futures import wait_all
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
 from zinf_compile.runtime.storage.slots import Slot, elements_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.transfer.tensor_io import TensorIO

@@ -19,8 +19,8 @@ from zinf_compile.runtime.device.device import Device
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.storage.arena import Arena
+from zinf_compile.runtime.storage.engine import Engine, whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done
-from zinf_compile.runtime.storage.nvme.engine import Engine, whole_sectors
 from zinf_compile.runtime.storage.slots import Slot, SlotPart
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.gpu_direct import DirectReads, GpuDirectFiller

@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import itertools
 import os
 import re
 import shlex
@@ -228,6 +229,23 @@ def test_a_reading_tour_can_be_walked(tour: str) -> None:
     assert 4 <= len(files) == len(rows) <= 8
     for name, functions in files.items():
         assert functions <= _definitions(ROOT / name), name
+    for name, following in itertools.pairwise(files):
+        assert _leads_to(name, following, files[following]), f"{name} does not lead to {following}"
+
+
+def _leads_to(name: str, following: str, functions: set[str]) -> bool:
+    """Return whether a file imports another, says that it comes next, or calls one of its functions."""
+    text, module = (ROOT / name).read_text(encoding="utf-8"), following.removesuffix(".py").replace("/", ".")
+    called = "|".join(re.escape(function.rpartition(".")[2]) for function in functions)
+    imported = re.search(rf"^from (zinf_compile\.)?{re.escape(module)} import", text, re.MULTILINE)
+    said = re.search(rf"``([\w/]+/)?{re.escape(Path(following).name)}``", text)
+    return bool(imported or said or re.search(rf"\.({called})\b|(?<!def )\b({called})\(", text))
+
+
+def test_files_that_do_not_follow_each_other_are_found() -> None:
+    assert not _leads_to("runtime/optim/step_chunks.py", "runtime/optim/optimizer.py", {"StreamedStep.run"})
+    assert not _leads_to("runtime/storage/arena.py", "runtime/transfer/in_flight.py", {"LinkFiller.fill_from_file"})
+    assert _leads_to("runtime/transfer/io_pool.py", "runtime/storage/nvme/posix.py", {"PosixEngine.read"})
 
 
 def _section(document: Path, heading: str) -> str:

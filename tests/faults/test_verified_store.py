@@ -13,7 +13,7 @@ import zinf_compile
 from tests.support.memory_engine import MemoryEngine
 from zinf_compile.ir.errors import ConfigError, DamageError, StoreError
 from zinf_compile.runtime.params.records import record_of
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
+from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store import store as store_module
 from zinf_compile.runtime.store.store import Store
@@ -250,6 +250,6 @@ def test_messages_name_the_copy(make: Make) -> None:
 
 def test_it_is_refused_where_nobody_would_tell_of_writes() -> None:
     model = torch.compile(make_model(), backend="zinf", options={"verify_store": True})
-    with pytest.raises(Exception, match="verify_store=True needs parameters that tell when somebody writes") as caught:
+    with pytest.raises(Exception, match="verify_store=True needs parameters that observe writes") as caught:
         model(torch.ones(2, 261))
     assert isinstance(getattr(caught.value, "inner_exception", caught.value), ConfigError)

@@ -9,7 +9,7 @@ import zinf_compile
 from zinf_compile.driver import session as session_module
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware, Rate, make_route
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
+from zinf_compile.runtime.storage.engine import whole_sectors
 
 STEPS = 5
 WIDTH = 64
@@ -29,6 +29,7 @@ def _slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     hardware = Hardware(
         name="slow to read",
+        unified=True,
         flops=(Rate(name="float32", per_second=1e12), Rate(name="bfloat16", per_second=1e12)),
         memory_bytes_per_second=1e11,
         routes=tuple(make_route(source, target, rate) for (source, target), rate in routes.items()),

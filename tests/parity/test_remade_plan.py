@@ -30,6 +30,7 @@ def machine(*, disk: float, memory: float) -> Hardware:
     pairs = [(source, target) for source in Tier for target in Tier if source is not target]
     return Hardware(
         name="paper",
+        unified=True,
         flops=(Rate(name="float32", per_second=1e10),),
         memory_bytes_per_second=1e10,
         routes=tuple(make_route(*pair, disk if Tier.NVME in pair else memory) for pair in pairs),

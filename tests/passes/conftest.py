@@ -148,6 +148,7 @@ def _make_plan(facts: GraphFacts, transfers: Sequence[Transfer]) -> Plan:
     routes = tuple(make_route(source, target, 1.0) for source in Tier for target in Tier)
     hardware = Hardware(
         name="none",
+        unified=True,
         flops=(Rate(name="float32", per_second=1.0),),
         memory_bytes_per_second=1.0,
         routes=routes,

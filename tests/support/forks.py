@@ -34,6 +34,7 @@ from zinf_compile.runtime.device.cpu import CPU
 DTYPES, TIERS = ("float32", "float64", "bfloat16"), ("device", "host", "nvme")
 HARDWARE = Hardware(
     name="small",
+    unified=True,
     flops=tuple(Rate(name=dtype, per_second=4e10) for dtype in DTYPES),
     attention_flops=tuple(Rate(name=dtype, per_second=1e10) for dtype in DTYPES),
     op_rates=tuple(OpRate(kind=kind, dtype=dtype, bytes_per_second=2e9) for kind in OpKind for dtype in DTYPES),

@@ -33,6 +33,7 @@ MIB = 2**20
 def _make_hardware(name: str, *, disk: float, memory: float, elements: float) -> Hardware:
     return Hardware(
         name=name,
+        unified=True,
         flops=(Rate(name="float32", per_second=1e12),),
         memory_bytes_per_second=memory,
         routes=(

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from zinf_compile.ir.errors import CapacityError, ConfigError, StoreError
-from zinf_compile.runtime.storage.nvme.engine import ALIGN, Gate, check_range, check_transfer, whole_sectors
+from zinf_compile.runtime.storage.engine import ALIGN, Gate, check_range, check_transfer, whole_sectors
 
 _GIB = 1 << 30
 _MAP_NORESERVE = 0x4000  # asm-generic/mman.h; the mmap module names it from Python 3.13 on

@@ -88,6 +88,7 @@ def make_hardware() -> Hardware:
     ]
     return Hardware(
         name="paper",
+        unified=True,
         flops=(Rate(name="float32", per_second=1e10),),
         memory_bytes_per_second=1e10,
         routes=tuple(make_route(Tier(source), Tier(target), speed) for source, target, speed in routes),

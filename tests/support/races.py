@@ -22,11 +22,11 @@ from torch import Tensor
 
 from tests.support.fake_device import FakeDevice, FakeStream
 from tests.support.stream_races import touch_tensor_of, watch_streams
+from zinf_compile.ir.copies import GRADIENT, CopyKey
 from zinf_compile.runtime.device.cpu import CpuBlock
 from zinf_compile.runtime.optim import optimizer
 from zinf_compile.runtime.optim.backward_step import JobFeed
 from zinf_compile.runtime.optim.step_chunks import Chunk
-from zinf_compile.runtime.optim.step_jobs import GRADIENT
 from zinf_compile.runtime.storage import futures
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.staging import StagingPool
@@ -352,9 +352,9 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
         return call
 
     def chunk_tensor(original: Any) -> Any:
-        def call(chunk: Chunk, role: str, slot: Any) -> Tensor:
-            tensor: Tensor = original(chunk, role, slot)
-            touch_tensor(tensor, f"the update, at its {role}", write=role != GRADIENT)
+        def call(chunk: Chunk, key: CopyKey, slot: Any) -> Tensor:
+            tensor: Tensor = original(chunk, key, slot)
+            touch_tensor(tensor, f"the update, at its {key.label}", write=key != GRADIENT)
             return tensor
 
         return call

@@ -120,9 +120,10 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
 
             def touch_and_change(there: Any) -> Any:
                 with races.acting(device.update):
-                    for role, tensor in there.items():
-                        what = f"the update on the device, at its {role}{' that lives there' if role in here else ''}"
-                        touch_tensor_of(races, tensor, what, write=role in here or role in written)
+                    for key, tensor in there.items():
+                        where = " that lives there" if key in here else ""
+                        what = f"the update on the device, at its {key.label}{where}"
+                        touch_tensor_of(races, tensor, what, write=key in here or key in written)
                 return change(there)
 
             return original(updates, name, host, read, written, touch_and_change, here=here, before=before)

@@ -9,8 +9,8 @@ from zinf_compile.ir.facts import GraphFacts, ValueFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Plan, TierPart, TierPlan
 from zinf_compile.ir.transfers import order_transfers
-from zinf_compile.passes.planner.cost.costs import plan_spans
 from zinf_compile.passes.planner.memory.activations import bind_values, plan_activations
+from zinf_compile.passes.planner.schedule.spans import plan_spans
 from zinf_compile.passes.planner.schedule.swaps import plan_swaps, without_swapped
 from zinf_compile.passes.planner.search import planner as search
 from zinf_compile.passes.planner.search.planner import Request

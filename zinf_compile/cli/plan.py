@@ -15,7 +15,10 @@ from zinf_compile.cli.planned_models import Sizes, find_model
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.inspect.printing import dump_plan
 from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import format_seconds
 from zinf_compile.ir.plan_io import plan_to_json
+from zinf_compile.passes.planner.cost.costs import ops_seconds, unfused
+from zinf_compile.passes.planner.memory.policies import compute_seconds
 
 _NARROWEST, _WIDEST = 80, 140  # columns that the dump is readable in
 _COLUMNS = 100  # of a pipe or a file
@@ -98,13 +101,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe_compute(plan: PlanView) -> str:
-    """Return which way to compute is planned, in words."""
+    """Return which way to compute is planned, in words, and the seconds of forward and backward in it."""
     assert plan.request is not None
     graph = next(graph for graph in plan.request.candidates if graph.policy is plan.activations.policy)
-    num_segments = sum(op.op.startswith("zinf.run_segment.") for op in graph.ops)
+    num_segments = sum(bool(op.inner) for op in graph.ops)
+    op_by_op = format_seconds(sum(ops_seconds(unfused(graph), plan.hardware)))
     if not num_segments:
-        return "computes op by op"
-    return f"computes in {num_segments} compiled segments; seconds count all of their ops, and what is fused takes less"
+        return f"computes op by op, {op_by_op} a step"
+    fused = format_seconds(compute_seconds(graph, plan.hardware))
+    return f"computes in {num_segments} compiled segments, {fused} a step; op by op it would take {op_by_op}"
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as told and return 0; a ZinfError says why it could not, a KeyboardInterrupt how to go on."""
+    """Train with these arguments and return 0. Raises ZinfError if it cannot, KeyboardInterrupt that says how to resume."""
     _check_plain(args)
     _fill_from_preset(args, PRESETS[args.preset])
     _check(args)

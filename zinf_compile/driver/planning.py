@@ -19,8 +19,8 @@ from zinf_compile.ir.plan import Placement, Plan
 from zinf_compile.ir.sizes import Size
 from zinf_compile.ir.tiles import WHOLE, TiledParameters, join_placements
 from zinf_compile.passes.capture.splits import Form, Splitter, other_forms
+from zinf_compile.passes.planner.cost.costs import RESIDENT_THRESHOLD
 from zinf_compile.passes.planner.memory.policies import allowed_policies
-from zinf_compile.passes.planner.placement.homes import RESIDENT_THRESHOLD
 from zinf_compile.passes.planner.search.planner import Request, make_plan
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate

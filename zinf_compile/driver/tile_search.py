@@ -86,6 +86,8 @@ def fit_by_tiles(
 ) -> Made:
     """Return the result of ``compile_tiled`` for the graph with as few tiles as it takes to fit, possibly none.
 
+    ``compile_tiled`` captures, plans and lowers one choice (``passes/capture/aot.py``); ``predict_seconds`` only plans it.
+
     If the next finer choice also fits, takes the one with the shorter step. Both functions raise DeviceCapacityError
     for a graph that does not fit. If nothing fits, raises the error of the choice that needs the least, with a note
     about what could not be tiled.

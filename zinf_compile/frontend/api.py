@@ -302,9 +302,7 @@ def record(model: Module) -> Iterator[Recording]:
     session = _session_of(model)
     meter = session.store.meter
     if meter.recorder is not None:
-        raise ConfigError(
-            f"{session.model_name} is being recorded already; end the block that does before the next begins"
-        )
+        raise ConfigError(f"{session.model_name} is being recorded already; leave that `with record(...)` block first")
     recording = Recording(model=session.model_name)
     meter.recorder = recorder = Recorder()
     try:

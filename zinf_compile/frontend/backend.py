@@ -39,8 +39,8 @@ def zinf(
         return session_of_store(store_of(find_record(node.args[1]))).compile(graph_module, inputs)
     if options is not None and options.get("verify_store"):
         raise ConfigError(
-            "verify_store=True needs parameters that tell when somebody writes to them, and with backend='zinf' they keep "
-            "their class; call zinf_compile.optimize(model, verify_store=True), or leave it out"
+            "verify_store=True needs parameters that observe writes, and with backend='zinf' they keep their class; call "
+            "zinf_compile.optimize(model, verify_store=True), or leave it out"
         )
     found = parameter_placeholders(graph_module, inputs)
     parameters = {name: parameter for name, parameter in found.items() if not has_own_bytes(parameter)}

@@ -34,7 +34,7 @@ MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
 _BUDGETS = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.NVME: "nvme_memory"}
 # Options of ``optimize`` that do not affect a plan: the folder on this machine, and how the plan runs.
-_NOT_PLANNED = frozenset({"nvme", "remake_plan", "verify_store", "capture"})
+_NOT_PLANNED = frozenset({"nvme", "device", "remake_plan", "verify_store", "capture"})
 
 
 def plan(
@@ -53,7 +53,8 @@ def plan(
     """Return the plan of one call of ``model`` on ``hardware``, with its backward and optimizer step.
 
     The model is captured with fake tensors: it may have any size and be on meta, and nothing of it is allocated, read
-    or changed. Graphs are captured and planned as ``optimize`` would do it.
+    or changed. Graphs are captured and planned as ``optimize`` would do it, which counts AdamW's state whatever the
+    optimizer is.
 
     ``inputs`` is what the model is called with: a tensor, a tuple, or a dict of keyword arguments. Only shapes and
     dtypes of its tensors matter. ``hardware`` is a Hardware, the name of a preset such as "h200", or a file. By default
@@ -75,7 +76,8 @@ def plan(
             budgets are those of one rank, which keeps its shard of parameters, gradients and optimizer state (ZeRO-3).
             Planning only: nothing runs on several ranks yet.
         compute: as in ``optimize``: "inductor", the default, plans each block as one compiled op, "aten" op by op.
-            Nothing is compiled. A fused block is assumed to take as long as its ops, until a run has measured it.
+            Nothing is compiled: a block is assumed to take the traffic of its inputs and results, and the
+            arithmetic of its matrix products.
         compute_dtype, reserve_memory, prefetch_memory, tile_memory, tiles, recompute, overlap_step, step_in_backward:
             as in ``optimize``.
 
@@ -158,8 +160,7 @@ def _make_config(options: Mapping[str, object], hardware: Hardware) -> Config:
     sizes = {tier.tier: tier.nbytes for tier in hardware.tiers}
     budgets = {name: sizes[tier] for tier, name in _BUDGETS.items() if tier in sizes}
     given = {name: option for name, option in options.items() if option is not None}
-    device = "cpu" if hardware.memory.unified else "cuda"
-    config = make_config({"device": device, "device_memory": 0, "host_memory": 0, **budgets, **given})
+    config = make_config({"device_memory": 0, "host_memory": 0, **budgets, **given}, memory=hardware.memory)
     stated = {tier: getattr(config, name) for tier, name in _BUDGETS.items() if name in given}
     if Tier.DEVICE not in sizes and Tier.DEVICE not in stated:
         raise ConfigError(f"{hardware.name} does not say how much memory a device has; give device_memory")

@@ -53,7 +53,7 @@ class World:
         return self.hardware.links(self.num_ranks)
 
     def legs(self, transfer: Transfer, *, is_resident: bool = False) -> tuple[Leg, ...]:
-        """Return the way of a transfer; () where nothing moves. ``is_resident`` is asked of a gradient's parameter."""
+        """Return the legs of a transfer, () if no bytes move. ``is_resident`` says where a gradient's parameter is."""
         if transfer.what is Moved.PARAMETERS:
             return self.gather_legs(transfer.source, transfer.nbytes)
         if transfer.what is Moved.GRADIENT:
@@ -61,7 +61,7 @@ class World:
         return (Leg(self.routes[transfer.source, transfer.destination], transfer.nbytes),)
 
     def gather_legs(self, source: Tier, nbytes: int) -> tuple[Leg, ...]:
-        """Return the way of a full value of so many bytes from its home to the device."""
+        """Return the legs of gathering a full value: a read of the shard, and with several ranks an all-gather."""
         legs = self._gathers.get((source, nbytes))
         if legs is None:
             shard = Leg(self.routes[source, Tier.DEVICE], shard_size(nbytes, self.num_ranks))

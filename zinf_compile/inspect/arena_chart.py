@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zinf_compile.inspect.plan_names import name_pattern, summarize_names
-from zinf_compile.inspect.text_layout import Folded, fold_rows, shorten
+from zinf_compile.inspect.text.plan_names import name_pattern, summarize_names
+from zinf_compile.inspect.text.text_layout import Folded, fold_rows, shorten
 from zinf_compile.ir.glossary import LiveRange, Phase, format_bytes
 from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.transfers import Transfer

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
-from zinf_compile.inspect.whole_file import write_whole
+from zinf_compile.inspect.text.whole_file import write_whole
 from zinf_compile.ir.plan import Plan
 from zinf_compile.passes.planner.simulator.simulate import COMPUTE_LANE, Event, MemoryPoint, Timeline, simulate
 

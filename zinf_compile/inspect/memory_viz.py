@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from zinf_compile.inspect.whole_file import write_whole
+from zinf_compile.inspect.text.whole_file import write_whole
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.passes.planner.simulator.memory import MEMORY_ROLES, MemoryRole

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from zinf_compile.inspect.arena_chart import bound_region
-from zinf_compile.inspect.plan_names import NamePattern, name_pattern, summarize_names
+from zinf_compile.inspect.text.plan_names import NamePattern, name_pattern, summarize_names
 from zinf_compile.ir.glossary import Phase, format_bytes, format_seconds, printable
 from zinf_compile.ir.hardware import OpRate, Rate, Route, TierSize
 from zinf_compile.ir.plan import Placement, Plan, RecomputedValue

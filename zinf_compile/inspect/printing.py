@@ -7,9 +7,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from zinf_compile.inspect.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
-from zinf_compile.inspect.plan_names import NamePattern, cut_name, join_name, name_pattern, summarize_names
 from zinf_compile.inspect.step_summary import dump_live_set, dump_summary
-from zinf_compile.inspect.text_layout import Folded, clip, fold_rows, join_unbroken, make_table
+from zinf_compile.inspect.text.plan_names import NamePattern, cut_name, join_name, name_pattern, summarize_names
+from zinf_compile.inspect.text.text_layout import Folded, clip, fold_rows, join_unbroken, make_table
 from zinf_compile.ir.copies import Role
 from zinf_compile.ir.glossary import Phase, StepTiming, Tier, format_bytes, format_seconds, printable
 from zinf_compile.ir.hardware import route_name

@@ -1,6 +1,6 @@
 """A summary of a simulated step as text: what bounds it, its critical path, SSD writes, what is live at the peak."""
 
-from zinf_compile.inspect.text_layout import make_table
+from zinf_compile.inspect.text.text_layout import make_table
 from zinf_compile.ir.glossary import Tier, format_bytes, format_seconds
 from zinf_compile.ir.timeline import Timeline
 from zinf_compile.passes.planner.simulator.critical_path import LaneShare, critical_path, share_path

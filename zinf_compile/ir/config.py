@@ -22,7 +22,7 @@ LEAST_TILE = 64 * 2**10  # bytes of a parameter: what is smaller is gathered who
 DEFAULT_COMPUTE = "inductor"
 MEASURED = "auto"
 DEFAULT_RESERVE: int | str = MEASURED
-LEAST_MEASURED = 256 * 2**20  # of both budgets: in less, Python and torch themselves would be most of what is counted
+LEAST_MEASURED = 256 * 2**20  # of both budgets together: below this the reserve would be most of them
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -75,9 +75,7 @@ class Config:
     compute_dtype: str | None = None  # None: compute in each parameter's own dtype
     compute: str = DEFAULT_COMPUTE  # "inductor": blocks are compiled, where there is a compiler; "aten": op by op
     reserve_memory: int = 0  # share of device_memory left to Python, compiled graphs and the system's allocator
-    measures_reserve: bool = field(
-        default=False, metadata={"is_option": False}
-    )  # which is measured, and follows from it
+    measures_reserve: bool = field(default=False, metadata={"is_option": False})  # it follows from what was measured
     prefetch_memory: int | None = None  # bytes read ahead of compute, at most; None: the planner's choice
     tile_memory: int | None = None  # larger parameters are gathered by tiles; None: only where needed to fit
     tiles: tuple[tuple[str, int], ...] | None = ()  # in how many tiles some parameters are gathered; None: never any
@@ -91,10 +89,14 @@ class Config:
     verify_store: bool = False  # True: keep checksums of what is on nvme, and check whatever is read
     capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
 
+    unified: bool = field(
+        default=True, metadata={"is_option": False}
+    )  # the device computes in host memory; follows from it, or from the hardware that is planned for
+
     @property
     def memory(self) -> MemorySpace:
-        """Return the memory that the device computes in: the host's on a CPU, its own on a GPU."""
-        return MemorySpace(unified=self.device == "cpu")
+        """Return the memory that the device computes in."""
+        return MemorySpace(unified=self.unified)
 
     @property
     def staging_memory(self) -> int:
@@ -113,9 +115,15 @@ OPTIONS = frozenset(each.name for each in fields(Config) if each.metadata.get("i
 _MAX_STAGING = 192 * 2**20  # bandwidth times latency of a fast disk is far below; more only delays write-back
 
 
-def make_config(options: Mapping[str, object], *, free_device_memory: Callable[[str], int] | None = None) -> Config:
+def make_config(
+    options: Mapping[str, object],
+    *,
+    memory: MemorySpace | None = None,
+    free_device_memory: Callable[[str], int] | None = None,
+) -> Config:
     """Return a Config from the keyword options of ``optimize``; ConfigError names what is wrong and the nearest name.
 
+    ``memory`` is that of hardware that is only planned for; None means that of ``device``.
     ``free_device_memory`` is asked what a device has free whose memory is its own, if no budget is stated.
     """
     for name in options:
@@ -132,14 +140,15 @@ def make_config(options: Mapping[str, object], *, free_device_memory: Callable[[
         if name in given
     }
     device = _check_device(given.get("device", "cpu"))
-    if device != "cpu" and "device_memory" not in sizes:
+    unified = device == "cpu" if memory is None else memory.unified
+    if not unified and "device_memory" not in sizes:
         if free_device_memory is None:
             raise ConfigError(f"device={device!r} needs a budget here; give device_memory, such as '8GiB'")
         sizes["device_memory"] = free_device_memory(device) * 9 // 10
-    is_device_stated = "device_memory" in given or device != "cpu"
+    is_device_stated = "device_memory" in given or not unified
     # Without a stated budget the two RAM tiers share what is free, leaving a fifth for Python, torch and the page cache.
     free = free_memory() * 4 // 5 if "device_memory" not in sizes or "host_memory" not in sizes else 0
-    on_device = sizes.get("device_memory", 0) if device == "cpu" else 0
+    on_device = sizes.get("device_memory", 0) if unified else 0
     left = max(0, free - on_device - sizes.get("host_memory", 0))
     if "device_memory" not in sizes:
         sizes["device_memory"] = left if "host_memory" in sizes else left // 2
@@ -156,7 +165,7 @@ def make_config(options: Mapping[str, object], *, free_device_memory: Callable[[
         reserve_memory=sizes["reserve_memory"],
         measures_reserve=(
             reserve == MEASURED
-            and device == "cpu"  # a device with memory of its own holds nothing of Python
+            and unified  # a device with memory of its own holds nothing of Python
             and sizes["device_memory"] + sizes["host_memory"] >= LEAST_MEASURED
         ),
         prefetch_memory=sizes.get("prefetch_memory"),
@@ -165,10 +174,11 @@ def make_config(options: Mapping[str, object], *, free_device_memory: Callable[[
         recompute=_check_bool(given.get("recompute"), option="recompute"),
         overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
-        update_on=_check_update_on(given.get("update_on"), device),
+        update_on=_check_update_on(given.get("update_on"), unified=unified),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
         capture=_check_bool(given.get("capture"), option="capture") is not False,
+        unified=unified,
     )
 
 
@@ -240,10 +250,10 @@ def _check_compute(compute: object) -> str:
     return str(compute)
 
 
-def _check_update_on(where: object, device: str) -> str | None:
+def _check_update_on(where: object, *, unified: bool) -> str | None:
     if where not in (None, "host", "device"):
-        raise ConfigError(f"update_on={where!r} is neither 'host', its processors, nor 'device', what computes")
-    if where == "device" and device == "cpu":
+        raise ConfigError(f"update_on={where!r} is neither 'host' nor 'device'")
+    if where == "device" and unified:
         raise ConfigError(
             "update_on='device' needs a device with memory of its own; say device='cuda', or leave it out"
         )

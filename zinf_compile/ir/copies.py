@@ -40,9 +40,30 @@ _LABELS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class CopyKey:
+    """Which copy of its parameter one is: its role, and of optimizer state its key in the optimizer's state."""
+
+    role: Role
+    state: str | None = None  # "exp_avg"
+
+    @property
+    def label(self) -> str:
+        """Return what people call it: "master copy", "exp_avg"."""
+        return self.role.label if self.state is None else self.state
+
+
+COMPUTE, MASTER, GRADIENT = CopyKey(Role.COMPUTE), CopyKey(Role.MASTER), CopyKey(Role.GRADIENT)
+
+
+def state_key(name: str) -> CopyKey:
+    """Return the key of optimizer state: what ``optimizer.state[parameter]`` calls it may be "gradient" as well."""
+    return CopyKey(Role.STATE, name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How bytes hold values: each element in a dtype, one behind the other."""
+    """How values are stored: contiguous elements of one dtype."""
 
     dtype: str  # "bfloat16"
 
@@ -57,16 +78,16 @@ class Encoding:
         return _ITEMSIZES[self.dtype]
 
     def nbytes(self, num_elements: int) -> int:
-        """Return the bytes of so many elements."""
+        """Return the bytes of ``num_elements``."""
         return num_elements * self.itemsize
 
 
 class Granularity(StrEnum):
-    """What of a parameter one number of optimizer state belongs to."""
+    """Which part of a parameter shares one number of optimizer state."""
 
     ELEMENT = "element"
     ROW = "row"
-    MATRIX = "matrix"  # all of the parameter: nothing of the state belongs to a part
+    MATRIX = "matrix"  # the whole parameter: the state cannot be split
     SCALAR = "scalar"  # the same, and the state is one number
 
 
@@ -110,9 +131,9 @@ class Copy:
     state: StateSpec | None = None  # which one, of a copy that is optimizer state
 
     @property
-    def label(self) -> str:
-        """Return which copy of its parameter it is: "master", "state:exp_avg"."""
-        return str(self.role) if self.state is None else f"{self.role}:{self.state.name}"
+    def key(self) -> CopyKey:
+        """Return which copy of its parameter it is."""
+        return CopyKey(self.role, None if self.state is None else self.state.name)
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from zinf_compile.ir.sizes import ShapeSymbol, Size, SizeT_co, complete_sizes, e
 from zinf_compile.ir.slices import Slice
 
 
-# Not slotted: its bytes are asked for again and again.
+# Not slotted: its bytes are cached properties.
 @dataclass(frozen=True, kw_only=True)
 class ParameterFact:
     """One parameter of the model, or a tile of one, whether this graph uses it or not."""
@@ -60,12 +60,12 @@ class ParameterFact:
 
     @property
     def has_compute_copy(self) -> bool:
-        """Return whether the compute copy, once it is trained, is another than the master copy."""
+        """Return whether it has a compute copy beside its master copy once it is trained."""
         return not self.unified or self.compute != self.master
 
     @property
     def has_two_copies(self) -> bool:
-        """Return whether compute and master copies are two slots. A frozen one is kept as the model reads it only."""
+        """Return whether compute and master copies are two slots. A frozen parameter has only a compute copy."""
         return self.has_compute_copy and (self.trainable or self.narrowed)
 
     def nbytes_read(self, dtype: str) -> int:
@@ -77,7 +77,7 @@ class ParameterFact:
         return replace(self, compute=Encoding(dtype=dtype), narrowed=True)
 
     def among(self, num_ranks: int) -> "ParameterFact":
-        """Return the fact of what one rank keeps of the parameter."""
+        """Return the fact of one rank's shard of the parameter."""
         return self if num_ranks == 1 else replace(self, slice=self.slice.among(num_ranks))
 
     @property
@@ -172,7 +172,7 @@ class GraphFacts(Generic[SizeT_co]):
     uses: tuple[UseFact, ...]
     gradients: tuple[GradientFact, ...]
     symbols: tuple[ShapeSymbol, ...] = ()  # with the value that the sizes are at, or were captured at
-    # What may be held outside of the graph between forward and backward, where the loss is computed there.
+    # Bytes held outside of the graph between forward and backward, if the loss is computed there.
     outside_nbytes: SizeT_co = 0  # type: ignore[assignment]  # a number is a size
 
     @property
@@ -213,7 +213,7 @@ def at_sizes(facts: GraphFacts[Size], sizes: Mapping[str, int] | None = None) ->
 
 
 def symbols_of(facts: GraphFacts[Size]) -> set[str]:
-    """Return the names of the symbols that some size follows."""
+    """Return the names of the symbols that some size depends on."""
     every_op = chain(facts.ops, chain.from_iterable(op.inner for op in facts.ops))
     counts = chain.from_iterable((op.num_flops, op.nbytes_accessed) for op in every_op)
     sizes = {*counts, *(value.nbytes for value in facts.values), facts.outside_nbytes}

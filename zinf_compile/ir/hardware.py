@@ -29,7 +29,7 @@ class Rate:
 
 
 class OpKind(StrEnum):
-    """Ops that move bytes at about one rate. What is of no kind moves them as fast as memory copies."""
+    """Ops that move bytes at about one rate. Ops of no kind run at the rate of memory copies."""
 
     ELEMENTWISE = "elementwise"  # add, mul
     TRANSCENDENTAL = "transcendental"  # gelu, tanh, softmax: bounded by arithmetic that no FLOP formula counts
@@ -57,9 +57,7 @@ class Route:
     bytes_per_second: float
     latency_seconds: float
     lanes: tuple[str, ...]
-    takes_of_compute: float = (
-        0.0  # seconds lost per second of moving beside compute; 0: no processor of compute's is needed
-    )
+    takes_of_compute: float = 0.0  # seconds that compute loses per second of transfer; 0 with a copy engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +100,20 @@ class Hardware:
     """What the machine does per second. ``routes`` holds every pair of tiers that bytes move between."""
 
     name: str
+    unified: bool  # its devices compute in host memory, as a CPU and a GB10 do; else each has memory behind a link
     flops: tuple[Rate, ...]  # achievable, by dtype name
     memory_bytes_per_second: float  # of the device
     routes: tuple[Route, ...]
     optimizer_elements_per_second: float  # when nothing else computes
-    peak_flops: tuple[Rate, ...] = ()  # what the maker says, by dtype name; empty where nobody says
-    tiers: tuple[TierSize, ...] = ()  # empty where only the budgets count
+    peak_flops: tuple[Rate, ...] = ()  # of the data sheet, by dtype name; empty if unknown
+    tiers: tuple[TierSize, ...] = ()  # empty if only the budgets are limits
     devices_per_node: int = 1
     num_nodes: int = 1
     device_link_bytes_per_second: float = 0.0  # of one device, to others of its node; 0: it has none
     node_link_bytes_per_second: float = 0.0  # of one node, to others
-    updates_take_of_compute: float = 1.0  # seconds lost per second of update beside compute; 0: on other processors
+    updates_take_of_compute: float = (
+        1.0  # seconds that compute loses per second of update; 0 where other processors update
+    )
     attention_flops: tuple[Rate, ...] = ()  # of attention kernels, by dtype name; empty: as matrix products
     op_rates: tuple[OpRate, ...] = ()  # empty: all as fast as memory copies
     op_overhead_seconds: float = 0.0  # of calling one op, however small its tensors are
@@ -120,18 +121,13 @@ class Hardware:
 
     @property
     def memory(self) -> MemorySpace:
-        """Return the memory its devices compute in: their own where updates on the host take nothing from compute."""
-        return MemorySpace(unified=self.updates_take_of_compute != 0)
-
-    @property
-    def num_devices(self) -> int:
-        """Return how many devices there are in all nodes together."""
-        return self.devices_per_node * self.num_nodes
+        """Return the memory that its devices compute in."""
+        return MemorySpace(unified=self.unified)
 
     def with_world(self, num_ranks: int) -> "Hardware":
         """Return the hardware with as many nodes as so many ranks fill, one rank on each device.
 
-        ConfigError if they do not fill whole nodes, more than one, or if nothing ties their devices together.
+        ConfigError if they do not fill whole nodes, more than one, or if their devices are not connected.
         """
         if type(num_ranks) is not int or num_ranks < 1:
             raise ConfigError(f"a world of {num_ranks!r} ranks is none; give a whole number, 1 or more")

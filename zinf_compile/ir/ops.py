@@ -48,7 +48,7 @@ _LIBRARY = torch.library.Library("zinf", "DEF")
 
 _LIBRARY.define("gather(Tensor anchor, int param, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
 _LIBRARY.define("store_grad(Tensor grad, int param, int part=0) -> Tensor")
-# dtypes by name: those of a list reach what torch 2.11 calls as numbers, of which nothing there says which they are
+# dtypes by name: torch 2.11 passes a list of dtypes to a Python implementation as integers
 _LIBRARY.define("issue_gather(int store, int[] params, str[] dtypes, int[] offsets) -> Tensor")
 _LIBRARY.define(
     "wait_gather(Tensor ticket, int store, int offset, SymInt[] shape, ScalarType dtype, Device device) -> Tensor"

@@ -16,39 +16,39 @@ from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
-PLAN_VERSION = 2
-SECTOR_NBYTES = 4096  # of the store file: what O_DIRECT asks for on disks of 4 KiB sectors
-UPDATE_NBYTES = 2**19  # of it: what one takes that allocates, a piece at a time; half is what is freed and not reused
-BACKGROUND_NBYTES = 2**22  # and what a thread of its own comes to hold for that, of which the C library returns little
-UPDATE_SETS = 3  # of buffers that chunks take turns with which are updated on the device: arriving, updated, leaving
+PLAN_VERSION = 3
+SECTOR_NBYTES = 4096  # extents of the store file are aligned to this: O_DIRECT needs it on disks with 4 KiB sectors
+UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
+BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
+UPDATE_SETS = 3  # sets of device buffers for updates: one chunk arrives, one is updated, one is copied back
 
 
 class TierPart(StrEnum):
-    """What makes up the promised peak of a tier. Of the device, unless it says another tier."""
+    """A part of the promised peak of a tier: of the device, unless another tier is named."""
 
     RESIDENTS = "residents"  # parameters, gradients and state whose home it is
     ARENA = "arena"  # transfers and bound values
     ACTIVATIONS = "activations"  # values outside of the arena
-    WORKSPACE = "workspace"  # what kernels take beside their outputs
-    OUTSIDE = "loss outside"  # what a loss outside of the graph takes beyond all other parts
-    UPDATES = "updates"  # what an optimizer takes beside what is counted of it, and of compute
-    LEAVING = "leaving"  # of a device with streams: what gradients hold until they have been copied to the host
-    KERNELS = "kept kernels"  # what libraries keep kernels in, one for each shape they have met
-    RESERVE = "reserve"  # what is left to the process
-    OPEN = "open forwards"  # what forwards of other calls hold, whose backward has not run
+    WORKSPACE = "workspace"  # temporaries of kernels
+    OUTSIDE = "loss outside"  # a loss computed outside of the graph, as far as it needs more than all other parts
+    UPDATES = "updates"  # buffers and temporaries of updates
+    LEAVING = "leaving"  # on a device with streams: gradients that are still being copied to the host
+    KERNELS = "kept kernels"  # kernels that libraries cache per shape
+    RESERVE = "reserve"  # Python, torch and the captured graphs
+    OPEN = "open forwards"  # activations of other calls whose backward has not run
     HOMES = "homes"  # host and nvme: parameters, gradients and state whose home it is
     STAGING = "staging"  # host: the buffers that bytes pass through
-    PADDING = "padding"  # nvme: what is left of the last sector of each tensor
+    PADDING = "padding"  # nvme: the unused end of the last sector of each tensor
     SWAPPED = "swapped activations"  # host and nvme: activations between forward and backward
 
 
-# Not slotted: simulation asks for the bytes of each again and again.
+# Not slotted: its bytes are cached properties, which the simulator reads often.
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """What is stored of one parameter, or of a tile of one, and where. Tiles have the homes of their parameter."""
 
     parameter: str  # its name, or that of the tile
-    copies: tuple[Copy, ...]  # in the order of roles; one of each role at the most, but for states
+    copies: tuple[Copy, ...]  # in the order of roles: at most one of each, and any number of states
 
     @cached_property
     def by_role(self) -> dict[Role, tuple[Copy, ...]]:
@@ -164,30 +164,30 @@ class Placement:
 
     @cached_property
     def file_nbytes(self) -> int:
-        """Return what this parameter takes of the file on nvme, where each tensor begins at a sector of its own."""
+        """Return its bytes in the file on nvme, where each tensor begins at a sector of its own."""
         return sum(
             -(-nbytes // SECTOR_NBYTES) * SECTOR_NBYTES for copy, nbytes in self._sized if copy.tier is Tier.NVME
         )
 
     @cached_property
     def update_nbytes_read(self) -> int:
-        """Return what an optimizer step reads of this parameter from nvme, its gradient included; 0 if it is frozen."""
+        """Return the bytes that an optimizer step reads from nvme, with the gradient; 0 for a frozen parameter."""
         master = Role.MASTER if Role.MASTER in self.by_role else Role.COMPUTE
         return self._update_nbytes_on_nvme(Role.GRADIENT, master, Role.STATE)
 
     @cached_property
     def update_nbytes_written(self) -> int:
-        """Return what an optimizer step writes of this parameter to nvme; 0 if it is frozen."""
+        """Return the bytes that an optimizer step writes to nvme; 0 for a frozen parameter."""
         return self._update_nbytes_on_nvme(Role.COMPUTE, Role.MASTER, Role.STATE)
 
     @cached_property
     def update_nbytes_to_device(self) -> int:
-        """Return what an update on the device takes there: gradient, master copy, and state that does not live there."""
+        """Return the bytes that an update on the device copies in: gradient, master copy, and state that lives elsewhere."""
         return self.gradient_nbytes + (self.master_nbytes or self.compute_nbytes) + self._state_nbytes_away
 
     @cached_property
     def update_nbytes_to_host(self) -> int:
-        """Return what comes back from an update on the device: every copy and all state that do not live there."""
+        """Return the bytes that an update on the device copies back: every copy and all state that live elsewhere."""
         compute = 0 if self.compute is Tier.DEVICE else self.compute_nbytes
         return self.master_nbytes + compute + self._state_nbytes_away
 
@@ -230,7 +230,7 @@ class ComputeSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedValue:
-    """A value that forward makes and does not save, since backward makes it again, at ``tick`` and in so many seconds."""
+    """A value that is not saved but recomputed in backward, at ``tick``, which takes ``seconds``."""
 
     value: str
     nbytes: int
@@ -266,7 +266,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUpdatesPlan:
-    """The updates of a step that run on a device with memory of its own. Gradients count for elements."""
+    """The updates of a step that run on a device with memory of its own. Bytes of gradients stand for elements."""
 
     share: float  # of all elements
     nbytes_in: int  # that come from host memory
@@ -334,17 +334,17 @@ class Plan:
 
     @property
     def has_room_for_updates(self) -> bool:
-        """Return whether what updates in the background hold is counted, if their optimizer allocates."""
+        """Return whether memory is reserved for the temporaries of updates in the background."""
         return self.tier(Tier.DEVICE).nbytes_of(TierPart.UPDATES) >= BACKGROUND_NBYTES
 
     @property
     def may_update_beside_compute(self) -> bool:
-        """Return whether updates hide behind compute: where bytes move for them, or other processors do them."""
+        """Return whether updates overlap with compute: they move bytes, or run on other processors."""
         return self.step.num_chunks > 0 or self.hardware.updates_take_of_compute == 0
 
     @property
     def device_updates(self) -> "DeviceUpdatesPlan":
-        """Return what updates on the device come to: all of those whose state lives there, and a share of the others."""
+        """Return the totals of updates on the device: every parameter whose state lives there, and a share of the others."""
         share = self.step.device_share
         trained = [(placement, 1.0 if placement.has_device_state else share) for placement in self.placements]
         trained = [(placement, each if share else 0.0) for placement, each in trained if placement.gradient_nbytes]
@@ -357,7 +357,7 @@ class Plan:
 
     @property
     def leaving_nbytes(self) -> int:
-        """Return what gradients may hold of the device that are being copied to the host; 0 on a CPU."""
+        """Return the most device bytes of gradients that are being copied to the host; 0 on a CPU."""
         return self.tier(Tier.DEVICE).nbytes_of(TierPart.LEAVING)
 
     def tier(self, tier: Tier) -> TierPlan:

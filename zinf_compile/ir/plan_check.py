@@ -1,7 +1,7 @@
-"""Can what a file holds be a plan? Numbers that some machine could have, names that are there, ticks in their order.
+"""Checks that a file holds a plausible plan: numbers that some machine could have, known names, ordered ticks.
 
-A file that was damaged, or made to do harm, may say so much that simulating or drawing it would not end, or would need
-more memory than there is. Whether a plan keeps its promises is another question, which ``plan_verify`` answers.
+A damaged or malicious file could describe a plan so large that simulating or drawing it would not end, or would run out
+of memory. Whether a plan keeps its promises is another question, which ``verify_plan`` answers.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import NamedTuple
 
-from zinf_compile.ir.copies import Role
+from zinf_compile.ir.copies import COMPUTE, Role
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware, route_name
@@ -60,8 +60,8 @@ def _bounds_of(name: str, is_whole: bool) -> tuple[float, float]:
 def _check_copies(plan: Plan) -> Iterator[str]:
     for index, place in enumerate(plan.placements):
         where = f"placements[{index}].copies"
-        roles = Counter(copy.label for copy in place.copies)
-        if roles[Role.COMPUTE] != 1 or max(roles.values()) > 1:
+        keys = Counter(copy.key for copy in place.copies)
+        if keys[COMPUTE] != 1 or max(keys.values()) > 1:
             yield f"is damaged at {where}: {place.parameter!r} has to have one compute copy, and no copy twice"
         if len({copy.slice.parameter for copy in place.copies}) > 1:
             yield f"is damaged at {where}: they are of several parameters"
@@ -74,7 +74,7 @@ def _check_copies(plan: Plan) -> Iterator[str]:
                 if not encoding.is_known:
                     yield f"is damaged at {where}: {encoding.dtype!r} is no dtype"
             if (copy.state is None) != (copy.role is not Role.STATE):
-                yield f"is damaged at {where}: a {copy.label} copy has to say which state it is, and no other copy"
+                yield f"is damaged at {where}: a {copy.role} copy has to say which state it is, and no other copy"
         for role, copies in place.by_role.items():
             if len({copy.tier for copy in copies}) > 1:
                 yield f"is damaged at {where}: the {role.label} of {place.parameter!r} is on several tiers"

@@ -61,7 +61,7 @@ def parse_json(text: str) -> object:
 
 @cache
 def _fields(record: type) -> Mapping[str, Hint]:
-    """Return the fields of a dataclass with their resolved types, in order; not those that are no part of its value."""
+    """Return the fields of a dataclass with their resolved types, in order, without those excluded from comparison."""
     hints = get_type_hints(record)
     return {field.name: hints[field.name] for field in dataclass_fields(record)}
 

@@ -22,7 +22,7 @@ class PhaseRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What runs one after another. Each run begins at the tick at which the one before it ends, the first at 0."""
+    """The runs of a step, in order. The first begins at tick 0, each other where the previous one ends."""
 
     runs: tuple[PhaseRun, ...]
 

@@ -1,4 +1,4 @@
-"""Sizes that follow input shapes: whole numbers, or sympy expressions in named symbols such as ``batch``."""
+"""Sizes that depend on input shapes: whole numbers, or sympy expressions in named symbols such as ``batch``."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping

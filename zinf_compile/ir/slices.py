@@ -127,7 +127,7 @@ class Slice:
             yield replace(self, start=start, length=self.stop - start)
 
     def share_of(self, total: int) -> int:
-        """Return what it has of so many things that belong to the whole parameter, evenly: parts add up to ``total``."""
+        """Return its share of ``total`` items that are spread evenly over the parameter; shares of all parts add up."""
         size = self.shape[self.dim]
         if size == 0:
             return 0

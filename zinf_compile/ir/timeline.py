@@ -38,13 +38,13 @@ class MemoryPoint(NamedTuple):
 
 
 class TickTime(NamedTuple):
-    """A tick, and when compute comes to it or, where it waits there, goes on from it."""
+    """When compute reaches a tick, or resumes after a stall there."""
 
     tick: int
     seconds: float
 
 
-# Not slotted, unlike other values: what few ask for is worked out when it is first asked for.
+# Not slotted: rarely used properties are cached, and computed on first use.
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """A simulated step. Events and stalls of one lane never overlap.
@@ -58,7 +58,7 @@ class Timeline:
     plan: Plan = field(repr=False, compare=False)
     nodes: tuple[Event, ...] = field(repr=False)
     stalls: tuple[Event, ...]
-    clock: tuple[TickTime, ...] = field(repr=False)  # compute's way through the ticks; in between its pace is even
+    clock: tuple[TickTime, ...] = field(repr=False)  # when compute reaches some ticks; linear in between
     phase_seconds: tuple[tuple[Phase, float], ...]
 
     @property
@@ -99,7 +99,7 @@ class Timeline:
         return tuple(sorted(points, key=lambda point: point.seconds))
 
     def seconds_at(self, tick: int) -> float:
-        """Return when compute comes to a tick, before it waits there for anything."""
+        """Return when compute reaches a tick, before any stall there."""
         index = bisect_left(self.clock, tick, key=lambda point: point.tick)
         if index == len(self.clock):
             return self._end_of_ticks

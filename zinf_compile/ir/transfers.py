@@ -44,7 +44,7 @@ class Transfer:
     nbytes: int  # of full values, though each of several ranks moves a shard; of activations, in whole sectors
     issue: int  # tick at which it starts
     need_by: int  # tick at which compute waits for its end
-    release: int  # tick at which what it takes of the device is free again
+    release: int  # tick at which its device bytes are free again
     offsets: tuple[int, ...] = ()  # absolute in the arena, one for each part; () where it takes no arena bytes
 
     @property
@@ -64,7 +64,7 @@ class Transfer:
 
     @property
     def stays(self) -> bool:
-        """Return whether it goes nowhere: a gradient whose home is the device."""
+        """Return whether nothing moves: a gradient whose home is the device."""
         return self.source is self.destination
 
     @property

@@ -46,7 +46,7 @@ def keeps_kernels(op: OpFact) -> bool:
 
 
 def num_calls(op: str) -> int:
-    """Return the overhead of a node, in calls of small ops; 0 for inputs and results, which are only looked up."""
+    """Return the launch overhead of a node, in calls of small ops; 0 for placeholders and outputs."""
     if op.startswith("zinf."):
         return _STORE_CALLS.get(op.partition(".")[2].partition(".")[0], 1)
     return 1 if op.startswith("aten.") else 0

@@ -24,9 +24,8 @@ from zinf_compile.ir.facts import GraphFacts, OpFact, ValueFact, working_set
 from zinf_compile.ir.glossary import ActivationPolicy, Phase
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.plan import RecomputedValue
-from zinf_compile.passes.planner.cost.costs import op_seconds
+from zinf_compile.passes.planner.cost.costs import RESIDENT_THRESHOLD, op_seconds
 from zinf_compile.passes.planner.memory.activations import MIN_BOUND_NBYTES, unbound_values
-from zinf_compile.passes.planner.placement.homes import RESIDENT_THRESHOLD
 
 # Limit on all recomputation as a share of the graph's compute, by policy. In a transformer, element-wise ops stay below
 # the first, and with its widest matrix products below the second.

@@ -16,13 +16,12 @@ from zinf_compile.ir.facts import ParameterFact, UseFact
 from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.ir.plan import Placement
 from zinf_compile.ir.slices import Slice
+from zinf_compile.passes.planner.cost.costs import RESIDENT_THRESHOLD
 from zinf_compile.passes.planner.placement.prices import COMPUTE, MASTER, ROLES, STATE, USUAL_PRICES, HomePrices
 
-# For a parameter this small the latency of a transfer exceeds the time of its bytes: 64 KiB is under 0.1 ms of disk time.
-RESIDENT_THRESHOLD = 64 * 2**10
 # The least staging with which a tensor can be moved: a few sectors for each of a few threads.
 MIN_STAGING = 256 * 2**10
-# Before a graph is known, small residents take at most one part in so many of the device.
+# Before a graph is known, small residents take at most this fraction of the device: 1/8.
 _SMALL_SHARE = 8
 _TIERS = tuple(Tier)
 _DEVICE, _HOST, _NVME = range(len(_TIERS))
@@ -148,7 +147,7 @@ class Placer:
         return placed
 
     def _fill_device(self, homes: bytearray, spare_nbytes: int, copies: Iterable[_Copy], config: Config) -> int:
-        """Move copies from nvme to so many spare bytes of the device, as long as they fit; return the bytes left."""
+        """Move copies from nvme to ``spare_nbytes`` of the device, as long as they fit; return the bytes left."""
         for copy in copies if spare_nbytes > 0 else ():
             is_free = homes[copy.slot] == _NVME and self._may_reside(*divmod(copy.slot, len(ROLES)), config)
             if copy.device_nbytes <= spare_nbytes and is_free:

@@ -22,7 +22,7 @@ class HomePrices:
     state: float
 
     def of_step(self, role: Role) -> float:
-        """Return the price of what the optimizer step moves of a role."""
+        """Return the price of the bytes of a role that the optimizer step moves."""
         return {Role.GRADIENT: self.gradient, Role.MASTER: self.master, Role.STATE: self.state}[role]
 
 

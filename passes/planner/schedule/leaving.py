@@ -24,7 +24,7 @@ _SHARES = (0.5, 1.0)
 def leaving_levels(
     graph: GraphFacts, config: Config, hardware: Hardware, seconds_of_ops: Sequence[float] | None = None
 ) -> Iterator[tuple[Transfer, ...]]:
-    """Yield the transfers of what may leave together, the least first.
+    """Yield the offloads and reloads of each level, the fewest first.
 
     Yields nothing if no activation may leave, or no other tier can hold it.
     """

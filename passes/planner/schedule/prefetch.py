@@ -95,20 +95,6 @@ class Pace:
     world: World
 
 
-def plan_residencies(
-    graph: GraphFacts,
-    parameters: Sequence[ParameterFact],
-    placements: Sequence[Placement],
-    *,
-    group_nbytes: int,
-    held_past: int = 1,
-    num_ranks: int = 1,
-) -> tuple[Residency, ...]:
-    """Return when which parameters must be on the device. See ``ResidencyPlanner.plan``."""
-    planner = ResidencyPlanner(graph, parameters, num_ranks=num_ranks)
-    return planner.plan(placements, group_nbytes=group_nbytes, held_past=held_past)
-
-
 class _Used(NamedTuple):
     """A parameter that a graph reads, and when it does."""
 
@@ -262,8 +248,8 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> list[int]:
     """
     issues = [residency.need_by for residency in residencies]
     reached, sinks = pace.reached_seconds, pace.sinks
-    num_sinks = len(sinks)  # that are complete before what has been looked at
-    free: dict[str, float] = {}  # until when a lane may be taken by what is needed earlier
+    num_sinks = len(sinks)  # gradients that are complete before the residencies visited so far
+    free: dict[str, float] = {}  # when the lane has to be free for transfers that are needed later
     phase = None
     for index in reversed(range(len(residencies))):
         residency = residencies[index]

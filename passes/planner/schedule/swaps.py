@@ -119,7 +119,7 @@ def _plan_back(
 
 
 def _seconds_at(graph: GraphFacts, seconds_of_ops: Sequence[float]) -> list[float]:
-    """Return when compute reaches each tick, and the end, if it waits for nothing."""
+    """Return when compute reaches each tick, and the end, if it never stalls."""
     costs = [0.0] * graph.num_ticks
     for op, seconds in zip(graph.ops, seconds_of_ops, strict=True):
         costs[op.tick] += seconds

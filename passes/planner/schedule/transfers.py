@@ -51,7 +51,7 @@ class TransferPlanner:
 
     @property
     def busy_seconds(self) -> float:
-        """Return how long forward and backward compute."""
+        """Return the compute seconds of forward and backward."""
         return self._reached[-1]
 
     def plan(self, placed: Placed, manner: Manner) -> TransferPlan:
@@ -96,6 +96,6 @@ class TransferPlanner:
 
 
 def sink_home(placement: Placement, timing: StepTiming) -> Tier:
-    """Return where a gradient goes: home; to the host if that is nvme and its update in backward takes it from there."""
+    """Return the destination of a gradient: its home, or the host if its update in backward reads it there."""
     home = placement.by_role[Role.GRADIENT][0].tier
     return Tier.HOST if timing is StepTiming.IN_BACKWARD and home is Tier.NVME else home

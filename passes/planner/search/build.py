@@ -22,7 +22,7 @@ from zinf_compile.ir.plan import (
 )
 from zinf_compile.ir.sizes import Size
 from zinf_compile.ir.transfers import Moved, Transfer, order_transfers
-from zinf_compile.passes.planner.cost.costs import ops_seconds, plan_spans
+from zinf_compile.passes.planner.cost.costs import ops_seconds
 from zinf_compile.passes.planner.cost.op_kinds import keeps_kernels
 from zinf_compile.passes.planner.memory.activations import BoundValues, bind_values, count_outside, plan_activations
 from zinf_compile.passes.planner.memory.arena import ARENA_ALIGN
@@ -37,6 +37,7 @@ from zinf_compile.passes.planner.placement.homes import Placed, Placer, count_pl
 from zinf_compile.passes.planner.placement.prices import USUAL_PRICES, price_homes
 from zinf_compile.passes.planner.schedule.leaving import count_resting
 from zinf_compile.passes.planner.schedule.prefetch import TransferPlan
+from zinf_compile.passes.planner.schedule.spans import plan_spans
 from zinf_compile.passes.planner.schedule.swaps import without_swapped
 from zinf_compile.passes.planner.schedule.transfers import Manner, TransferPlanner, sink_home
 
@@ -88,7 +89,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Homes:
+class Homes:
     """Placements that fit, with the transfers that they need."""
 
     placed: Placed
@@ -142,7 +143,7 @@ class PlanBuilder:
         self._shards = [parameter.among(request.num_ranks) for parameter in request.parameters]
         self._bound = bind_values(staying, base=0, swaps=swaps)
         self._moved_bound: dict[int, BoundValues] = {}  # by the arena bytes of transfers, which many choices share
-        self._seen: set[_Homes] = set()
+        self._seen: set[Homes] = set()
         self._uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))
         self._gradients = tuple(sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter)))
         self.floor_nbytes = (
@@ -197,17 +198,14 @@ class PlanBuilder:
     def build_at(self, placements: tuple[Placement, ...], choice: Choice) -> Plan | None:
         """Return the plan with these homes, or None if it does not fit the device budget of the request."""
         placed = count_placed(placements)
-        return self._build_if_it_fits(_Homes(placed=placed, moved=self._transfers(placed, choice)), choice)
+        return self.build_with(Homes(placed=placed, moved=self._transfers(placed, choice)), choice)
 
-    def build_moved(self, placements: tuple[Placement, ...], moved: TransferPlan, choice: Choice) -> Plan | None:
+    def build_with(self, homes: Homes, choice: Choice) -> Plan | None:
         """Return the plan with these homes and transfers, or None if it does not fit the device budget of the request."""
-        return self._build_if_it_fits(_Homes(placed=count_placed(placements), moved=moved), choice)
-
-    def _build_if_it_fits(self, homes: _Homes, choice: Choice) -> Plan | None:
         needed = self.floor_nbytes + homes.moved.arena_nbytes + homes.placed.device_nbytes
         return None if needed > self._request.config.device_memory else self._assemble(homes, choice)
 
-    def _fill(self, choice: Choice, device_memory: int) -> _Homes | None:
+    def _fill(self, choice: Choice, device_memory: int) -> Homes | None:
         room = device_memory - self.floor_nbytes
         if room < 0:
             return None
@@ -219,7 +217,7 @@ class PlanBuilder:
         if device_memory >= self.all_resident_nbytes:
             spare = max(0, device_memory - self.all_resident_nbytes - kept)
             everything = self._place(choice, config, resident_nbytes=room, spare_nbytes=spare)
-            return _Homes(placed=everything, moved=self._transfers(everything, choice))
+            return Homes(placed=everything, moved=self._transfers(everything, choice))
         placed = self._placer.place(config, resident_nbytes=choice.small_nbytes)
         moved = self._transfers(placed, choice)
         if moved.arena_nbytes + placed.device_nbytes > room:
@@ -233,7 +231,7 @@ class PlanBuilder:
             if more is placed or more_moved.arena_nbytes + more.device_nbytes > room:
                 break
             placed, moved = more, more_moved
-        return _Homes(placed=placed, moved=moved)
+        return Homes(placed=placed, moved=moved)
 
     def _config(self, choice: Choice, device_memory: int) -> Config:
         config = replace(self._request.config, device_memory=device_memory)
@@ -282,7 +280,7 @@ class PlanBuilder:
                 release=self._graph.num_ticks,
             )
 
-    def _assemble(self, homes: _Homes, choice: Choice) -> Plan:
+    def _assemble(self, homes: Homes, choice: Choice) -> Plan:
         request, graph, config = self._request, self._graph, self._request.config
         placements, moved = homes.placed.placements, homes.moved
         bound = self._bound_behind(moved.arena_nbytes)

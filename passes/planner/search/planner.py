@@ -1,7 +1,7 @@
 """Facts, budgets and rates in; the Plan out. Pure: the same input gives the same plan on every machine and rank.
 
 Candidate graphs differ in their activation policy, and in whether none, half or all of their activations are offloaded.
-The plan with the shortest simulated step wins.
+The plan with the shortest simulated step wins. It is written into the graphs by the passes in ``passes/pipeline.py``.
 """
 
 import math

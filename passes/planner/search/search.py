@@ -133,16 +133,6 @@ class Front:
             self.add(found)
 
 
-def search_plan(
-    request: Request, graph: GraphFacts, swaps: tuple[Transfer, ...] = (), groundwork: Groundwork | None = None
-) -> Found | None:
-    """Return the best plan found for one graph, or None if none fits the device.
-
-    Raises CapacityError when host and nvme cannot hold what the device does not.
-    """
-    return search_front(request, graph, swaps, groundwork).best
-
-
 def search_front(
     request: Request, graph: GraphFacts, swaps: tuple[Transfer, ...] = (), groundwork: Groundwork | None = None
 ) -> Front:

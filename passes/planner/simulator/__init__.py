@@ -1,1 +1,1 @@
-"""A plan played through: what is busy when, and what the step waits for."""
+"""Simulates plans: which lane is busy when, and what the step waits for."""

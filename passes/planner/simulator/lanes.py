@@ -63,7 +63,7 @@ class Lanes:
         return node
 
     def end_beside(self, start: float, end: float) -> float:
-        """Return when compute ends that starts now, at ``start``, and would end at ``end`` without transfers beside it."""
+        """Return when compute from ``start`` ends that would end at ``end`` without transfers beside it."""
         if not self._beside or end <= start:
             return end
         self._beside = [taking for taking in self._beside if taking.end > start]  # compute's clock never goes back

@@ -43,7 +43,7 @@ _ROLE_OF_PART = {TierPart.STAGING: MemoryRole.STAGING, TierPart.OPEN: MemoryRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMemory:
-    """The bytes taken on a tier from a moment on, by role, in the roles' order and with zeros."""
+    """The bytes taken on a tier from a moment on, for each role in order."""
 
     tier: Tier
     seconds: float
@@ -124,7 +124,7 @@ def live_set(timeline: Timeline, tier: Tier) -> LiveSet:
 
 
 def _region(plan: Plan, tier: Tier) -> Held:
-    """Return the bytes that are reserved all the time, for one thing after another."""
+    """Return the bytes that are reserved throughout the step, by purpose."""
     if tier is Tier.DEVICE:
         return Held(name="idle arena", role=MemoryRole.RESERVE, nbytes=plan.arena_nbytes)
     swapped = plan.tier(tier).nbytes_of(TierPart.SWAPPED)

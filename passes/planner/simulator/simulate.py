@@ -49,13 +49,13 @@ def simulate(plan: Plan) -> Timeline:
     )
 
 
-# What the thread of compute spends on a gather (issuing, waiting, releasing), and on a gradient that goes to the disk
+# Overhead of the compute thread for a gather (issue, wait, release), and for a gradient that goes to the disk
 # beyond what storing it takes anyhow, in calls of ops. Measured: 500 and 600 microseconds, where a call took 19.
 _CALLS_OF_GATHER, _CALLS_OF_WRITTEN = 25, 30
 
 
 class _Walk:
-    """Compute, as it goes through the ticks, and all that it has started."""
+    """The compute lane, tick by tick, and what it has started."""
 
     def __init__(self, plan: Plan) -> None:
         self.clock = 0.0
@@ -98,7 +98,7 @@ class _Walk:
         name = f"{span.module} ({span.phase})"
         # Within a span ops are equally long: a transfer issued or needed at a tick moves at that share of the span.
         per_tick = span.seconds / max(1, span.end - span.start)
-        tick, start = span.start, self.clock  # compute has run at an even pace since
+        tick, start = span.start, self.clock  # compute has run at a constant rate since
         while self._visits and self._visits[-1] < span.end:
             visited = self._visits.pop()
             end = start + (visited - tick) * per_tick
@@ -110,7 +110,7 @@ class _Walk:
         self.ticks.append(TickTime(span.end, self.clock))
 
     def end_ticks(self) -> None:
-        """Issue what the last op has made, and wait until all gradients are home."""
+        """Issue the gradients of the last op, and wait until all gradients are home."""
         for tick in reversed(self._visits):
             self._visit(tick)
         self._journeys.advance(math.inf)
@@ -230,7 +230,7 @@ class _Walk:
 
 
 def _num_calls(transfer: Transfer) -> int:
-    """Return what a transfer takes of the thread of compute, in calls of ops."""
+    """Return the overhead of a transfer on the compute thread, in op calls."""
     if transfer.what is Moved.PARAMETERS:
         return _CALLS_OF_GATHER
     is_written = transfer.what is Moved.GRADIENT and transfer.destination is Tier.NVME

@@ -58,11 +58,6 @@ def busy_lanes(timeline: Timeline) -> tuple[BusyLane, ...]:
     return tuple(sorted(lanes, key=lambda lane: (-lane.seconds, lane.name)))
 
 
-def floor_seconds(timeline: Timeline) -> float:
-    """Return how long the step would take if all else were hidden: the seconds of its busiest lane."""
-    return max((lane.seconds for lane in busy_lanes(timeline)), default=0.0)
-
-
 def tell_bound(timeline: Timeline) -> str:
     """Return what bounds the step: ``"nvme, busy 3.90 s of 4.10 s (95%)"``."""
     lanes = busy_lanes(timeline)

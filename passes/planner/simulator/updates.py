@@ -44,7 +44,7 @@ class Updates:
         self._unfinished: set[str] = set()
         self._ends: dict[str, tuple[int, ...]] = {}  # by parameter: the nodes after which its update is written
         self._last_ends: deque[tuple[int, ...]] = deque([()] * _MAX_UNDER_WAY, maxlen=_MAX_UNDER_WAY)
-        self._idle_until = 0.0  # a bound: nothing that is left starts earlier, since lanes only get busier
+        self._idle_until = 0.0  # a lower bound: nothing that is left starts earlier, since lanes only get busier
         self._beside: deque[tuple[float, float]] = deque()  # start and seconds of updates not yet taken from compute
 
     def queue(self, placement: Placement, after: tuple[int, ...], *, with_gradient: bool) -> None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from zinf_compile.ir.errors import CapacityError, ConfigError, StoreError
-from zinf_compile.runtime.storage.nvme.engine import ALIGN, Gate, check_range, check_transfer, whole_sectors
+from zinf_compile.runtime.storage.engine import ALIGN, Gate, check_range, check_transfer, whole_sectors
 from zinf_compile.runtime.storage.nvme.mapping import FileMappings
 
 _GIB = 1 << 30

@@ -21,8 +21,8 @@ from typing import NamedTuple, Self
 from zinf_compile.ir.errors import ConfigError, DamageError
 from zinf_compile.runtime.device.host_mapping import map_memory
 from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.host_memory import Memory
-from zinf_compile.runtime.storage.nvme.engine import Engine
 
 _SCRATCH_NBYTES = 2**20
 

@@ -15,9 +15,9 @@ from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.facts import GradientFact, GraphFacts, ValueFact
 from zinf_compile.ir.glossary import LiveRange, Phase, Tier
 from zinf_compile.ir.plan import Placement, Plan
-from zinf_compile.passes.planner.placement.homes import plan_placement
-from zinf_compile.passes.planner.schedule.prefetch import Residency, bind_transfers, plan_residencies
-from zinf_compile.passes.planner.search.build import Choice, LookAhead, PlanBuilder, Request
+from zinf_compile.passes.planner.placement.homes import count_placed, plan_placement
+from zinf_compile.passes.planner.schedule.prefetch import Residency, ResidencyPlanner, bind_transfers
+from zinf_compile.passes.planner.search.build import Choice, Homes, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planner.search.planner import make_plan, minimum_device_memory
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
@@ -52,9 +52,10 @@ def all_plans(request: Request, graph: GraphFacts) -> Iterator[Plan]:
     """Yield every plan that fits, over all homes and issue ticks, with one transfer per parameter."""
     builder = PlanBuilder(request, graph)
     for placements in product(*map(all_homes, plan_placement(request.parameters, request.config))):
-        residencies = plan_residencies(graph, request.parameters, placements, group_nbytes=0)
+        residencies = ResidencyPlanner(graph, request.parameters).plan(placements, group_nbytes=0)
         for issues in all_issues(graph, residencies):
-            plan = builder.build_moved(placements, bind_transfers(residencies, issues), Choice(look_ahead=ALONE))
+            homes = Homes(placed=count_placed(placements), moved=bind_transfers(residencies, issues))
+            plan = builder.build_with(homes, Choice(look_ahead=ALONE))
             if plan is None:
                 continue
             # Placement leaves the staging share of the host free, even if nothing is staged.

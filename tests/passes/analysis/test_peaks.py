@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor, fx
 
@@ -77,14 +78,18 @@ def test_a_peak_that_is_larger_by_a_constant_is_not_dropped(trace: Trace, trace_
         assert evaluate_sizes([peak], sizes)[peak] >= peak_inside(trace(run, (rows, 64), (7,)).graph)
 
 
-def test_a_segment_takes_as_long_as_what_it_runs() -> None:
+def test_a_segment_takes_its_own_traffic_and_the_products_inside() -> None:
     hardware = load_hardware("laptop-16g")
     mm = OpFact(
         tick=0, name="mm", op="aten.mm.default", module="up", dtype="float32", num_flops=10**9, nbytes_accessed=10**6
     )
     gelu = replace(mm, name="gelu", op="aten.gelu.default", num_flops=0, nbytes_accessed=10**7)
-    segment = replace(mm, name="segment", op="zinf.run_segment.default", num_flops=0, inner=(mm, gelu))
-    expected = op_seconds(mm, hardware) + op_seconds(gelu, hardware)
-    assert op_seconds(segment, hardware) == expected
-    assert list(ops_seconds([segment, mm], hardware)) == [expected, op_seconds(mm, hardware)]
+    segment = replace(mm, name="segment", op="zinf.run_segment.default", num_flops=0, inner=(mm, gelu, gelu))
+    product = 10**9 / hardware.flops_per_second("float32")
+    traffic = 10**6 / hardware.memory_bytes_per_second
+    expected = 2 * hardware.op_overhead_seconds + product + traffic
+    assert product > traffic, "the product takes its arithmetic, and its operands are traffic of the segment"
+    assert expected < op_seconds(mm, hardware) + op_seconds(gelu, hardware)
+    assert op_seconds(segment, hardware) == pytest.approx(expected)
+    assert list(ops_seconds([segment, mm], hardware)) == pytest.approx([expected, op_seconds(mm, hardware)])
     assert abs(float(seconds_expression(segment, hardware)) - expected) < 1e-12

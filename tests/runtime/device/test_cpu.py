@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from zinf_compile.ir.config import make_config
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.cpu import CPU, CpuDevice
+from zinf_compile.runtime.device.cuda import CudaDevice
 from zinf_compile.runtime.device.device import AllocatedBlock
 from zinf_compile.runtime.device.make_device import free_device_memory, make_device
 from zinf_compile.runtime.transfer.link import Link
@@ -87,6 +89,12 @@ def test_its_memory_is_the_hosts() -> None:
     assert not CPU.memory.is_behind_link(Tier.DEVICE)
     assert [tier for tier in Tier if MemorySpace(unified=False).is_behind_link(tier)] == [Tier.DEVICE]
     assert free_device_memory("cpu") > 0
+
+
+def test_options_and_devices_agree_on_whose_memory_it_is() -> None:
+    budgets = {"device_memory": 0, "host_memory": 0}
+    assert make_config({**budgets, "device": "cpu"}).memory == CpuDevice.memory
+    assert make_config({**budgets, "device": "cuda"}).memory == CudaDevice.memory
 
 
 def test_what_is_enqueued_is_done_when_the_call_returns() -> None:

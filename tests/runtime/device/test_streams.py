@@ -17,12 +17,13 @@ from tests.support.fake_device import FakeDevice, FakeEvent, on_fake_device
 from tests.support.memory_engine import MemoryEngine
 from tests.support.races import Races, watching_races
 from tests.support.small_training import Net, train
+from zinf_compile.ir.copies import GRADIENT
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.storage.arena import Arena
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
-from zinf_compile.runtime.storage.nvme.layout import FileLayout
+from zinf_compile.runtime.storage.engine import ALIGN
+from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.slots import Slot, map_tensor
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.store.store import Store
@@ -284,7 +285,7 @@ def test_a_gradient_that_is_added_to_one_at_home_is_not_waited_for() -> None:
         bench.transfers.link.leaving_limit = ALIGN  # or compute would have to wait, which the fake does at once
         home, value = torch.zeros(ALIGN // 4), torch.arange(ALIGN // 4, dtype=torch.float32)
         whole, gate = Slice.of_whole("weight", home.shape), FakeEvent(device.to_host)
-        slot = Slot(slice=whole, label="gradient", tier=Tier.HOST, tensor=home)
+        slot = Slot(slice=whole, key=GRADIENT, tier=Tier.HOST, tensor=home)
         device.to_host.wait(gate)
         bench.transfers.tensors.add_value(slot, value, Tier.DEVICE)
         assert torch.equal(home, torch.zeros_like(home))

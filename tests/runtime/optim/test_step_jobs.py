@@ -1,12 +1,16 @@
 """The jobs of a step when gradients and state are in unusual places: the numbers are those of plain PyTorch."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+
+import zinf_compile
+from tests.support.fake_device import FakeDevice, on_fake_device
 
 WIDTH = 160  # its weights are on nvme, its biases in memory
 
@@ -72,6 +76,53 @@ def test_same_numbers(before_step: Callable[..., None], optimize: Callable[..., 
             optimizer.step()
             optimizer.zero_grad()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum, which keeps its one state under a name of choice."""
+
+    def __init__(self, parameters: Any, name: str) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.name = name
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                moment = state.setdefault(self.name, torch.zeros_like(parameter))
+                moment.mul_(0.9).add_(parameter.grad)
+                parameter.add_(moment, alpha=-0.01)
+
+
+def momentum_steps(name: str, folder: Path, **options: Any) -> list[Tensor]:
+    """Return the parameters and momenta after three steps, with everything but the biases on nvme."""
+    model = make_model()
+    zinf_compile.optimize(
+        model, capture=False, device_memory="8MiB", nvme=folder, compute_dtype=torch.bfloat16, **options
+    )
+    optimizer = Momentum(model.parameters(), name)
+    for step in range(3):
+        inputs = torch.linspace(-1.0 - step, 1.0 + step, 2 * WIDTH).view(2, WIDTH).bfloat16()
+        model(inputs).float().pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    numbers = [value.clone() for value in model.parameters()]
+    numbers += [optimizer.state[parameter][name].clone() for parameter in model.parameters()]
+    zinf_compile.close(model)
+    return numbers
+
+
+@pytest.mark.parametrize("name", ["gradient", "master copy", "compute copy"])
+def test_state_may_have_the_name_of_another_copy(name: str, tmp_path: Path) -> None:
+    on_host, on_device = {"host_memory": "512KiB"}, {"host_memory": "2MiB", "device": "cuda", "update_on": "device"}
+    expected = momentum_steps("momentum", tmp_path, **on_host)
+    for one, other in zip(expected, momentum_steps(name, tmp_path, **on_host), strict=True):
+        assert torch.equal(one, other)
+    with on_fake_device(FakeDevice(seed=0)):
+        found = momentum_steps(name, tmp_path, **on_device)
+    for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
 
 

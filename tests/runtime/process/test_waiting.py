@@ -65,7 +65,7 @@ def test_a_pool_without_threads_is_gone() -> None:
     pool.submit(int)
     assert waiting.why_pool_is_gone(pool) is None
     waiting.end_pool(pool, "calls")
-    assert waiting.why_pool_is_gone(pool) == "the threads that would do it have ended"
+    assert waiting.why_pool_is_gone(pool) == "its threads have ended"
 
 
 def test_a_time_limit_holds() -> None:

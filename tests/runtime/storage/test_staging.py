@@ -209,7 +209,7 @@ def test_eight_threads_stay_within_the_budget() -> None:
                     assert owners.setdefault(address, worker) == worker, "the same memory is leased twice"
                 buffer.view[0] = buffer.view[-1] = worker
                 pool.check_integrity()
-                assert pool.leased_nbytes <= 16 * PAGE
+                assert pool.held_nbytes <= 16 * PAGE
                 assert buffer.view[-1] == worker
                 with lock:
                     del owners[address]

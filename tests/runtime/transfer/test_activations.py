@@ -11,8 +11,8 @@ from zinf_compile.ir.errors import CapacityError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.storage.arena import Arena
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
-from zinf_compile.runtime.storage.nvme.layout import FileLayout
+from zinf_compile.runtime.storage.engine import ALIGN
+from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.activations import Activations
 from zinf_compile.runtime.transfer.transfers import Transfers

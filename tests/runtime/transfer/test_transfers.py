@@ -16,8 +16,8 @@ from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.params.copies import Copies, Seat
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.storage.arena import Arena
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
-from zinf_compile.runtime.storage.nvme.layout import FileLayout
+from zinf_compile.runtime.storage.engine import ALIGN
+from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.slots import Slot, map_tensor
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.transfers import Transfers

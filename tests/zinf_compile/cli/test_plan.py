@@ -1,6 +1,7 @@
 """`zinf plan`: exit codes, what is printed and saved, and models that cannot be loaded."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_a_gpt_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*GPT, "--hardware", "h200", "--device-memory", "1GiB", "--save", str(path)]) == 0
     printed = capsys.readouterr()
     plan = load_plan(path)
-    assert printed.out.startswith("plan v2  GPT graph 0  training")
+    assert printed.out.startswith("plan v3  GPT graph 0  training")
     assert printed.err == ""
     assert plan.hardware.name == "h200"
     assert plan.tiers[0].capacity == 2**30
@@ -128,9 +129,15 @@ def test_unknown_hardware(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_both_ways_to_compute(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT, "--hardware", "h200", "--compute", "inductor"]) == 0
-    assert "compiled segments; seconds count all of their ops" in capsys.readouterr().out
+    said = re.search(
+        r"compiled segments, (\S+) (\w+) a step; op by op it would take (\S+) (\w+)$", capsys.readouterr().out.strip()
+    )
+    assert said is not None
+    fused, unit, op_by_op, other = said.groups()
+    assert unit == other
+    assert float(fused) < float(op_by_op)
     assert main([*GPT, "--hardware", "h200", "--compute", "aten"]) == 0
-    assert "computes op by op" in capsys.readouterr().out
+    assert f"computes op by op, {op_by_op} {unit} a step" in capsys.readouterr().out
 
 
 def test_a_transformers_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

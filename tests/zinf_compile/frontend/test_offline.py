@@ -16,6 +16,7 @@ import zinf_compile
 from examples.gpt import GPT, GPTConfig
 from zinf_compile.driver import planning
 from zinf_compile.frontend import offline
+from zinf_compile.hardware.profile_io import load_hardware
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
 from zinf_compile.ir.glossary import Phase, Tier
@@ -35,6 +36,7 @@ ROUTES = (
 )
 HARDWARE = Hardware(
     name="paper",
+    unified=True,
     flops=(Rate(name="float32", per_second=1e12),),
     memory_bytes_per_second=1e11,
     routes=tuple(make_route(Tier(source), Tier(target), 1e10) for source, target in ROUTES),
@@ -199,6 +201,23 @@ def test_state_is_counted_as_the_optimizer_keeps_it() -> None:
     x = torch.randn(8, 64)
     assert state_nbytes(zinf_compile.plan(Layers(), x, hardware=HARDWARE)) == 2 * nbytes
     assert state_nbytes(zinf_compile.plan(Layers(), x, hardware=HARDWARE, optimizer=torch.optim.SGD)) == 0
+
+
+def test_a_model_that_runs_is_planned_for_the_state_of_adamw(tmp_path: Path) -> None:
+    """It is planned before its optimizer is known; docs/limits.md says so."""
+    model = Layers()
+    options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": "1MiB"}
+    zinf_compile.optimize(model, nvme=tmp_path, **options)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+    (running,) = zinf_compile.report(model).plans
+    zinf_compile.close(model)
+    for make, is_same in ((torch.optim.AdamW, True), (torch.optim.SGD, False)):
+        plan = zinf_compile.plan(Layers(), torch.ones(4, 64), hardware=HARDWARE, optimizer=make, **options)
+        states = [[placement.optimizer_state_nbytes for placement in each.placements] for each in (running, plan)]
+        assert (states[0] == states[1]) == is_same
 
 
 def test_a_dynamic_plan_answers_for_other_batches() -> None:
@@ -447,10 +466,23 @@ def test_a_deep_model_that_nothing_helps_is_told_the_bytes_of_all_its_blocks() -
         zinf_compile.plan(model, given, device_memory=f"{needed - 1}MiB", **options)
 
 
+def test_a_gpu_that_computes_in_host_memory_is_planned_as_one_pool() -> None:
+    """As a GB10 does: no copy crosses a link, so that masters and gradients reside too, and updates need no buffers."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    shared = replace(load_hardware("rtx4090"), unified=True)
+    plan = zinf_compile.plan(model, torch.empty(16, 256, device="meta"), hardware=shared, device_memory=16 * MIB)
+    assert {placement.master for placement in plan.placements} == {Tier.DEVICE}
+    assert all(placement.master_nbytes == 0 for placement in plan.placements), "the compute copy is the master copy"
+    assert plan.step.device_share == 0.0
+    with pytest.raises(ConfigError, match="update_on='device' needs a device with memory of its own"):
+        zinf_compile.plan(model, torch.empty(16, 256, device="meta"), hardware=shared, update_on="device")
+
+
 def test_on_a_gpu_compute_copies_and_state_reside_and_updates_take_room() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    on_gpu = {"hardware": "rtx4090", "device_memory": 16 * MIB, "device": "cuda"}
+    on_gpu = {"hardware": "rtx4090", "device_memory": 16 * MIB}
     plan = zinf_compile.plan(model, torch.empty(16, 256, device="meta"), **on_gpu)
     assert {placement.compute for placement in plan.placements} == {Tier.DEVICE}
     for placement in plan.placements:
@@ -468,10 +500,6 @@ def test_on_a_gpu_compute_copies_and_state_reside_and_updates_take_room() -> Non
     assert on_host.step.device_share == 0.0
     assert on_host.notes == (), "host was requested"
     assert {placement.optimizer_state for placement in on_host.placements} == {Tier.HOST}
-    assert (
-        zinf_compile.plan(model, torch.empty(16, 256, device="meta"), hardware="rtx4090", device_memory=16 * MIB)
-        == plan
-    )
     tight = zinf_compile.plan(model, torch.empty(16, 256, device="meta"), **{**on_gpu, "device_memory": 2 * MIB})
     assert Tier.HOST in {placement.optimizer_state for placement in tight.placements}, "not all states fit"
     assert tight.notes == ()

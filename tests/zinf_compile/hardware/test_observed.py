@@ -15,6 +15,7 @@ def machine(*, is_duplex: bool) -> Hardware:
     """Return a machine whose disk reads 100 MB/s and writes 50."""
     return Hardware(
         name="paper",
+        unified=True,
         flops=(Rate(name="float32", per_second=1e12),),
         attention_flops=(Rate(name="float32", per_second=1e11),),
         peak_flops=(Rate(name="float32", per_second=2e12),),

@@ -24,6 +24,7 @@ def document() -> Any:
     }
     return {
         "name": "mine",
+        "unified": False,
         "flops": [{"name": "float32", "per_second": "8 TFLOP/s"}],
         "peak_flops": [{"name": "float32", "per_second": 1e13}],
         "memory_bytes_per_second": "900 GB/s",
@@ -65,9 +66,18 @@ def test_the_presets_are_those_promised() -> None:
     assert preset_names() == ("dgx2", "h100-80g", "h200", "laptop-16g", "rtx4090")
 
 
+def test_memory_is_unified_where_the_profile_says_so() -> None:
+    """Whether updates on the host take time from compute says nothing about it: a GB10's do, and so may a small GPU's."""
+    assert [name for name in preset_names() if load_hardware(name).memory.unified] == ["laptop-16g"]
+    for unified in (False, True):
+        for share in (0.0, 0.5, 1.0):
+            profile = document() | {"unified": unified, "updates_take_of_compute": share}
+            assert parse_hardware(json.dumps(profile)).memory.unified == unified
+
+
 def test_dgx2_is_that_of_the_paper() -> None:
     dgx2 = load_hardware("dgx2")
-    assert dgx2.num_devices == 16
+    assert (dgx2.devices_per_node, dgx2.num_nodes) == (16, 1)
     assert dgx2.flops_per_second("float16") == 70e12
     assert dgx2.bytes_per_second(Tier.HOST, Tier.DEVICE) == 3e9
     assert dgx2.bytes_per_second(Tier.NVME, Tier.DEVICE) == 1.6e9
@@ -133,7 +143,7 @@ def test_text_that_is_no_such_number(field: str, text: str, expected: str) -> No
 def test_everything_missing_is_listed() -> None:
     with pytest.raises(ConfigError) as raised:
         parse_hardware("{}")
-    for field in ("name", "flops", "memory_bytes_per_second", "routes", "optimizer_elements_per_second"):
+    for field in ("name", "unified", "flops", "memory_bytes_per_second", "routes", "optimizer_elements_per_second"):
         assert f"lacks the field {field}\n" in f"{raised.value}\n"
 
 
@@ -176,6 +186,7 @@ def put(path: str, value: object) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
+        (put("unified", "yes"), 'is damaged at unified: "yes" is not'),
         (put("name", ""), "name is empty; say which machine it is"),
         (put("flops", []), "flops is empty; give at least the rate of float32"),
         (put("flops.0.name", "fp32"), "flops[0].name = 'fp32' is no dtype; use float64, float32"),

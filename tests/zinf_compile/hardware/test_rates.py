@@ -39,7 +39,7 @@ def test_sizes_links_and_counts() -> None:
     changed = with_rates(H200, host_memory="1TB", num_nodes=4, node_link=1e11, optimizer="2 G elements/s")
     sizes = {size.tier: size.nbytes for size in H200.tiers} | {Tier.HOST: 10**12}
     assert {size.tier: size.nbytes for size in changed.tiers} == sizes
-    assert changed.num_devices == 32
+    assert (changed.num_nodes, changed.devices_per_node) == (4, H200.devices_per_node)
     assert changed.node_link_bytes_per_second == 1e11
     assert changed.optimizer_elements_per_second == 2e9
 

@@ -26,7 +26,7 @@ class GoldenTest(TestCase):
         self.assertExpectedInline(
             dump_plan(self.plan),
             """\
-plan v2  small  training
+plan v3  small  training
   compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
 
 tiers     capacity     peak  used  made of
@@ -97,7 +97,7 @@ device at its peak of 752 B, tick 5  role        bytes
         self.assertExpectedInline(
             f"{header}\n\n{transfers}",
             """\
-plan v2  small  training
+plan v3  small  training
   compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
   of one of 2 ranks on 1 node, which keeps its shard of what is not resident, and gathers
   the full value over the device links
@@ -228,7 +228,7 @@ def test_a_plan_without_transfers(small_plan: Plan) -> None:
     text = dump_plan(plan)
     assert "                     ......\n  device [456, 512)  .#####  3 bound values\n" in text
     text = dump_plan(replace(plan, bound=()))
-    assert "plan v2  small  inference\n" in text
+    assert "plan v3  small  inference\n" in text
     assert "transfers  none: every parameter this graph reads is resident" in text
     assert "\narena  " not in text
     assert "bound  " not in text

@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from tests.support.planner_inputs import make_parameter
-from zinf_compile.ir.copies import Copy, Encoding, Granularity, Role, StateSpec
+from zinf_compile.ir.copies import (
+    COMPUTE,
+    GRADIENT,
+    MASTER,
+    Copy,
+    CopyKey,
+    Encoding,
+    Granularity,
+    Role,
+    StateSpec,
+    state_key,
+)
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
 from zinf_compile.ir.slices import Slice
@@ -53,17 +64,21 @@ def test_state_of_a_part(spec: StateSpec, of_whole: int, of_halves: list[int], o
 
 def test_a_copy_has_the_bytes_of_its_encoding_and_slice() -> None:
     copy = Copy(role=Role.COMPUTE, encoding=Encoding(dtype="bfloat16"), slice=WEIGHT.part(0, 3), tier=Tier.HOST)
-    assert (copy.nbytes, copy.label) == (36, "compute")
+    assert (copy.nbytes, copy.key) == (36, COMPUTE)
     spec = replace(state(Granularity.ROW, 8, 1), name="row_var")
     copy = Copy(role=Role.STATE, encoding=FLOAT32, slice=WEIGHT, tier=Tier.HOST, state=spec)
-    assert (copy.nbytes, copy.label) == (32, "state:row_var")
+    assert (copy.nbytes, copy.key) == (32, state_key("row_var"))
+
+
+@pytest.mark.parametrize("key", [COMPUTE, MASTER, GRADIENT], ids=str)
+def test_state_of_any_name_has_a_key_of_its_own(key: CopyKey) -> None:
+    assert {key: 1, state_key(key.label): 2, state_key(key.role): 3}[key] == 1
 
 
 def test_a_placement_answers_from_its_copies() -> None:
     placement = make_placement(make_parameter("weight", 1000, compute_dtype="bfloat16"), EVERYWHERE)
-    assert [copy.label for copy in placement.copies] == [
-        *("compute", "master", "gradient", "state:state_0", "state:state_1"),
-    ]
+    states = [state_key("state_0"), state_key("state_1")]
+    assert [copy.key for copy in placement.copies] == [COMPUTE, MASTER, GRADIENT, *states]
     assert [placement.nbytes_on(tier) for tier in Tier] == [2000, 6000, 8000]
     assert placement.file_nbytes == 2 * 4096  # each state starts in its own sector
     assert (placement.update_nbytes_read, placement.update_nbytes_written) == (8000, 8000)

@@ -41,6 +41,7 @@ def strategy_for(hint: Any) -> st.SearchStrategy[Any]:
     if issubclass(hint, StrEnum):
         return st.sampled_from(list(hint))
     return {
+        bool: st.booleans(),
         int: st.integers(-(2**63), 2**63),
         float: st.floats(allow_nan=False, allow_infinity=False),
         str: st.text(),
@@ -113,7 +114,7 @@ def damage(document: Any, place: Place, change: Callable[[Any, Any], None]) -> s
 def retag(container: Any, key: Any) -> None:
     """Give a field an invalid JSON type."""
     found = container[key]
-    container[key] = ["text"] if isinstance(found, str | dict) or found is None else True
+    container[key] = ["text"] if isinstance(found, str | bool | dict) or found is None else True
 
 
 def test_a_dropped_field_is_refused(small_plan: Plan) -> None:
@@ -171,11 +172,11 @@ def test_any_changed_character_is_refused_or_read_as_written(small_plan: Plan, d
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"version": 2,', "", r"^the plan is not a zinf plan file \(missing 'version'\)"),
-        ('"version": 2,', '"version": 1,', r"has version 1, this zinf_compile understands version 2; plan again"),
-        ('"version": 2,', '"version": 3,', r"has version 3, this zinf_compile understands version 2; plan again"),
-        ('"version": 2,', '"version": true,', r"has version true, this zinf_compile understands version 2"),
-        ('"version": 2,', '"version": 2, "version": 2,', r"the field version is given twice"),
+        ('"version": 3,', "", r"^the plan is not a zinf plan file \(missing 'version'\)"),
+        ('"version": 3,', '"version": 1,', r"has version 1, this zinf_compile understands version 3; plan again"),
+        ('"version": 3,', '"version": 4,', r"has version 4, this zinf_compile understands version 3; plan again"),
+        ('"version": 3,', '"version": true,', r"has version true, this zinf_compile understands version 3"),
+        ('"version": 3,', '"version": 3, "version": 3,', r"the field version is given twice"),
         ('"need_by": 3,', '"need_by": "3",', r'damaged at transfers\[1\]\.need_by: "3" is not a JSON integer'),
         ('"need_by": 3,', '"need_by": 3.0,', r"damaged at transfers\[1\]\.need_by: 3.0 is not a JSON integer"),
         ('"need_by": 3,', '"need_by": NaN,', r"NaN is not a finite number"),
@@ -228,7 +229,7 @@ def test_a_file_from_before_transfers_were_one_list_is_refused(small_plan: Plan)
 
 def test_the_message_names_the_file(small_plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "old.json"
-    path.write_text(plan_to_json(small_plan).replace('"version": 2', '"version": 7'))
+    path.write_text(plan_to_json(small_plan).replace('"version": 3', '"version": 7'))
     with pytest.raises(PlanFileError, match=r"old\.json has version 7"):
         load_plan(path)
     path.write_bytes(b"\xff\xfe")

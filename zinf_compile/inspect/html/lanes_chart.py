@@ -5,7 +5,7 @@ from collections import defaultdict
 from zinf_compile.inspect.html.figures import Figure, make_figure, plot_text
 from zinf_compile.inspect.html.lane_bars import GAPS, Bar, Kind, LaneBars, collect_bars
 from zinf_compile.inspect.html.palette import COMPUTE_COLOR, ROLE_COLORS, STALL_COLOR, role_name
-from zinf_compile.inspect.text_layout import shorten
+from zinf_compile.inspect.text.text_layout import shorten
 from zinf_compile.ir.glossary import format_bytes, format_seconds
 from zinf_compile.ir.timeline import Timeline
 

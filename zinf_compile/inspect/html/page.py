@@ -12,7 +12,7 @@ from zinf_compile.inspect.html.memory_chart import NUM_MOMENTS, draw_memory, is_
 from zinf_compile.inspect.html.palette import ROLE_COLORS, role_name
 from zinf_compile.inspect.html.sections import tell_bounds, tell_headline, tell_values
 from zinf_compile.inspect.html.tables import Markup, escape, swatch
-from zinf_compile.inspect.whole_file import write_whole
+from zinf_compile.inspect.text.whole_file import write_whole
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.plan import Plan, TierPlan
 from zinf_compile.ir.timeline import Timeline

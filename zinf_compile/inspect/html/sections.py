@@ -6,7 +6,7 @@ from zinf_compile.inspect.html.memory_chart import shown_tiers, tell_budget
 from zinf_compile.inspect.html.palette import ROLE_COLORS
 from zinf_compile.inspect.html.tables import Cell, Markup, escape, join_lines, make_table, swatch
 from zinf_compile.inspect.html.value_rows import MAX_ROWS, collect_rows
-from zinf_compile.inspect.plan_names import NamePattern, name_pattern, summarize_names
+from zinf_compile.inspect.text.plan_names import NamePattern, name_pattern, summarize_names
 from zinf_compile.ir.glossary import Tier, format_bytes, format_seconds
 from zinf_compile.ir.plan import TierPlan
 from zinf_compile.ir.timeline import Event, Timeline

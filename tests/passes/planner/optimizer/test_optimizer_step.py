@@ -100,13 +100,14 @@ def test_in_memory_nothing_goes_over_the_disk(parameter: Function) -> None:
 
 
 def _gpu(**options: object) -> Config:
-    return Config(device_memory=2**34, host_memory=2**34, nvme=None, nvme_memory=None, device="cuda", **options)
+    return Config(device_memory=2**34, host_memory=2**34, nvme=None, nvme_memory=None, unified=False, **options)
 
 
 def test_where_updates_run(parameter: Function) -> None:
     parameters = [parameter("a.weight", 1000, compute_dtype="bfloat16"), parameter("b.weight", 10, trainable=False)]
     machine = Hardware(
         name="a GPU",
+        unified=True,
         flops=(Rate(name="bfloat16", per_second=1e14),),
         memory_bytes_per_second=1e12,
         routes=(make_route(Tier.HOST, Tier.DEVICE, 32e9), make_route(Tier.DEVICE, Tier.HOST, 16e9)),

@@ -16,10 +16,10 @@ from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
 from zinf_compile.ir.tiles import TiledParameters, join_placements
+from zinf_compile.passes.planner.cost.costs import RESIDENT_THRESHOLD
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import (
     MIN_STAGING,
-    RESIDENT_THRESHOLD,
     place_narrowed,
     place_unfrozen,
     plan_placement,

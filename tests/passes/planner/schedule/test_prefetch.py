@@ -10,7 +10,7 @@ from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Phase, Tier
 from zinf_compile.ir.plan import Placement
 from zinf_compile.passes.planner.placement.homes import plan_placement
-from zinf_compile.passes.planner.schedule.prefetch import Residency, plan_residencies, plan_transfers
+from zinf_compile.passes.planner.schedule.prefetch import Residency, ResidencyPlanner, plan_transfers
 
 Function = Callable[..., Any]
 ELEMENTS = 25_600  # 100 KiB, 25 pages: too large to be resident as a small parameter
@@ -32,7 +32,7 @@ def test_parameters_of_one_block_move_together(parameter: Function, graph: Funct
     names = ["layers.0.up", "layers.0.down", "layers.1.up"]
     parameters = [parameter(name, ELEMENTS) for name in names]
     facts = graph({"layers.0.up": [1], "layers.0.down": [2], "layers.1.up": [3]}, num_forward_ticks=4, num_ticks=4)
-    residencies = plan_residencies(facts, parameters, place(parameters), group_nbytes=2 * NBYTES)
+    residencies = ResidencyPlanner(facts, parameters).plan(place(parameters), group_nbytes=2 * NBYTES)
     assert spell(residencies) == [
         ("layers.0", ("layers.0.up", "layers.0.down"), 1, 3),
         ("layers.1.up", ("layers.1.up",), 3, 4),
@@ -44,14 +44,14 @@ def test_a_group_is_no_larger_than_asked_for(parameter: Function, graph: Functio
     parameters = [parameter(f"layers.0.{name}", ELEMENTS) for name in "abc"]
     facts = graph({item.name: [1] for item in parameters}, num_forward_ticks=2, num_ticks=2)
     for group_nbytes, sizes in ((0, [1, 1, 1]), (2 * NBYTES, [2, 1]), (3 * NBYTES, [3])):
-        residencies = plan_residencies(facts, parameters, place(parameters), group_nbytes=group_nbytes)
+        residencies = ResidencyPlanner(facts, parameters).plan(place(parameters), group_nbytes=group_nbytes)
         assert sorted((len(item.parameters) for item in residencies), reverse=True) == sizes
 
 
 def test_phases_are_residencies_of_their_own(parameter: Function, graph: Function) -> None:
     parameters = [parameter("up.weight", ELEMENTS)]
     facts = graph({"up.weight": [3, 4]}, num_forward_ticks=4, num_ticks=8)
-    residencies = plan_residencies(facts, parameters, place(parameters), group_nbytes=0)
+    residencies = ResidencyPlanner(facts, parameters).plan(place(parameters), group_nbytes=0)
     assert [(item.phase, item.need_by, item.release) for item in residencies] == [
         (Phase.FORWARD, 3, 4),
         (Phase.BACKWARD, 4, 5),
@@ -65,7 +65,7 @@ def test_a_parameter_used_again_is_held_unless_two_others_come_in_between(
     parameters = [parameter(f"w{index}.weight", ELEMENTS) for index in range(3)]
     uses = {"w0.weight": [1, 8], **{f"w{index}.weight": [2 * index + 1] for index in range(1, num_between + 1)}}
     facts = graph(uses, num_forward_ticks=10, num_ticks=10)
-    residencies = plan_residencies(facts, parameters, place(parameters), group_nbytes=0)
+    residencies = ResidencyPlanner(facts, parameters).plan(place(parameters), group_nbytes=0)
     assert [(item.need_by, item.release) for item in residencies if item.name == "w0.weight"] == stretches
 
 
@@ -74,7 +74,7 @@ def test_what_was_needed_before_comes_in_between_like_what_was_not(parameter: Fu
     parameters = [parameter(f"w{index}.weight", ELEMENTS) for index in range(4)]
     uses = {item.name: [index, 4 + index, 8 + index] for index, item in enumerate(parameters)}
     facts = graph(uses, num_forward_ticks=12, num_ticks=12)
-    residencies = plan_residencies(facts, parameters, place(parameters), group_nbytes=0)
+    residencies = ResidencyPlanner(facts, parameters).plan(place(parameters), group_nbytes=0)
     assert [(item.need_by, item.release) for item in residencies] == [(tick, tick + 1) for tick in range(12)]
 
 
@@ -82,7 +82,7 @@ def test_residents_and_what_is_not_read_do_not_move(parameter: Function, graph: 
     parameters = [parameter("small.bias", 16), parameter("unread.weight", ELEMENTS), parameter("read.weight", ELEMENTS)]
     config = Config(device_memory=2**20, host_memory=2**30, nvme=None, nvme_memory=None)
     facts = graph({"small.bias": [1], "read.weight": [1]}, num_forward_ticks=2, num_ticks=2)
-    residencies = plan_residencies(facts, parameters, plan_placement(parameters, config), group_nbytes=2**30)
+    residencies = ResidencyPlanner(facts, parameters).plan(plan_placement(parameters, config), group_nbytes=2**30)
     assert [item.parameters for item in residencies] == [("read.weight",)]
 
 
@@ -92,7 +92,7 @@ def _chain(parameter: Function, graph: Function, length: int) -> tuple[Residency
     last = 4 * length - 1
     uses = {item.name: [2 * index + 1, last - 2 * index] for index, item in enumerate(parameters)}
     facts = graph(uses, num_forward_ticks=2 * length, num_ticks=4 * length)
-    return plan_residencies(facts, parameters, place(parameters), group_nbytes=0)
+    return ResidencyPlanner(facts, parameters).plan(place(parameters), group_nbytes=0)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2, 4])
@@ -120,7 +120,7 @@ def test_no_transfer_is_issued_in_another_phase(parameter: Function, graph: Func
 def test_parameters_of_a_transfer_lie_in_pages_of_their_own(parameter: Function, graph: Function) -> None:
     parameters = [parameter("layers.0.up", ELEMENTS + 1), parameter("layers.0.down", ELEMENTS)]
     facts = graph({item.name: [1] for item in parameters}, num_forward_ticks=2, num_ticks=2)
-    residencies = plan_residencies(facts, parameters, place(parameters), group_nbytes=2**30)
+    residencies = ResidencyPlanner(facts, parameters).plan(place(parameters), group_nbytes=2**30)
     plan = plan_transfers(residencies, prefetch_nbytes=0)
     (transfer,) = plan.gathers
     assert transfer.offsets == (0, NBYTES + 4096)

@@ -25,6 +25,7 @@ def _hardware(*, pages_per_second: float, is_duplex: bool = True, latency_second
     pairs = ((Tier.DEVICE, Tier.NVME), (Tier.NVME, Tier.DEVICE), (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
     return Hardware(
         name="paper",
+        unified=True,
         flops=(Rate(name="float32", per_second=1e6),),
         memory_bytes_per_second=1e9,
         routes=tuple(

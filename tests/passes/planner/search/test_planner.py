@@ -18,9 +18,10 @@ from zinf_compile.ir.facts import ValueFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Tier
 from zinf_compile.ir.hardware import Hardware, OpKind, OpRate, Rate, make_route
 from zinf_compile.ir.plan import Plan, TierPart
-from zinf_compile.passes.planner.cost.costs import op_seconds, plan_spans
+from zinf_compile.passes.planner.cost.costs import op_seconds
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import plan_placement
+from zinf_compile.passes.planner.schedule.spans import plan_spans
 from zinf_compile.passes.planner.search.planner import (
     NEGLIGIBLE_STALLS,
     Request,
@@ -29,7 +30,7 @@ from zinf_compile.passes.planner.search.planner import (
     minimum_device_memory,
 )
 from zinf_compile.passes.planner.search.remake import with_open_forwards
-from zinf_compile.passes.planner.search.search import EQUALLY_FAST, search_plan
+from zinf_compile.passes.planner.search.search import EQUALLY_FAST, search_front
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
@@ -106,7 +107,9 @@ def _staying(requests: Sequence[Request]) -> Iterator[int | None]:
     groundworks = lay_groundworks(requests[0])
     for request in requests:
         graphs = zip(request.candidates, groundworks, strict=True)
-        found = [best for graph, ground in graphs if (best := search_plan(request, graph, (), ground)) is not None]
+        found = [
+            best for graph, ground in graphs if (best := search_front(request, graph, (), ground).best) is not None
+        ]
         yield min((best.score.nanoseconds for best in found), default=None)
 
 
@@ -199,6 +202,7 @@ def _make_request(parameters: tuple[Any, ...], *graphs: Any, **options: Any) -> 
 def _hardware() -> Hardware:
     return Hardware(
         name="paper",
+        unified=True,
         flops=(Rate(name="float32", per_second=1e9),),
         memory_bytes_per_second=1e9,
         routes=tuple(make_route(source, target, 1e8) for source in Tier for target in Tier),

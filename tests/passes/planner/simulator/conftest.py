@@ -114,6 +114,7 @@ def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False, 
         compute_dtype="bfloat16",
         hardware=Hardware(
             name="random",
+            unified=True,
             flops=(Rate(name="bfloat16", per_second=1e12),),
             memory_bytes_per_second=1000.0,
             routes=tuple(

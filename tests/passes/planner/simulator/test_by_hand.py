@@ -15,7 +15,7 @@ from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.planner.simulator.critical_path import critical_path, share_path
 from zinf_compile.passes.planner.simulator.memory import MemoryRole, live_set, memory_by_role
 from zinf_compile.passes.planner.simulator.simulate import COMPUTE_LANE, Event, simulate
-from zinf_compile.passes.planner.simulator.summary import Use, busy_lanes, floor_seconds, measure_wear, tell_bound
+from zinf_compile.passes.planner.simulator.summary import Use, busy_lanes, measure_wear, tell_bound
 
 
 def spell(events: tuple[Event, ...], lane: str) -> list[tuple[str, float, float]]:
@@ -187,7 +187,7 @@ def test_the_disk_bounds_the_small_plan(small_plan: Plan) -> None:
         Use(name="nvme -> device", seconds=8.0, nbytes=800),
     )
     assert lanes[COMPUTE_LANE].seconds == 12.0 + 12.0  # the update is included
-    assert floor_seconds(timeline) == 56.0
+    assert busy_lanes(timeline)[0].seconds == 56.0
     assert tell_bound(timeline) == "nvme, busy 56.0 s of 59.0 s (95%)"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from zinf_compile.ir.errors import CapacityError, ConfigError, StoreError
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
+from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 
 

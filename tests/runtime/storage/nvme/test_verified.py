@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.memory_engine import Fault, MemoryEngine
 from zinf_compile.ir.errors import ConfigError, DamageError
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
+from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.nvme.verified import VerifiedEngine
 from zinf_compile.runtime.storage.staging import StagingPool
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.memory_engine import Fault, MemoryEngine
 from zinf_compile.ir.errors import CapacityError, ConfigError, StoreError, VerifyError
-from zinf_compile.runtime.storage.nvme.engine import ALIGN, Engine
+from zinf_compile.runtime.storage.engine import ALIGN, Engine
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 
 ENGINES: list[tuple[str, Callable[[Path], Engine]]] = [

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zinf_compile.ir.errors import VerifyError
-from zinf_compile.runtime.storage.nvme.engine import whole_sectors
+from zinf_compile.runtime.storage.engine import whole_sectors
 
 _LARGE_NBYTES = 2**18  # sixty-four sectors: what is smaller hardly adds to a file
 

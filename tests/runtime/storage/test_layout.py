@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_compile.ir.errors import VerifyError
-from zinf_compile.runtime.storage.nvme.engine import ALIGN
-from zinf_compile.runtime.storage.nvme.layout import Extent, FileLayout
+from zinf_compile.runtime.storage.engine import ALIGN
+from zinf_compile.runtime.storage.layout import Extent, FileLayout
 
 
 def test_successive_extents_are_contiguous() -> None:
