@@ -73,7 +73,8 @@ def needed_device_memory(error: Exception) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as ``long`` all but one placement for each combination of a test's other parameters.
+    """Mark as ``long`` all but one placement for each combination of a test's other parameters, and all but one of a test's
+    combinations in compiled segments.
 
     The placement that stays changes from combination to combination, and starts at a different one for each test. So each
     workload and each way to capture meets all placements, though not in the same test.
@@ -81,14 +82,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     by_test: dict[tuple[Path, str], dict[Hashable, list[pytest.Item]]] = {}
     for item in items:
         given = getattr(item, "callspec", None)
-        if isinstance(item, pytest.Function) and given is not None and "placement" in given.params:
+        if isinstance(item, pytest.Function) and given is not None and given.params.keys() & {"placement", "way"}:
             others = tuple(sorted((name, repr(value)) for name, value in given.params.items() if name != "placement"))
             by_test.setdefault((item.path, item.originalname), {}).setdefault(others, []).append(item)
     for (path, name), combinations in by_test.items():
         first = crc32(f"{path.name}::{name}".encode())
-        for turn, same in enumerate(combinations.values(), start=first):
-            for index, item in enumerate(same):
-                if index != turn % len(same):
+        chosen = {
+            others: same[turn % len(same)] for turn, (others, same) in enumerate(combinations.items(), start=first)
+        }
+        compiled = [
+            item
+            for others, item in chosen.items()
+            if ("way", "'inductor'") in others and not item.get_closest_marker("long")
+        ]
+        surplus = {item for index, item in enumerate(compiled) if index != first % len(compiled)}
+        for others, same in combinations.items():
+            for item in same:
+                if item is not chosen[others] or item in surplus:
                     item.add_marker(pytest.mark.long)
 
 
@@ -182,16 +192,18 @@ class Parity:
             torch._dynamo.reset()
         return self._cache[key]
 
-    def resident_run(self, workload: Workload, loss: Loss = plain_loss, **options: Any) -> Trace:
+    def resident_run(
+        self, workload: Workload, loss: Loss = plain_loss, rounding: float = _ROUNDING, **options: Any
+    ) -> Trace:
         """Return the run of compiled segments with all parameters resident; compare its first step with plain PyTorch."""
         key = ("resident", workload, loss, *sorted(options.items()))
         if key not in self._cache:
             torch._dynamo.reset()
-            model, batches = self._resident(workload, **options)
-            ours = train(model, batches, loss=loss)
+            model, batches = workload()
+            ours = train(self.resident(model, **options), batches, loss=loss)
             self._assert_resident(model)
             plain = self.reference(workload, captured=False, loss=loss)
-            torch.testing.assert_close(ours.losses[0], plain.losses[0], rtol=_ROUNDING, atol=0.0)
+            torch.testing.assert_close(ours.losses[0], plain.losses[0], rtol=rounding, atol=0.0)
             # Some gradients are sums that cancel, such as that of a bias before batch normalisation: all that is left
             # is rounding. So the tolerance is relative to the largest gradient of the model.
             largest = max(float(each.abs().max()) for each in plain.gradients[0].values() if each is not None)
@@ -200,7 +212,7 @@ class Parity:
                 if gradient is None or mine is None:
                     assert mine is gradient, name
                     continue
-                torch.testing.assert_close(mine, gradient, rtol=0.0, atol=_ROUNDING * largest)
+                torch.testing.assert_close(mine, gradient, rtol=0.0, atol=rounding * largest)
             self._cache[key] = ours
         return cast(Trace, self._cache[key])
 
@@ -260,8 +272,8 @@ class Parity:
             budgets = {"device_memory": needed_device_memory(refused.value), **host}
             if captured:
                 nbytes = self._try_capture(model, batches[0], loss, budgets, **options)
-                if options.get("compute") == "inductor":  # compiled segments may need more than single ops
-                    budgets["device_memory"] = nbytes
+                while options.get("compute") == "inductor" and nbytes > budgets["device_memory"]:
+                    budgets["device_memory"] = nbytes  # compiled segments may need more than single ops
                     nbytes = self._try_capture(workload()[0], batches[0], loss, budgets, **options)
                 self._cache[key] = nbytes
             else:
@@ -316,14 +328,21 @@ class Parity:
         return self.optimize(model, **{**budgets, "capture": captured, **options}), batches
 
     def check(
-        self, workload: Workload, placement: str, *, captured: bool, loss: Loss = plain_loss, **options: Any
+        self,
+        workload: Workload,
+        placement: str,
+        *,
+        captured: bool,
+        loss: Loss = plain_loss,
+        rounding: float = _ROUNDING,
+        **options: Any,
     ) -> Report:
         """Train a workload in one placement and mode, and compare it with plain PyTorch; return the report."""
         model, batches = self.optimized(workload, placement, captured=captured, loss=loss, **options)
         ours = train(model, batches, loss=loss)
         if options.get("compute") == "inductor":
             self.assert_segments_ran(model)
-            assert_same(ours, self.resident_run(workload, loss, **options))
+            assert_same(ours, self.resident_run(workload, loss, rounding, **options))
         else:
             self.assert_plain(ours, self.plain_runs(workload, loss), captured=captured)
         report = zinf_compile.report(model)
@@ -347,17 +366,22 @@ class Parity:
         *,
         is_streamed: bool = True,
         captured: bool,
+        loss: Loss = plain_loss,
+        rounding: float = _ROUNDING,
         **options: Any,
     ) -> Report:
-        """Run a test's own training loop on an optimized and a plain model, and compare what it recorded."""
+        """Run a test's own training loop on an optimized and a plain model, and compare what it recorded.
+
+        ``loss`` is what the loop computes in its first step, by which the budgets are chosen.
+        """
         plain = self._loop_reference(loop, workload)
-        model, batches = self.optimized(workload, placement, captured=captured, **options)
+        model, batches = self.optimized(workload, placement, captured=captured, loss=loss, **options)
         ours = Trace()
         torch.manual_seed(0)
         loop(model, batches, ours)
         if options.get("compute") == "inductor":
             self.assert_segments_ran(model)
-            assert_same(ours, self._resident_loop(loop, workload, plain(False), **options))
+            assert_same(ours, self._resident_loop(loop, workload, plain(False), rounding, **options))
         else:
             self.assert_plain(ours, plain, captured=captured)
         report = zinf_compile.report(model)
@@ -400,28 +424,30 @@ class Parity:
         loop: Callable[[nn.Module, Sequence[Batch], Trace], None],
         workload: Workload,
         plain: Trace,
+        rounding: float,
         **options: Any,
     ) -> Trace:
-        """Return what a loop records in compiled segments with all parameters resident."""
+        """Return what a loop records in compiled segments with all parameters resident; its first loss is about ``plain``'s."""
         torch._dynamo.reset()
-        model, batches = self._resident(workload, **options)
+        model, batches = workload()
+        self.resident(model, **options)
         trace = Trace()
         torch.manual_seed(0)
         loop(model, batches, trace)
         self._assert_resident(model)
-        torch.testing.assert_close(trace.losses[0], plain.losses[0], rtol=_ROUNDING, atol=0.0)
+        torch.testing.assert_close(trace.losses[0], plain.losses[0], rtol=rounding, atol=0.0)
         return trace
 
-    def _resident(self, workload: Workload, **options: Any) -> tuple[nn.Module, Sequence[Batch]]:
-        model, batches = workload()
+    def resident(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Return a model optimized in budgets that hold all of it on the device: the reference of compiled segments."""
         budgets = {"device_memory": _PLENTY, "host_memory": _PLENTY, **_EVERY_BIT}
-        return self.optimize(model, **{**options, **budgets}), batches
+        return self.optimize(model, **{**options, **budgets})
 
     def _assert_resident(self, model: nn.Module) -> None:
         self.assert_segments_ran(model)
-        moved = {route.route: route.nbytes for route in zinf_compile.report(model).moved}
-        assert not moved.get("host -> device"), moved
-        assert not moved.get("nvme -> device"), moved
+        for plan in zinf_compile.report(model).plans:
+            assert {item.compute for item in plan.placements} == {Tier.DEVICE}
+            assert not plan.gathers
 
     def check_loop_within(
         self,
@@ -487,7 +513,6 @@ def placement(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler on the PATH")
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "captured": {"captured": True},
     "eager": {"captured": False},
@@ -495,9 +520,11 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["captured", "eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Mapping[str, Any]:
     """Return how a model computes: captured op by op, captured in compiled segments, or eagerly in its own forward."""
+    if request.param == "inductor" and find_compiler() is None:
+        pytest.skip("there is no C++ compiler on the PATH")
     return WAYS[request.param]
 
 

@@ -131,17 +131,8 @@ def early_views():
 
 
 @pytest.mark.parametrize("workload", [gpt, gpt_tied, mlp, conv_net, used_twice, early_views])
-def test_bitwise(parity, workload, placement, captured):
-    parity.check(workload, placement, captured=captured)
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    "workload",
-    [gpt_tied, conv_net, *(pytest.param(each, marks=pytest.mark.long) for each in (gpt, mlp, used_twice, early_views))],
-)
-def test_compiled_segments(parity, workload, placement):
-    parity.check(workload, placement, captured=True, compute="inductor", recompute=False)
+def test_bitwise(parity, workload, placement, way):
+    parity.check(workload, placement, **way)
 
 
 def loss_with_l2(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -155,8 +146,8 @@ def loss_with_head(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [loss_with_l2, loss_with_head])
-def test_parameter_used_outside_of_forward(parity, placement, captured, loss):
-    parity.check(mlp, placement, captured=captured, loss=loss)
+def test_parameter_used_outside_of_forward(parity, placement, way, loss):
+    parity.check(mlp, placement, **way, loss=loss)
 
 
 def test_batch_norm_buffers_move(parity):

@@ -98,15 +98,18 @@ def bert_with_dropout():
 
 
 @pytest.mark.parametrize(
-    ("workload", "captured"),
+    ("workload", "way"),
     [
-        *((workload, True) for workload in (llama, mixtral, bert, t5)),
-        *(pytest.param(workload, True, marks=pytest.mark.long) for workload in (gpt2, qwen3, vit)),
-        *((workload, False) for workload in (llama, gpt2, qwen3, mixtral, bert, t5, vit)),
+        *((workload, "captured") for workload in (llama, mixtral, bert, t5)),
+        *(pytest.param(workload, "captured", marks=pytest.mark.long) for workload in (gpt2, qwen3, vit)),
+        *((workload, "eager") for workload in (llama, gpt2, qwen3, mixtral, bert, t5, vit)),
+        (t5, "inductor"),  # test_by_default.py compiles the same segments
+        *(pytest.param(each, "inductor", marks=pytest.mark.long) for each in (llama, gpt2, qwen3, mixtral, bert, vit)),
     ],
+    indirect=["way"],
 )
-def test_bitwise(parity, workload, captured):
-    parity.check(workload, "nvme", captured=captured)
+def test_bitwise(parity, workload, way):
+    parity.check(workload, "nvme", **way)
 
 
 @pytest.mark.parametrize(("workload", "placement"), [(mixtral, "host"), (llama, "mixed"), (t5, "mixed")])
@@ -121,9 +124,10 @@ def test_bitwise_in_other_placements_eagerly(parity, workload, placement):
     parity.check(workload, placement, captured=False)
 
 
-def test_dropout(parity, captured):
+@pytest.mark.parametrize("way", ["captured", "eager", pytest.param("inductor", marks=pytest.mark.long)], indirect=True)
+def test_dropout(parity, way):
     """The same seed drops the same elements, in forward and in what backward recomputes."""
-    parity.check(bert_with_dropout, "nvme", captured=captured)
+    parity.check(bert_with_dropout, "nvme", **way)
     dropped = parity.reference(bert_with_dropout, captured=False).losses
     assert not torch.equal(dropped[0], parity.reference(bert, captured=False).losses[0])
 
