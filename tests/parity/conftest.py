@@ -427,7 +427,7 @@ class Parity:
         rounding: float,
         **options: Any,
     ) -> Trace:
-        """Return what a loop records in compiled segments with all parameters resident; its first loss is about ``plain``'s."""
+        """Return what a loop records in compiled segments with all parameters resident; its first loss is ``plain``'s."""
         torch._dynamo.reset()
         model, batches = workload()
         self.resident(model, **options)
