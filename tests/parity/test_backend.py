@@ -1,15 +1,11 @@
 """``torch.compile(model, backend="zinf")`` on models that were never passed to ``optimize``, compared with ``aot_eager``."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from gpt import GPT, GPTConfig
+from examples.gpt import GPT, GPTConfig
 
 STEPS = 5
 

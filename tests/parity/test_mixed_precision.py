@@ -1,14 +1,10 @@
 """``compute_dtype=torch.bfloat16`` matches the usual recipe: a bfloat16 model, and AdamW on float32 masters."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from gpt import GPT, GPTConfig
+from examples.gpt import GPT, GPTConfig
 
 STEPS = 3
 MICRO_STEPS = 2

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
-from tests.parity.test_models import MLP, gpt, gpt_tied, mlp, vector_batches
+from tests.support.small_models import MLP, gpt, gpt_tied, mlp, vector_batches
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.storage.slots import Slot
