@@ -124,10 +124,7 @@ def test_autocast_on_and_off(parity, way):
             loss.backward()
             with torch.no_grad():
                 trace.losses += [loss.clone(), model(**batch).clone()]
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     budget = enough_for_both(parity, **way)
     parity.check_loop(loop, net, **way, device_memory=budget, rounding=ROUNDING)

@@ -53,15 +53,11 @@ def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
-def take_step(model, batch, optimizers, trace):
+def take_step(model, batch, optimizer, trace):
     loss = model(**batch)
     loss.backward()
     trace.losses.append(loss.detach().clone())
-    trace.record_gradients(model)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    trace.record_model(model, optimizers[0] if optimizers else None)
+    trace.take_step(model, optimizer)
 
 
 def test_unfrozen_later(parity, placement, way):
@@ -74,7 +70,7 @@ def test_unfrozen_later(parity, placement, way):
                 model.layers[3].requires_grad_(True)
             if step == 2:
                 model.requires_grad_(True)
-            take_step(model, batch, [optimizer], trace)
+            take_step(model, batch, optimizer, trace)
 
     parity.check_loop(loop, net_with_frozen_layers, placement, **way, device_memory=ENOUGH)
 
@@ -86,7 +82,7 @@ def test_frozen_again_after_unfreezing(parity, way):
             model.layers[2].weight.requires_grad = step % 2 == 1
             with torch.no_grad():
                 trace.losses.append(model(**batch).clone())
-            take_step(model, batch, [optimizer], trace)
+            take_step(model, batch, optimizer, trace)
 
     parity.check_loop(loop, net_with_frozen_layers, **way, device_memory=ENOUGH)
 
@@ -102,10 +98,7 @@ def test_frozen_between_forward_and_backward(parity, way):
             loss.backward()
             model.layers[1].requires_grad_(True)
             trace.losses.append(loss.detach().clone())
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     parity.check_loop(loop, net, **way)
 
@@ -135,7 +128,7 @@ def test_unfrozen_with_a_compute_copy(parity, captured):
         if make is frozen:
             weight.requires_grad_(True)
         for batch in batches:
-            take_step(model, batch, [optimizer], trace)
+            take_step(model, batch, optimizer, trace)
         assert weight.dtype == torch.float32
         traces.append(trace)
         torch._dynamo.reset()
@@ -163,7 +156,7 @@ def test_groups_added_later(parity, way):
                 optimizer.add_param_group({"params": list(model.layers[0].parameters()), "lr": 3e-3})
             if step == 2:
                 optimizer.add_param_group({"params": [model.get_parameter("norm.weight")], "betas": (0.5, 0.9)})
-            take_step(model, batch, [optimizer], trace)
+            take_step(model, batch, optimizer, trace)
             if step % 2:
                 model.zero_grad()
 

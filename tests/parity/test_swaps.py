@@ -112,10 +112,7 @@ def loop_of(backward):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(STEPS):
             trace.losses += [loss.detach().clone() for loss in backward(model, batches)]
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     return loop
 

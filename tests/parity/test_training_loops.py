@@ -103,10 +103,7 @@ def step_simply(model, batches, trace):
         loss = model(**batch)
         loss.backward()
         trace.losses.append(loss.detach().clone())
-        trace.record_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.record_model(model, optimizer)
+        trace.take_step(model, optimizer)
 
 
 def accumulate(model, batches, trace):
@@ -119,10 +116,7 @@ def accumulate(model, batches, trace):
             trace.losses.append(loss.detach().clone())
         trace.record_gradients(model)
         trace.losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        trace.record_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.record_model(model, optimizer)
+        trace.take_step(model, optimizer)
 
 
 def test_gradient_accumulation(parity, placement, way):
@@ -195,10 +189,7 @@ def test_inference_between_steps(parity, way, grad_mode):
             loss = model(**batch)
             loss.backward()
             trace.losses.append(loss.detach().clone())
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     parity.check_loop(loop, net_with_dropout, **way)
 
@@ -212,10 +203,7 @@ def test_inference_between_forward_and_backward(parity, way):
                 trace.losses.append(model(**batches[-1]).clone())
             loss.backward()
             trace.losses.append(loss.detach().clone())
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     parity.check_loop(loop, net, **way)
 
@@ -227,10 +215,7 @@ def test_several_forwards_before_one_backward(parity, placement, way):
             losses = [model(**batch) for batch in batches[3 * step : 3 * step + 3]]
             torch.stack(losses).sum().backward()
             trace.losses += [loss.detach().clone() for loss in losses]
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     options = {**way, "recompute": True}
     if way["captured"]:  # the activations of the first two forwards are still saved when the third runs
@@ -265,10 +250,7 @@ def test_parameters_frozen_and_unfrozen_in_between(parity, way):
             loss = model(**batch)
             loss.backward()
             trace.losses.append(loss.detach().clone())
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     parity.check_loop(loop, net, **way)
 
@@ -288,10 +270,7 @@ def test_user_writes_parameters_between_steps(parity, placement, way):
             loss = model(**batch)
             loss.backward()
             trace.losses.append(loss.detach().clone())
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     parity.check_loop(loop, net, placement, **way)
 
@@ -309,10 +288,7 @@ def test_user_writes_gradients(parity, way):
             model.head.weight.grad = model.head.weight.grad.sign()
             model.embed.weight.grad = None
             trace.losses.append(loss.detach().clone())
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     parity.check_loop(loop, net, **way)
 
