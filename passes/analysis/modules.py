@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
-_ROOT = re.compile(r"^[LG]\[['\"]\w+['\"]\]\.?")
+# A forward behind a decorator that takes ``*args`` gets the model as ``args[0]``.
+_ROOT = re.compile(r"^[LG]\[['\"](?:args['\"]\]\[0|\w+['\"])\]\.?")
 _INDEXED = re.compile(r"(?:\._modules)?\[['\"]?(\w+)['\"]?\]")
 # Prefixes by which Dynamo names the captured model: a bound method, a wrapper, a module's own call.
 _WAY_TO_MODEL = re.compile(r"^(?:(?:__self__|_modules|_orig_mod)(?:\.|$))+")

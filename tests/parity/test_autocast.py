@@ -1,5 +1,7 @@
 """``torch.autocast`` around and inside the forward, and ``GradScaler``: bitwise equal to plain PyTorch."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from zinf_compile.runtime.storage.engine import whole_sectors
 
 STEPS = 5
 WIDTH = 64
+ROUNDING = 2.0**-7  # of compiled segments, relative: bfloat16 has 8 bits
 BLOCKS = [f"layers.{index}.weight" for index in range(4)]
 
 
@@ -98,21 +101,21 @@ def host_budget(placement: str) -> dict[str, int]:
     return {"host_memory": 532 * 2**10} if placement == "mixed" else {}
 
 
-def enough_for_both(parity, *, captured: bool) -> int:
+def enough_for_both(parity, *, captured: bool, **options: Any) -> int:
     """Return a device budget that fits the graphs with and without autocast."""
     losses = (autocast_loss, parity.plain_loss)
-    return max(parity.smallest_device_memory(net, captured=captured, loss=loss) for loss in losses)
+    return max(parity.smallest_device_memory(net, captured=captured, loss=loss, **options) for loss in losses)
 
 
-def test_autocast_around_the_forward(parity, placement, captured):
-    parity.check(net, placement, captured=captured, loss=autocast_loss, **host_budget(placement))
+def test_autocast_around_the_forward(parity, placement, way):
+    parity.check(net, placement, **way, loss=autocast_loss, rounding=ROUNDING, **host_budget(placement))
 
 
-def test_autocast_inside_of_the_model(parity, captured):
-    parity.check(net_with_autocast_inside, "nvme", captured=captured)
+def test_autocast_inside_of_the_model(parity, way):
+    parity.check(net_with_autocast_inside, "nvme", **way, rounding=ROUNDING)
 
 
-def test_autocast_on_and_off(parity, captured):
+def test_autocast_on_and_off(parity, way):
     """Evaluate without autocast between steps, and take one step without it: each has its own graph."""
 
     def loop(model, batches, trace):
@@ -122,15 +125,13 @@ def test_autocast_on_and_off(parity, captured):
             loss.backward()
             with torch.no_grad():
                 trace.losses += [loss.clone(), model(**batch).clone()]
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
-    parity.check_loop(loop, net, captured=captured, device_memory=enough_for_both(parity, captured=captured))
+    budget = enough_for_both(parity, **way)
+    parity.check_loop(loop, net, **way, device_memory=budget, rounding=ROUNDING)
 
 
-def test_grad_scaler(parity, placement, captured):
+def test_grad_scaler(parity, placement, way):
     """Scale, unscale and clip. A step with an infinite or NaN gradient is skipped and changes no bit."""
 
     def loop(model, batches, trace):
@@ -155,7 +156,8 @@ def test_grad_scaler(parity, placement, captured):
             trace.losses += [loss.detach().clone(), torch.tensor(scaler.get_scale())]
             trace.record_model(model, optimizer)
 
-    parity.check_loop(loop, net, placement, captured=captured, loss=autocast_loss, **host_budget(placement))
+    options = {**way, **host_budget(placement)}
+    parity.check_loop(loop, net, placement, loss=autocast_loss, rounding=ROUNDING, **options)
 
 
 def narrowed(model: nn.Module) -> list[str]:

@@ -1,51 +1,10 @@
 """``torch.compile(model, backend="zinf")`` on models that were never passed to ``optimize``, compared with ``aot_eager``."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from gpt import GPT, GPTConfig
-
-STEPS = 5
-
-
-def token_batches(vocab_size: int) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(vocab_size, (2, 9), generator=generator) for _ in range(STEPS)]
-    return [{"tokens": each[:, :-1], "targets": each[:, 1:]} for each in tokens]
-
-
-def gpt():
-    return GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, seq=8)), token_batches(64)
-
-
-def gpt_tied():
-    return GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, seq=8), tied=True), token_batches(64)
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(24, 210)
-        self.middle = nn.Linear(210, 50)
-        self.down = nn.Linear(50, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.down(torch.tanh(self.middle(F.gelu(self.up(x))))), y)
-
-
-def mlp():
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    return MLP(), [
-        {"x": torch.randn(4, 24, generator=generator), "y": torch.randint(5, (4,), generator=generator)}
-        for _ in range(STEPS)
-    ]
+from tests.support.small_models import gpt, gpt_tied, mlp, token_batches
 
 
 def llama():
@@ -70,10 +29,7 @@ def test_what_was_frozen_is_trained_once_it_requires_grad(parity, tmp_path):
             loss = compiled(**batch)
             loss.backward()
             trace.losses.append(loss.detach().clone())
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
         torch._dynamo.reset()
         return trace
 

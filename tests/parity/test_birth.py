@@ -1,6 +1,5 @@
 """Models initialised in their store, from meta or from files: same values and same training as when built in memory."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zinf_compile
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from gpt import GPT, GPTConfig
+from examples.gpt import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")
 

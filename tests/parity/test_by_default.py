@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
-from tests.parity.test_models import conv_net, early_views, gpt, gpt_tied, mlp, used_twice
-from tests.parity.test_recurrent import recurrent
-from tests.parity.test_transformers import bert, mixtral, qwen3, t5, vit
+from tests.support.small_models import conv_net, early_views, gpt, gpt_tied, mlp, recurrent, used_twice
+from tests.support.transformer_models import bert, mixtral, qwen3, t5, vit
 from zinf_compile.runtime.native.compiled import find_compiler
 
 transformers = pytest.importorskip("transformers")

@@ -55,11 +55,16 @@ def loop(model, batches, trace):
 
 
 @pytest.mark.parametrize(
-    ("workload", "captured"),
-    [(llama_with_adapters, True), (llama_with_adapters, False), (tied, False), (checkpointed, False)],
+    ("workload", "way"),
+    [
+        *((llama_with_adapters, way) for way in ("captured", "eager")),
+        pytest.param(llama_with_adapters, "inductor", marks=pytest.mark.long),  # dropout cuts it into many segments
+        *((workload, "eager") for workload in (tied, checkpointed)),
+    ],
+    indirect=["way"],
 )
-def test_only_adapters_are_trained(parity, captured, workload):
-    report = parity.check_loop(loop, workload, captured=captured)
+def test_only_adapters_are_trained(parity, way, workload):
+    report = parity.check_loop(loop, workload, **way)
     model, _ = workload()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all("lora_" in name for name in trained)

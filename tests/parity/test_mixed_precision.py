@@ -1,13 +1,10 @@
 """``compute_dtype=torch.bfloat16`` matches the usual recipe: a bfloat16 model, and AdamW on float32 masters."""
 
-import sys
-from pathlib import Path
-
+import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from gpt import GPT, GPTConfig
+from examples.gpt import GPT, GPTConfig
 
 STEPS = 3
 MICRO_STEPS = 2
@@ -17,7 +14,7 @@ def gpt():
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(64, (2, 9), generator=generator) for _ in range(STEPS * MICRO_STEPS)]
     batches = [{"tokens": each[:, :-1], "targets": each[:, 1:]} for each in tokens]
-    return GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, seq=8)), batches
+    return GPT(GPTConfig(vocab_size=64, layers=1, hidden=32, heads=2, seq=8)), batches
 
 
 def adamw(parameters) -> torch.optim.Optimizer:
@@ -68,23 +65,34 @@ def copy_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {f"{index} {key}": value.clone() for index, state in states.items() for key, value in state.items()}
 
 
-def test_bfloat16(parity, placement, captured):
-    model, batches = parity.optimized(gpt, placement, captured=captured, compute_dtype=torch.bfloat16)
-    plain = train_by_hand(parity, batches)
-    ours, optimizer = parity.trace(), adamw(model.parameters())
+def train(parity, model, batches):
+    trace, optimizer = parity.trace(), adamw(model.parameters())
     for step in range(STEPS):
         if step == 1:
             write_some(model.head.weight, model.norm.weight)
         for batch in batches[step * MICRO_STEPS :][:MICRO_STEPS]:
             loss = model(**batch)
             loss.backward()
-            ours.losses.append(loss.detach().clone())
-        ours.record_gradients(model)
+            trace.losses.append(loss.detach().clone())
+        trace.record_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            ours.parameters.append({name: parameter.clone() for name, parameter in model.named_parameters()})
-        ours.states.append(copy_state(optimizer))
+            trace.parameters.append({name: parameter.clone() for name, parameter in model.named_parameters()})
+        trace.states.append(copy_state(optimizer))
+    return trace
+
+
+@pytest.mark.parametrize("way", ["captured", "eager", pytest.param("inductor", marks=pytest.mark.long)], indirect=True)
+def test_bfloat16(parity, placement, way):
+    options = {"compute_dtype": torch.bfloat16, **{name: option for name, option in way.items() if name != "captured"}}
+    model, batches = parity.optimized(gpt, placement, captured=way["captured"], **options)
+    plain, ours = train_by_hand(parity, batches), train(parity, model, batches)
+    if "compute" in way:
+        parity.assert_segments_ran(model)
+        first = plain.losses[0]
+        plain = train(parity, parity.resident(gpt()[0], **options), batches)
+        torch.testing.assert_close(plain.losses[0], first, rtol=2.0**-7, atol=0.0)  # bfloat16 has 8 bits
     parity.assert_same(ours, plain)
     assert {value.dtype for value in ours.parameters[-1].values()} == {torch.float32}
     assert {value.dtype for value in ours.gradients[-1].values()} == {torch.bfloat16}

@@ -1,147 +1,15 @@
 """Small models in every placement and mode: five AdamW steps are bitwise equal to plain PyTorch."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from gpt import GPT, GPTConfig
-
-from zinf_compile.runtime.native.compiled import find_compiler
-
-STEPS = 5
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler on the PATH")
-
-
-def token_batches(vocab_size: int, *, batch: int = 2, seq: int = 8) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(vocab_size, (batch, seq + 1), generator=generator) for _ in range(STEPS)]
-    return [{"tokens": each[:, :-1], "targets": each[:, 1:]} for each in tokens]
-
-
-def vector_batches(width: int, num_classes: int) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {"x": torch.randn(4, width, generator=generator), "y": torch.randint(num_classes, (4,), generator=generator)}
-        for _ in range(STEPS)
-    ]
-
-
-def gpt():
-    return GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, seq=8)), token_batches(64)
-
-
-def gpt_tied():
-    model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, seq=8), tied=True)
-    assert model.embed.weight is model.head.weight
-    return model, token_batches(64)
-
-
-class MLP(nn.Module):
-    """Wide enough that the optimizer step cuts a parameter into chunks, with a short last chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(24, 210)
-        self.middle = nn.Linear(210, 50)
-        self.down = nn.Linear(50, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.down(torch.tanh(self.middle(F.gelu(self.up(x))))), y)
-
-
-def mlp():
-    torch.manual_seed(0)
-    return MLP(), vector_batches(24, 5)
-
-
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.Conv2d(16, 12, 3, stride=2, bias=False),
-            nn.BatchNorm2d(12),
-            nn.ReLU(),
-            nn.Conv2d(12, 24, 3, padding=1),
-            nn.BatchNorm2d(24),
-            nn.ReLU(),
-        )
-        self.head = nn.Linear(24, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.features(x).mean(dim=(2, 3))), y)
-
-
-def conv_net():
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    batches = [
-        {"x": torch.randn(4, 3, 8, 8, generator=generator), "y": torch.randint(5, (4,), generator=generator)}
-        for _ in range(STEPS)
-    ]
-    return ConvNet(), batches
-
-
-class UsedTwice(nn.Module):
-    """One module that is called twice in the forward, and once more under another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(24, 64)
-        self.shared = nn.Linear(64, 64)
-        self.again = nn.Sequential(nn.LayerNorm(64), self.shared)
-        self.last = nn.Linear(64, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = torch.tanh(self.shared(torch.tanh(self.first(x))))
-        return F.cross_entropy(self.last(self.again(torch.tanh(self.shared(x)))), y)
-
-
-def used_twice():
-    torch.manual_seed(0)
-    return UsedTwice(), vector_batches(24, 5)
-
-
-class EarlyViews(nn.Module):
-    """Views of a weight are created early and read much later: nothing would read a gather for the views alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.early = nn.Linear(64, 64, bias=False)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        left, right = self.early.weight.t().chunk(2, dim=1)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        x = torch.cat((x @ left, torch.tanh(x @ right)), dim=1)
-        return F.cross_entropy(self.layers[0](x), y)
-
-
-def early_views():
-    torch.manual_seed(0)
-    return EarlyViews(), vector_batches(64, 5)
+from tests.support.small_models import STEPS, conv_net, early_views, gpt, gpt_tied, mlp, used_twice
 
 
 @pytest.mark.parametrize("workload", [gpt, gpt_tied, mlp, conv_net, used_twice, early_views])
-def test_bitwise(parity, workload, placement, captured):
-    parity.check(workload, placement, captured=captured)
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    "workload",
-    [gpt_tied, conv_net, *(pytest.param(each, marks=pytest.mark.long) for each in (gpt, mlp, used_twice, early_views))],
-)
-def test_compiled_segments(parity, workload, placement):
-    parity.check(workload, placement, captured=True, compute="inductor", recompute=False)
+def test_bitwise(parity, workload, placement, way):
+    parity.check(workload, placement, **way)
 
 
 def loss_with_l2(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -155,8 +23,8 @@ def loss_with_head(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [loss_with_l2, loss_with_head])
-def test_parameter_used_outside_of_forward(parity, placement, captured, loss):
-    parity.check(mlp, placement, captured=captured, loss=loss)
+def test_parameter_used_outside_of_forward(parity, placement, way, loss):
+    parity.check(mlp, placement, **way, loss=loss)
 
 
 def test_batch_norm_buffers_move(parity):

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
+from examples.gpt import GPT, GPTConfig
 from zinf_compile.hardware.observed import BusyTime, Observed, RouteBytes
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware, Rate, make_route
 from zinf_compile.runtime.observe.watch import StepWatch
 from zinf_compile.runtime.params.records import record_of
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from gpt import GPT, GPTConfig
 
 MIB = 2**20
 STEPS = 6

@@ -192,10 +192,7 @@ def test_mixed_precision_captured(parity, after, tmp_path, monkeypatch):
             loss = model(**batch)
             loss.backward()
             trace.losses.append(loss.detach().clone())
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     plain, ours = parity.trace(), parity.trace()
     model, batches = parity.optimized(gpt, "nvme", captured=True, compute_dtype=torch.bfloat16)

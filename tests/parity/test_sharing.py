@@ -74,10 +74,14 @@ def play(maker: nn.Module, critic: nn.Module) -> dict[str, Tensor]:
     return numbers
 
 
-def test_two_models_under_one_budget(parity, captured, tmp_path):
+def test_two_models_under_one_budget(parity, way, tmp_path):
+    options = {"capture": way["captured"], **{name: option for name, option in way.items() if name != "captured"}}
     expected = play(*models())
+    if "compute" in way:  # the same segments with everything on the device
+        plain, expected = expected, play(*(parity.resident(model, **options) for model in models()))
+        torch.testing.assert_close(expected["0 told apart"], plain["0 told apart"])
     maker, critic = models()
-    parity.optimize(maker, **BUDGETS, nvme=tmp_path, capture=captured)
+    parity.optimize(maker, **BUDGETS, nvme=tmp_path, **options)
     assert zinf_compile.optimize(critic, share=maker) is critic
     ours = play(maker, critic)
     for name, value in expected.items():
@@ -88,7 +92,8 @@ def test_two_models_under_one_budget(parity, captured, tmp_path):
     assert list(store.records)[-1:] == ["Critic.layers.3.bias"]
     report = zinf_compile.report(critic)
     assert report == zinf_compile.report(maker)
-    if captured:
+    if way["captured"]:
+        assert not report.fallbacks
         assert all(len(plan.placements) == 16 for plan in report.plans)
         for tier in report.tiers:
             assert tier.capacity is None or tier.predicted_peak <= tier.capacity

@@ -45,10 +45,7 @@ def train(model, optimizer, batches, trace):
         loss = model(**batch)
         loss.backward()
         trace.losses.append(loss.detach().clone())
-        trace.record_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.record_model(model, optimizer)
+        trace.take_step(model, optimizer)
 
 
 def through_memory(model, optimizer, fresh, fresh_optimizer, folder):

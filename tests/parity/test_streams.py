@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
-from tests.parity.test_models import MLP, gpt, gpt_tied, mlp, vector_batches
+from tests.support.small_models import MLP, gpt, gpt_tied, mlp, vector_batches
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.storage.slots import Slot
@@ -130,10 +130,7 @@ def _micro_steps(model: nn.Module, batches, trace) -> None:
             loss.backward()
             trace.losses.append(loss.detach().clone())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        trace.record_gradients(model)
-        sgd.step()
-        sgd.zero_grad()
-        trace.record_model(model, sgd)
+        trace.take_step(model, sgd)
 
 
 def parity_loss(model: nn.Module, batch) -> Tensor:
@@ -159,10 +156,7 @@ def test_a_split_step_updates_everything_once(parity) -> None:
         loss = model(**batch)
         loss.backward()
         trace.losses.append(loss.detach().clone())
-        trace.record_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.record_model(model, optimizer)
+        trace.take_step(model, optimizer)
     parity.assert_plain(trace, parity.plain_runs(mlp), captured=True)
 
 

@@ -1,7 +1,6 @@
 """Offloaded activations: training is bitwise equal to plain PyTorch, whatever is done with the graph."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,14 +8,11 @@ import pytest
 import torch
 
 import zinf_compile
+from examples.gpt import GPT, GPTConfig
+from tests.support.swapping import swapping
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Plan
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from gpt import GPT, GPTConfig
-
-from tests.support.swapping import swapping
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,10 +112,7 @@ def loop_of(backward):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(STEPS):
             trace.losses += [loss.detach().clone() for loss in backward(model, batches)]
-            trace.record_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.record_model(model, optimizer)
+            trace.take_step(model, optimizer)
 
     return loop
 

@@ -49,6 +49,13 @@ class Trace:
                 {f"{index} {key}": value.clone() for index, state in states.items() for key, value in state.items()}
             )
 
+    def take_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take an optimizer step; record the gradients before it, and the model after they are zeroed."""
+        self.record_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.record_model(model, optimizer)
+
 
 def train(
     model: nn.Module,
@@ -65,10 +72,7 @@ def train(
         value = loss(model, batch)
         value.backward()
         trace.losses.append(value.detach().clone())
-        trace.record_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.record_model(model, optimizer)
+        trace.take_step(model, optimizer)
     return trace
 
 

@@ -25,6 +25,9 @@ def _make_node(key: str, *paths: str) -> fx.Node:
         ("L['model'].layers.0", "layers.0"),
         ("G['model'].layers.0", "layers.0"),  # a model that is a global of the compiled function
         ("L['self']._orig_mod.layers.0", "layers.0"),
+        ("L['args'][0].layers.0", "layers.0"),  # a decorated forward, whose wrapper takes *args
+        ("L['args'][0]._modules['layers']._modules['0'].up", "layers.0.up"),
+        ("L['layers'][0].up", "0.up"),  # one module of a list
         ("L['fn'].__self__", ""),  # torch.compile of a bound method of the model
         ("L['fn'].__self__._modules['11']", "11"),
         ("L['fn'].__self__.layers[3].up", "layers.3.up"),

@@ -1,31 +1,25 @@
 """Offloaded activations come back as they were, and their memory is freed with their tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.memory_engine import Fault, MemoryEngine, Operation
+from tests.support.memory_engine import Fault, Operation
+from tests.support.transfer_bench import TransferBench
+from tests.support.transfer_bench import benches as benches
 from zinf_compile.ir.errors import CapacityError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
-from zinf_compile.runtime.observe.meter import Meter
-from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import ALIGN
-from zinf_compile.runtime.storage.layout import FileLayout
-from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.activations import Activations
-from zinf_compile.runtime.transfer.transfers import Transfers
 
 
-class Bench:
+class Bench(TransferBench):
     """Activations over an engine in memory, with room for 64 pages on host and on nvme."""
 
     def __init__(self, *, faults: Sequence[Fault] = (), latency_seconds: float = 0.0) -> None:
-        self.engine = MemoryEngine(max_nbytes=2**24, faults=faults, latency_seconds=latency_seconds)
-        self.staging, self.arena, self.meter, self.layout = StagingPool(16 * ALIGN), Arena(), Meter(), FileLayout()
-        self.arena.reserve(2**22)
-        self.transfers = Transfers(engine=self.engine, staging=self.staging, arena=self.arena, meter=self.meter)
+        super().__init__(faults=faults, latency_seconds=latency_seconds, staging=16 * ALIGN)
         self.activations = Activations(
             transfers=self.transfers,
             arena=self.arena,
@@ -48,18 +42,7 @@ class Bench:
 
     def check(self) -> None:
         self.activations.check_integrity()
-        self.staging.check_integrity(expect_idle=True)
-        self.arena.check_integrity(expect_idle=True)
-        self.layout.check_integrity()
-
-
-@pytest.fixture
-def benches() -> Iterator[list[Bench]]:
-    made: list[Bench] = []
-    yield made
-    for bench in made:
-        bench.transfers.close()
-        bench.check()
+        super().check()
 
 
 @pytest.fixture

@@ -1,38 +1,27 @@
 """Transfers: bytes arrive unchanged, errors are raised once, and nothing stays in flight."""
 
 import time
-from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tests.support.memory_engine import Fault, MemoryEngine
+from tests.support.memory_engine import Fault
+from tests.support.transfer_bench import TransferBench
+from tests.support.transfer_bench import benches as benches
 from zinf_compile.ir.errors import StoreError, VerifyError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
-from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.params.copies import Copies, Seat
 from zinf_compile.runtime.params.records import StoredParameter
-from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import ALIGN
-from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.slots import Slot, map_tensor
-from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.transfers import Transfers
 
 
-class Bench:
+class Bench(TransferBench):
     """Transfers over an engine in memory, and slots to move."""
-
-    def __init__(
-        self, *, faults: Sequence[Fault] = (), latency_seconds: float = 0.0, staging: int = 64 * ALIGN
-    ) -> None:
-        self.engine = MemoryEngine(max_nbytes=2**24, faults=faults, latency_seconds=latency_seconds)
-        self.staging, self.arena, self.meter, self.layout = StagingPool(staging), Arena(), Meter(), FileLayout()
-        self.arena.reserve(2**22)
-        self.transfers = Transfers(engine=self.engine, staging=self.staging, arena=self.arena, meter=self.meter)
 
     def slot(self, name: str, *shape: int, tier: Tier = Tier.NVME, dtype: torch.dtype = torch.float32) -> Slot:
         size = torch.Size(shape)
@@ -53,19 +42,6 @@ class Bench:
             dtype=slot.tensor.dtype,
             copies=Copies(compute=slot, master=slot, seat=Seat(torch.empty(0))),
         )
-
-    def check(self) -> None:
-        self.staging.check_integrity(expect_idle=True)
-        self.arena.check_integrity(expect_idle=True)
-
-
-@pytest.fixture
-def benches() -> Iterator[list[Bench]]:
-    made: list[Bench] = []
-    yield made
-    for bench in made:
-        bench.transfers.close()
-        bench.check()
 
 
 @pytest.fixture
