@@ -4,7 +4,18 @@ import pytest
 import torch
 
 import zinf_compile
-from tests.support.transformer_models import VOCAB, bert, bert_with_dropout, gpt2, llama, mixtral, qwen3, t5, vit
+from tests.support.transformer_models import (
+    VOCAB,
+    bert,
+    bert_with_dropout,
+    gpt2,
+    llama,
+    mixtral,
+    qwen3,
+    t5,
+    transformers,
+    vit,
+)
 from zinf_compile.runtime.native.compiled import find_compiler
 
 
