@@ -11,6 +11,7 @@ from zinf_compile.ir.glossary import Phase
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.process.interrupts import interruptible, uninterrupted
+from zinf_compile.runtime.ranks.ranks import describe
 from zinf_compile.runtime.store.store import Store
 
 
@@ -49,18 +50,19 @@ class Executor:
                 with interruptible():
                     return self._run(inputs)
             except StoreError as error:
+                self._leave_ranks(error)
                 store.transfers.abandon_gathers()
                 store.fail(error)
                 raise
             except torch.OutOfMemoryError as error:
-                self._abandon()
+                self._abandon(error)
                 raise CapacityError(
                     f"an op of the {self._phase} needs more device memory than the plan reserves for it, or other processes "
                     f"have taken some: {str(error).splitlines()[0]}; lower device_memory, so that the plan leaves more of "
                     f"it free, or raise reserve_memory"
                 ) from error
-            except BaseException:
-                self._abandon()
+            except BaseException as error:
+                self._abandon(error)
                 raise
             finally:
                 store.ram.end()
@@ -81,8 +83,15 @@ class Executor:
         store.held.begin_run()
         store.arena.reserve(arena_nbytes)
 
-    def _abandon(self) -> None:
+    def _leave_ranks(self, error: BaseException) -> None:
+        """Tell other ranks that this one broke off, before anything waits for them."""
+        self._store.ranks.fail(f"a {self._phase} broke off: {describe(error)}")
+        with suppress(StoreError):
+            self._store.reductions.abandon()
+
+    def _abandon(self, error: BaseException) -> None:
         """Leave nothing in flight."""
+        self._leave_ranks(error)
         self._store.transfers.abandon_gathers()
         with suppress(StoreError), self._store.failing_on_error():
             self._store.tensor_io.wait_writes()

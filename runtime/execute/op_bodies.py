@@ -28,6 +28,7 @@ def store_grad(grad: Tensor, param: int, part: int = 0) -> Tensor:
     record = find_record(param)
     store_gradient(record, grad)
     with record.store.failing_on_error():
+        record.store.reductions.finish()
         record.store.tensor_io.wait_writes()
     return torch.empty(0)
 
@@ -63,7 +64,9 @@ def sink_grad(grad: Tensor, store: int, param: int) -> None:
 
 def wait_sinks(store: int) -> None:
     """Block until every gradient is stored."""
-    find_store(store).tensor_io.wait_writes()
+    owner = find_store(store)
+    owner.reductions.finish()
+    owner.tensor_io.wait_writes()
 
 
 def arena_view(

@@ -297,7 +297,7 @@ def refuse_graph(model: str) -> UnsupportedError:
 
 
 def _accessor(model: str, name: str, record: StoredParameter, forward: Forward) -> Callable[[Module], Tensor]:
-    param, shape, device = record.param, tuple(record.copies.compute.tensor.shape), record.store.memory.torch_device
+    param, shape, device = record.param, tuple(record.shape), record.store.memory.torch_device
     dtype = record.dtype
     seat, alive, of_record = record.copies.seat, weakref.ref(forward), weakref.ref(record)
 

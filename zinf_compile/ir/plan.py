@@ -32,6 +32,7 @@ class TierPart(StrEnum):
     WORKSPACE = "workspace"  # what kernels take beside their outputs
     OUTSIDE = "loss outside"  # what a loss outside of the graph takes beyond all other parts
     UPDATES = "updates"  # what an optimizer takes beside what is counted of it, and of compute
+    REDUCTIONS = "reductions"  # the two buffers that gradients pass through between ranks
     LEAVING = "leaving"  # of a device with streams: what gradients hold until they have been copied to the host
     KERNELS = "kept kernels"  # what libraries keep kernels in, one for each shape they have met
     RESERVE = "reserve"  # what is left to the process
@@ -71,6 +72,10 @@ class Placement:
         for copy, nbytes in self._sized:
             totals[copy.role] = totals.get(copy.role, 0) + nbytes
         return totals
+
+    def is_whole(self, role: Role) -> bool:
+        """Return whether every rank has all of the copy of a role, and not a shard of it."""
+        return self.by_role[role][0].slice.num_ranks == 1
 
     def nbytes_of(self, role: Role) -> int:
         """Return the bytes of the copies of a role; 0 where there are none."""

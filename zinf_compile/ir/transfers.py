@@ -45,12 +45,18 @@ class Transfer:
     issue: int  # tick at which it starts
     need_by: int  # tick at which compute waits for its end
     release: int  # tick at which what it takes of the device is free again
+    scratch_nbytes: int = 0  # of the arena behind them: this rank's shards, until all ranks' are gathered
     offsets: tuple[int, ...] = ()  # absolute in the arena, one for each part; () where it takes no arena bytes
 
     @property
     def offset(self) -> int:
         """Return where its arena bytes begin; only of a transfer that has some."""
         return self.offsets[0]
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Return the arena bytes it takes; only of a transfer that has some."""
+        return self.nbytes + self.scratch_nbytes
 
     @property
     def live(self) -> LiveRange:

@@ -16,6 +16,7 @@ from zinf_compile.hardware.world import World
 from zinf_compile.ir.facts import GraphFacts, ParameterFact, UseFact
 from zinf_compile.ir.glossary import LiveRange, Phase, Tier
 from zinf_compile.ir.plan import Placement
+from zinf_compile.ir.slices import shard_size
 from zinf_compile.ir.transfers import Moved, Transfer
 from zinf_compile.passes.planner.memory.arena import ArenaLayout, Piece, align, plan_arena
 
@@ -35,11 +36,17 @@ class Residency:
     sizes: tuple[int, ...]  # of each parameter, rounded up to the arena's alignment
     need_by: int
     release: int
+    num_ranks: int = 1
 
     @cached_property
     def nbytes(self) -> int:
-        """Return the arena bytes it takes."""
+        """Return the bytes of the full values, rounded up."""
         return sum(self.sizes)
+
+    @cached_property
+    def scratch_nbytes(self) -> int:
+        """Return the bytes that one of several ranks needs behind the full values: its shards, until they are gathered."""
+        return 0 if self.num_ranks == 1 else sum(align(shard_size(size, self.num_ranks)) for size in self.sizes)
 
 
 # Not slotted, and compared by identity: most callers need only the byte count.
@@ -68,6 +75,7 @@ class TransferPlan:
                 destination=Tier.DEVICE,
                 offsets=tuple(itertools.accumulate(residency.sizes[:-1], initial=offset)),
                 nbytes=residency.nbytes,
+                scratch_nbytes=residency.scratch_nbytes,
                 issue=issue,
                 need_by=residency.need_by,
                 release=residency.release,
@@ -186,6 +194,7 @@ class ResidencyPlanner:
                 sizes=sizes,
                 need_by=need_by,
                 release=release,
+                num_ranks=self._num_ranks,
             )
         return self._made[key]
 
@@ -247,10 +256,10 @@ def _earliest_issues(residencies: Sequence[Residency], prefetch_nbytes: int) -> 
         if residency.phase is not residencies[first].phase:
             first, behind = index, 0
         elif index:
-            behind += residency.nbytes
+            behind += residency.nbytes + residency.scratch_nbytes
         while first < index and behind > prefetch_nbytes:
             first += 1
-            behind -= residencies[first].nbytes
+            behind -= residencies[first].nbytes + residencies[first].scratch_nbytes
         issues.append(residencies[first].need_by)
     return issues
 
@@ -312,7 +321,7 @@ def bind_transfers(residencies: Sequence[Residency], issues: Sequence[int]) -> T
     """Return one gather per residency, issued at the tick given for it, with its arena offsets."""
     layout = plan_arena(
         [
-            Piece(nbytes=residency.nbytes, live=LiveRange(start=issue, end=residency.release))
+            Piece(nbytes=residency.nbytes + residency.scratch_nbytes, live=LiveRange(start=issue, end=residency.release))
             for residency, issue in zip(residencies, issues, strict=True)
         ]
     )

@@ -76,9 +76,9 @@ def _verify_gather(plan: Plan, transfer: Transfer, read: Mapping[str, str], home
         raise VerifyError(f"{where}: issue {transfer.issue}, need-by and release {transfer.release} are out of order")
     if phase_of(transfer.issue) is not phase or phase_of(transfer.release - 1) is not phase:
         raise VerifyError(f"{where}: it reaches beyond its phase, from tick {transfer.issue} to {transfer.release}")
-    if not 0 <= transfer.offset <= transfer.offset + transfer.nbytes <= plan.arena_nbytes:
+    if not 0 <= transfer.offset <= transfer.offset + transfer.arena_nbytes <= plan.arena_nbytes:
         raise VerifyError(
-            f"{where}: bytes [{transfer.offset}, +{transfer.nbytes}) leave the arena of {plan.arena_nbytes}"
+            f"{where}: bytes [{transfer.offset}, +{transfer.arena_nbytes}) leave the arena of {plan.arena_nbytes}"
         )
     cursor = transfer.offset
     for name, offset in zip(transfer.parameters, transfer.offsets, strict=True):
@@ -92,6 +92,9 @@ def _verify_gather(plan: Plan, transfer: Transfer, read: Mapping[str, str], home
         if offset < cursor or offset + nbytes > transfer.offset + transfer.nbytes:
             raise VerifyError(f"{where}: '{name}' at offset {offset} does not fit its transfer")
         cursor = offset + nbytes
+    shards = sum(homes[name].nbytes_read(read[name]) for name in transfer.parameters) if plan.num_ranks > 1 else 0
+    if transfer.scratch_nbytes < shards:
+        raise VerifyError(f"{where}: its scratch of {transfer.scratch_nbytes} bytes cannot hold {shards} of shards")
 
 
 def _verify_swaps(plan: Plan) -> None:
@@ -149,7 +152,9 @@ _KINDS = {Moved.PARAMETERS: "transfer", Moved.GRADIENT: "gradient", Moved.ACTIVA
 
 def _arena_uses(plan: Plan) -> list[_ArenaUse]:
     moved = [
-        _ArenaUse(name=f"{_KINDS[item.what]} '{item.name}'", offset=item.offset, nbytes=item.nbytes, live=item.live)
+        _ArenaUse(
+            name=f"{_KINDS[item.what]} '{item.name}'", offset=item.offset, nbytes=item.arena_nbytes, live=item.live
+        )
         for item in plan.transfers
         if item.offsets
     ]
