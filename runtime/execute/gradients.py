@@ -25,7 +25,7 @@ def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
     requested is dropped.
     """
     record = stored.whole
-    store, slot, parameter = record.store, record.gradient.slot, record.parameter
+    store, slot = record.store, record.gradient.slot
     store.check_usable(record)  # waits for its update
     store.follow_compute()
     if slot is None:

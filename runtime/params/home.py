@@ -54,12 +54,14 @@ _LOOKS_AT_NO_VALUE = frozenset(
 )
 
 
-# The classes below are completed by a tensor class: torch's own, or DTensor where several ranks have a shard each.
-_AnyTensor = Tensor if TYPE_CHECKING else object
-_AnyParameter = Parameter if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from torch import Tensor as AnyTensor
+    from torch.nn import Parameter as AnyParameter
+else:  # completed by a tensor class: torch's own, or DTensor where several ranks have a shard each
+    AnyTensor = AnyParameter = object
 
 
-class HomeTensor(_AnyTensor):
+class HomeTensor(AnyTensor):
     """A gradient or a tensor of optimizer state whose bytes are at home in a store, as users see it.
 
     An optimizer step in the background may be reading or writing it: reading its values blocks until that finishes.
@@ -87,6 +89,7 @@ class HomeTensor(_AnyTensor):
         """Return the home tensor of a slot for users; always the same object."""
         if slot.shown is None:
             shown = record.store.views.show(cls, slot.tensor, record)
+            assert isinstance(shown, cls)
             shown.record = weakref.ref(record)
             slot.shown = shown
         return slot.shown
@@ -115,7 +118,7 @@ class HomeTensor(_AnyTensor):
         return repr(self.plain())
 
 
-class HomeParameter(_AnyParameter):
+class HomeParameter(AnyParameter):
     """A parameter whose bytes are at home in a store.
 
     Whoever looks at its values waits for its update in flight, and learns whether its last update finished; whoever gets
@@ -311,12 +314,44 @@ class EagerGather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient where its parameter is, once nothing is in flight for the one it may be added to."""
         if (record := record_of(ctx.parameter)) is not None:
-            store = record.store
-            store.await_gradient(record)
-            if not store.ranks.is_alone:
-                shard = store.reductions.reduced(Slice.of_whole(record.name, record.shape), grad)
-                return store.views.of_shard(shard, record), None
+            record.store.await_gradient(record)
         return grad.to(ctx.parameter.device), None
+
+
+class WholeLeaf(torch.autograd.Function):
+    """The whole value of a parameter of which this rank has a shard, as the leaf of one eager forward. It has no memory.
+
+    Autograd sums what all gathers of the forward contribute; the sum is reduced over ranks once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Parameter, record: StoredParameter) -> Tensor:
+        """Return a tensor of the parameter's shape, all of whose elements are one."""
+        record.gradient.add_use(ctx)
+        ctx.record = record
+        return torch.empty((), dtype=record.dtype, device=record.store.memory.torch_device).expand(record.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return this rank's rows of the gradient, summed over ranks."""
+        record = ctx.record
+        record.store.await_gradient(record)
+        shard = record.store.reductions.reduced(Slice.of_whole(record.name, record.shape), grad)
+        return record.store.views.of_shard(shard, record), None
+
+
+class GatherOfLeaf(torch.autograd.Function):
+    """A gather in an eager forward on several ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, gather: Callable[[], Tensor]) -> Tensor:
+        """Return the gathered value."""
+        return gather()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient for the leaf."""
+        return grad, None
 
 
 class TransformedGather(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from zinf_compile.runtime.ranks.reductions import Reductions
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, torch_dtype
 from zinf_compile.runtime.storage.tier_memory import TierMemory
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
-
-
-T = TypeVar("T")
 
 
 class Owner(Protocol):
@@ -66,7 +63,7 @@ class Stored(Protocol):
 class Views(Protocol):
     """What users see of stored parameters: tensors over the bytes of their slots."""
 
-    def show(self, kind: type[T], home: Tensor, record: "StoredParameter") -> T:
+    def show(self, kind: type[Tensor], home: Tensor, record: "StoredParameter") -> Tensor:
         """Return a home tensor of this kind, a gradient or optimizer state, over the bytes of a slot's tensor."""
 
     def seat(self, parameter: torch.nn.Parameter, home: Tensor, *, as_home: bool) -> torch.nn.Parameter:

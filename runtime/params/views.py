@@ -1,7 +1,5 @@
 """What users see of a stored parameter: tensors over the bytes of its slots, or DTensors (see ``shard_views``)."""
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -11,18 +9,15 @@ from zinf_compile.runtime.params.home_gradient import HomeGradient, PlainHomeGra
 from zinf_compile.runtime.params.records import StoredParameter, Views
 from zinf_compile.runtime.ranks.ranks import Ranks
 
-T = TypeVar("T", bound=HomeTensor)
-_KINDS: dict[type[HomeTensor], type[Tensor]] = {HomeTensor: PlainHomeTensor, HomeGradient: PlainHomeGradient}
+_KINDS: dict[type[Tensor], type[Tensor]] = {HomeTensor: PlainHomeTensor, HomeGradient: PlainHomeGradient}
 
 
 class PlainViews:
     """What users see in a process that trains alone."""
 
-    def show(self, kind: type[T], home: Tensor, record: StoredParameter) -> T:
+    def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter) -> Tensor:
         """See Views.show."""
-        shown = home.as_subclass(_KINDS[kind])
-        assert isinstance(shown, kind)
-        return shown
+        return home.as_subclass(_KINDS[kind])
 
     def seat(self, parameter: Parameter, home: Tensor, *, as_home: bool) -> Parameter:
         """See Views.seat. It stays the same object."""

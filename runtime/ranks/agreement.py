@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -50,11 +50,14 @@ def agree_on_config(ranks: Ranks, config: Config) -> Config:
     alike |= {"version of torch": torch.__version__, "whether there is an nvme folder": config.nvme is not None}
     check_alike(ranks, "options", alike)
     budgets = ranks.exchange("budgets", [getattr(config, name) for name in _BUDGETS])
-    least = {
-        name: min((given for given in column if given is not None), default=None)
-        for name, column in zip(_BUDGETS, zip(*budgets, strict=True), strict=True)
-    }
-    return replace(config, **least)
+    on_device, host, nvme, prefetch = (_least(given) for given in zip(*budgets, strict=True))
+    assert on_device is not None
+    assert host is not None
+    return replace(config, device_memory=on_device, host_memory=host, nvme_memory=nvme, prefetch_memory=prefetch)
+
+
+def _least(given: Sequence[int | None]) -> int | None:
+    return min((each for each in given if each is not None), default=None)
 
 
 def check_parameters(ranks: Ranks, parameters: Mapping[str, Tensor], *, with_values: bool) -> None:
@@ -75,7 +78,7 @@ def check_parameters(ranks: Ranks, parameters: Mapping[str, Tensor], *, with_val
 
 def _checksum(tensor: Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy()))
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 
 def agree_on_hardware(ranks: Ranks, mine: Hardware) -> Hardware:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store
 
@@ -26,6 +27,9 @@ from zinf_compile.runtime.process.waiting import wait_for
 T = TypeVar("T")
 _LOOK = timedelta(seconds=0.2)  # between checks whether another rank has failed
 _TIMED_OUT = "Operation timed out"  # how torch.distributed says that ``wait`` returned before the work was done
+# Newer versions of torch call these otherwise.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _MEETING_NBYTES = 160  # of the text that says what a rank is about to do: the same everywhere, so that sizes agree
 _numbers = itertools.count()  # of the groups of this process: every rank makes them in the same order
 
@@ -55,9 +59,7 @@ class Ranks:
         self._gathers = make(group_desc=f"zinf gathers {self._number}")
         self._reductions = make(group_desc=f"zinf reductions {self._number}")
         self._control = make(backend="gloo", group_desc=f"zinf control {self._number}")
-        self._messages = dist.PrefixStore(
-            f"zinf/{'-'.join(map(str, members))}/{self._number}", _get_default_store()
-        )
+        self._messages = PrefixStore(f"zinf/{'-'.join(map(str, members))}/{self._number}", _get_default_store())
 
     @property
     def is_alone(self) -> bool:
@@ -76,7 +78,7 @@ class Ranks:
         group = self._gathers
         with self._raising(name), _coalescing_manager(group, async_ops=True) as manager:
             for shard, whole in zip(shards, wholes, strict=True):
-                dist.all_gather_into_tensor(whole, shard, group=group)
+                _all_gather(whole, shard, group=group)
         return Collective(name=name, works=tuple(manager.works), tensors=(*shards, *wholes))
 
     def exchange_rows(self, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
@@ -95,7 +97,7 @@ class Ranks:
         self._check()
         with self._raising(name):
             if len(set(counts)) == 1:
-                work = dist.reduce_scatter_tensor(received, value, group=self._reductions, async_op=True)
+                work = _reduce_scatter(received, value, group=self._reductions, async_op=True)
             else:
                 parts = list(value.split(list(counts)))
                 work = dist.reduce_scatter(received, parts, group=self._reductions, async_op=True)
@@ -128,7 +130,8 @@ class Ranks:
         met = [bytes(each.numpy()).decode(errors="replace").rstrip() for each in self._all_gather_now(what, mine)]
         if len(set(met)) > 1:
             doing = "; ".join(
-                f"{describe_ranks([rank for rank, each in enumerate(met) if each == one])}: {one}" for one in dict.fromkeys(met)
+                f"{describe_ranks([rank for rank, each in enumerate(met) if each == one])}: {one}"
+                for one in dict.fromkeys(met)
             )
             self.failure = f"ranks do different things at the same time: {doing}"
             raise RankError(
@@ -164,7 +167,7 @@ class Ranks:
         self._check()
         given = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
         with self._raising(what):
-            work = dist.all_gather_into_tensor(given.view(-1), mine, group=self._control, async_op=True)
+            work = _all_gather(given.view(-1), mine, group=self._control, async_op=True)
         self.wait(Collective(name=what, works=(work,), tensors=(mine, given)))
         return given
 

@@ -204,9 +204,7 @@ class Store:
             home = self.memory.new_home(shape, dtype, tier)
             self.held.count_home(tier, nbytes)
             is_behind_link = self.memory.is_behind_link(tier)
-            return Slot(
-                slice=held, num_ranks=num_ranks, label=label, tier=tier, tensor=home, on_device=is_behind_link
-            )
+            return Slot(slice=held, num_ranks=num_ranks, label=label, tier=tier, tensor=home, on_device=is_behind_link)
         assert self.engine is not None
         self.activations.give_back_dropped()  # frees extents of dropped activations for reuse
         extent = self.layout.allocate(nbytes)

@@ -23,12 +23,12 @@ from zinf_compile.runtime.device.device import Event
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import end_pool, wait_future
 from zinf_compile.runtime.ranks.ranks import Collective
-from zinf_compile.runtime.transfer.shared_arena import SharedArena
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.futures import call_when_done, wait_all
 from zinf_compile.runtime.storage.nvme.engine import whole_sectors
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
 from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
+from zinf_compile.runtime.transfer.shared_arena import SharedArena
 
 
 class Named(Protocol):

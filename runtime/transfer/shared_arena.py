@@ -17,6 +17,7 @@ from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.nvme.engine import whole_sectors
 
+
 class Moved(Protocol):
     """What is moved of a parameter."""
 

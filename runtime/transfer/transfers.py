@@ -20,7 +20,6 @@ from zinf_compile.runtime.device.device import Device
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
-from zinf_compile.runtime.transfer.shared_arena import SharedArena, share_arena
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.futures import call_when_done
 from zinf_compile.runtime.storage.nvme.engine import Engine, whole_sectors
@@ -30,6 +29,7 @@ from zinf_compile.runtime.transfer.gpu_direct import DirectReads, GpuDirectFille
 from zinf_compile.runtime.transfer.in_flight import DirectFiller, Filler, InFlight, LinkFiller
 from zinf_compile.runtime.transfer.io_pool import IOPool
 from zinf_compile.runtime.transfer.link import Link
+from zinf_compile.runtime.transfer.shared_arena import SharedArena, share_arena
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 

@@ -40,9 +40,9 @@ from zinf_compile.runtime.optim.step_hooks import install_step_hooks
 from zinf_compile.runtime.params.numbers import find_record
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.garbage import fewer_collections
+from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.ranks.agreement import agree_on_hardware, check_parameters
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
-from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.store.store import Store
 
 _LARGE_NBYTES = 2**28  # takes long enough to move to log it
@@ -137,7 +137,9 @@ class Session:
         fact = replace(self.store.facts[record.name], trainable=True)
         others = [placement for placement in self.catalog.placements if placement.parameter != record.name]
         master = record.copies.master.tier if record.copies.are_two else None
-        unfrozen = place_unfrozen(fact, record.copies.compute.tier, others, self.config, master=master, num_ranks=self.store.ranks.size)
+        unfrozen = place_unfrozen(
+            fact, record.copies.compute.tier, others, self.config, master=master, num_ranks=self.store.ranks.size
+        )
         placements = tuple(unfrozen if item.parameter == record.name else item for item in self.catalog.placements)
         check_budgets(
             [fact if item.name == fact.name else item for item in self.catalog.facts], placements, self.config

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.device_mesh import DeviceMesh
 from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
 from zinf_compile.driver.session import Session, check_devices, session_of_store

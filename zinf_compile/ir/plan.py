@@ -23,6 +23,9 @@ BACKGROUND_NBYTES = 2**22  # and what a thread of its own comes to hold for that
 UPDATE_SETS = 3  # of buffers that chunks take turns with which are updated on the device: arriving, updated, leaving
 
 
+REDUCED_NBYTES = 32 * 2**20  # of gradients that pass between ranks at once: buffers of a constant size
+
+
 class TierPart(StrEnum):
     """What makes up the promised peak of a tier. Of the device, unless it says another tier."""
 

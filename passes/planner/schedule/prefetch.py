@@ -321,7 +321,9 @@ def bind_transfers(residencies: Sequence[Residency], issues: Sequence[int]) -> T
     """Return one gather per residency, issued at the tick given for it, with its arena offsets."""
     layout = plan_arena(
         [
-            Piece(nbytes=residency.nbytes + residency.scratch_nbytes, live=LiveRange(start=issue, end=residency.release))
+            Piece(
+                nbytes=residency.nbytes + residency.scratch_nbytes, live=LiveRange(start=issue, end=residency.release)
+            )
             for residency, issue in zip(residencies, issues, strict=True)
         ]
     )

@@ -14,6 +14,7 @@ from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.plan import (
     BACKGROUND_NBYTES,
     PLAN_VERSION,
+    REDUCED_NBYTES,
     UPDATE_NBYTES,
     Placement,
     Plan,
@@ -389,11 +390,14 @@ def _count_leaving(request: Request, graph: GraphFacts) -> int:
 
 
 def _count_reductions(request: Request, graph: GraphFacts) -> int:
-    """Return the device bytes of what gradients of several ranks pass through: two buffers of the largest, padded."""
+    """Return the device bytes of what gradients of several ranks pass through: two buffers, and a shard in pieces."""
     if request.num_ranks == 1:
         return 0
-    padded = {item.name: request.num_ranks * item.among(request.num_ranks).gradient_nbytes for item in request.parameters}
-    return 2 * max((padded[gradient.parameter] for gradient in graph.gradients), default=0)
+    trained = {gradient.parameter for gradient in graph.gradients}
+    shards = (item.among(request.num_ranks).gradient_nbytes for item in request.parameters if item.name in trained)
+    shard = max(shards, default=0)
+    whole = request.num_ranks * shard
+    return 2 * min(whole, REDUCED_NBYTES) + (shard if whole > REDUCED_NBYTES else 0)
 
 
 def _part_if_any(part: TierPart, nbytes: int) -> tuple[tuple[TierPart, int], ...]:
