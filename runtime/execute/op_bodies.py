@@ -40,6 +40,11 @@ def issue_gather(store: int, params: Sequence[int], dtypes: Sequence[str], offse
     return torch.tensor([ticket], dtype=torch.int64)
 
 
+def launch_gather(ticket: Tensor, store: int) -> None:
+    """Start the all-gather of a transfer, once this rank's shards have arrived."""
+    find_store(store).transfers.launch_gather(int(ticket))
+
+
 def wait_gather(
     ticket: Tensor, store: int, offset: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -124,6 +129,7 @@ def register() -> torch.library.Library:
         (ops.GATHER, without_interrupts(gather)),
         (ops.STORE_GRAD, without_interrupts(store_grad)),
         (ops.ISSUE_GATHER, without_interrupts(issue_gather)),
+        (ops.LAUNCH_GATHER, without_interrupts(launch_gather)),
         (ops.WAIT_GATHER, without_interrupts(wait_gather)),
         (ops.RELEASE, without_interrupts(release)),
         (ops.SINK_GRAD, without_interrupts(sink_grad)),

@@ -322,7 +322,8 @@ def _accessor(model: str, name: str, record: StoredParameter, forward: Forward) 
         assert record is not None
         if not forward.is_computing or parameter is not record.parameter:
             return parameter
-        return gather_eagerly(record, forward.leaves)
+        value: Tensor = gather_eagerly(record, forward.leaves)
+        return value
 
     return get
 
@@ -348,7 +349,8 @@ def gather_eagerly(record: StoredParameter, leaves: dict[int, Tensor]) -> Tensor
                 "whole; apply them inside zinf_compile.full_parameters(model)"
             )
         if record.param not in leaves:
-            leaves[record.param] = WholeLeaf.apply(record.parameter, record)
+            make_leaf: Callable[..., Tensor] = WholeLeaf.apply
+            leaves[record.param] = make_leaf(record.parameter, record)
         leaf, apply = leaves[record.param], GatherOfLeaf.apply
     value = apply(leaf, lambda: record.store.gather_value(record, record.dtype))
     if is_transformed:

@@ -12,7 +12,7 @@ that order. A fast one leaves the order to the backend.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +72,7 @@ class Reductions:
         if piece is not None:
             self._pending = _Pending(total=total, piece=piece, then=then)
 
-    def _send(self, name: str, rows: Sequence[Tensor], start: int, grad: Tensor) -> _Piece:
+    def _send(self, name: str, rows: list[Tensor], start: int, grad: Tensor) -> _Piece:
         """Start reducing some elements of each rank's rows."""
         ranks, counts = self._ranks, [part.numel() for part in rows]
         what, mine = f"the reduction of the gradient of {name}", counts[ranks.rank]
@@ -89,6 +89,7 @@ class Reductions:
     def _add_up(self, piece: _Piece, *, into: Tensor | None) -> Tensor:
         """Wait for a piece; return its sum, which is copied to its place in ``into`` if that is given."""
         self._ranks.wait(piece.collective)
+        total: Tensor
         total, *others = piece.parts
         for other in others:
             total.add_(other)

@@ -56,6 +56,7 @@ class TransferPlan:
 
     residencies: Sequence[Residency]
     issues: Sequence[int]
+    launches: Sequence[int]
     layout: ArenaLayout
 
     @property
@@ -77,10 +78,13 @@ class TransferPlan:
                 nbytes=residency.nbytes,
                 scratch_nbytes=residency.scratch_nbytes,
                 issue=issue,
+                launch=launch if residency.num_ranks > 1 else None,
                 need_by=residency.need_by,
                 release=residency.release,
             )
-            for residency, issue, offset in zip(self.residencies, self.issues, self.layout.offsets, strict=True)
+            for residency, issue, launch, offset in zip(
+                self.residencies, self.issues, self.launches, self.layout.offsets, strict=True
+            )
         ]
         return tuple(sorted(gathers, key=lambda gather: (gather.issue, gather.need_by, gather.name)))
 
@@ -264,12 +268,13 @@ def _earliest_issues(residencies: Sequence[Residency], prefetch_nbytes: int) -> 
     return issues
 
 
-def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> list[int]:
-    """Return the last tick at which each gather may be issued, from the last need-by backwards over each lane.
+def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[int], list[int]]:
+    """Return the last ticks at which each gather may be issued and launched, from the last need-by backwards over lanes.
 
     A gradient that uses the same lane makes the gathers before it earlier.
     """
     issues = [residency.need_by for residency in residencies]
+    launches = issues.copy()
     reached, sinks = pace.reached_seconds, pace.sinks
     num_sinks = len(sinks)  # that are complete before what has been looked at
     free: dict[str, float] = {}  # until when a lane may be taken by what is needed earlier
@@ -284,14 +289,15 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> list[int]:
                 if lane in free:
                     free[lane] -= _MARGIN * sinks[num_sinks].seconds
         due = reached[residency.need_by]
-        for leg in reversed(pace.world.gather_legs(residency.source, residency.nbytes)):
+        _, *links = legs = pace.world.gather_legs(residency.source, residency.nbytes)
+        for leg in reversed(legs):
             lanes = leg.route.lanes
             due = min(due, *(free.get(lane, math.inf) for lane in lanes)) - _MARGIN * leg.seconds
             for lane in lanes:
                 free[lane] = due
-        latest = bisect.bisect_right(reached, due) - 1
-        issues[index] = min(residency.need_by, max(0, latest))
-    return issues
+            ticks = launches if leg in links else issues
+            ticks[index] = min(residency.need_by, max(0, bisect.bisect_right(reached, due) - 1))
+    return issues, launches
 
 
 def plan_transfers(
@@ -306,19 +312,42 @@ def plan_transfers(
     at most ``prefetch_nbytes`` are still needed, itself included. Nothing crosses from forward into backward, since other
     programs may run in between. With a ``pace``, it is issued as late as it still arrives in time.
     """
-    return bind_transfers(residencies, plan_issues(residencies, prefetch_nbytes=prefetch_nbytes, pace=pace))
+    return bind_transfers(residencies, *plan_issues(residencies, prefetch_nbytes=prefetch_nbytes, pace=pace))
 
 
-def plan_issues(residencies: Sequence[Residency], *, prefetch_nbytes: int, pace: Pace | None = None) -> tuple[int, ...]:
-    """Return the issue ticks of ``plan_transfers``."""
+class Starts(NamedTuple):
+    """The ticks at which gathers are issued, and at which ranks launch their all-gathers."""
+
+    issues: tuple[int, ...]
+    launches: tuple[int, ...]
+
+
+def plan_issues(residencies: Sequence[Residency], *, prefetch_nbytes: int, pace: Pace | None = None) -> Starts:
+    """Return the issue and launch ticks of ``plan_transfers``."""
     issues = _earliest_issues(residencies, prefetch_nbytes)
+    # Without a pace an all-gather starts when compute has waited for the one before, beside what it computes next.
+    launches = [residency.need_by for residency in residencies]
+    for index, (before, residency) in enumerate(itertools.pairwise(residencies), start=1):
+        if before.phase is residency.phase:
+            launches[index] = before.need_by
     if pace is not None:
-        issues = [max(pair) for pair in zip(issues, _latest_issues(residencies, pace), strict=True)]
-    return tuple(issues)
+        latest, launches = _latest_issues(residencies, pace)
+        issues = [max(pair) for pair in zip(issues, latest, strict=True)]
+    launches = list(itertools.accumulate(launches, max))  # in the order in which they are needed
+    launches = [
+        min(residency.need_by, max(pair)) for residency, *pair in zip(residencies, issues, launches, strict=True)
+    ]
+    return Starts(tuple(issues), tuple(launches))
 
 
-def bind_transfers(residencies: Sequence[Residency], issues: Sequence[int]) -> TransferPlan:
-    """Return one gather per residency, issued at the tick given for it, with its arena offsets."""
+def bind_transfers(
+    residencies: Sequence[Residency], issues: Sequence[int], launches: Sequence[int] | None = None
+) -> TransferPlan:
+    """Return one gather per residency, issued and launched at the ticks given for it, with its arena offsets.
+
+    By default an all-gather is launched where its value is needed.
+    """
+    launches = [residency.need_by for residency in residencies] if launches is None else launches
     layout = plan_arena(
         [
             Piece(
@@ -327,4 +356,4 @@ def bind_transfers(residencies: Sequence[Residency], issues: Sequence[int]) -> T
             for residency, issue in zip(residencies, issues, strict=True)
         ]
     )
-    return TransferPlan(residencies=residencies, issues=issues, layout=layout)
+    return TransferPlan(residencies=residencies, issues=issues, launches=launches, layout=layout)

@@ -1,5 +1,6 @@
 """Prove a plan before anything runs: capacity, no two live values on one byte, every read after its transfer."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ def verify_plan(plan: Plan) -> None:
     homes = {placement.parameter: placement for placement in plan.placements}
     for gather in plan.gathers:
         _verify_gather(plan, gather, read, homes)
+    _verify_launches(plan)
     _verify_swaps(plan)
     if plan.transfers != order_transfers(plan.transfers):
         raise VerifyError("the transfers are not in the order in which they are issued")
@@ -74,6 +76,8 @@ def _verify_gather(plan: Plan, transfer: Transfer, read: Mapping[str, str], home
     where = f"transfer '{transfer.name}' ({phase}, needed at tick {transfer.need_by})"
     if not 0 <= transfer.issue <= transfer.need_by < transfer.release <= plan.num_ticks:
         raise VerifyError(f"{where}: issue {transfer.issue}, need-by and release {transfer.release} are out of order")
+    if not transfer.issue <= transfer.launched_at <= transfer.need_by:
+        raise VerifyError(f"{where}: launch {transfer.launch} is not between issue {transfer.issue} and need-by")
     if phase_of(transfer.issue) is not phase or phase_of(transfer.release - 1) is not phase:
         raise VerifyError(f"{where}: it reaches beyond its phase, from tick {transfer.issue} to {transfer.release}")
     if not 0 <= transfer.offset <= transfer.offset + transfer.arena_nbytes <= plan.arena_nbytes:
@@ -95,6 +99,17 @@ def _verify_gather(plan: Plan, transfer: Transfer, read: Mapping[str, str], home
     shards = sum(homes[name].nbytes_read(read[name]) for name in transfer.parameters) if plan.num_ranks > 1 else 0
     if transfer.scratch_nbytes < shards:
         raise VerifyError(f"{where}: its scratch of {transfer.scratch_nbytes} bytes cannot hold {shards} of shards")
+
+
+def _verify_launches(plan: Plan) -> None:
+    """Ranks start collectives in the order of ticks, and of need-by at one tick: one order on all of them."""
+    launched = sorted(plan.gathers, key=lambda gather: (gather.launched_at, gather.need_by))
+    for before, after in itertools.pairwise(launched):
+        if after.need_by < before.need_by:
+            raise VerifyError(
+                f"transfer '{after.name}' is launched at tick {after.launched_at}, after '{before.name}', which is needed "
+                "after it"
+            )
 
 
 def _verify_swaps(plan: Plan) -> None:
