@@ -26,14 +26,16 @@ class Executor:
         *,
         prepare: Callable[[list[Any]], int],
         records: Callable[[], Iterable[StoredParameter]],
+        describe_run: Callable[[], str],
     ) -> None:
         """``prepare`` is called with the inputs before each run, and returns the arena bytes that the graph needs;
-        ``records`` returns the parameters that it reads."""
+        ``records`` returns the parameters that it reads. What ``describe_run`` returns has to be the same on all ranks."""
         self._store = store
         self._run = run
         self._phase = phase
         self._prepare = prepare
         self._records = records
+        self._describe_run = describe_run
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph. An I/O error makes the store fail; after any error no transfer is left in flight."""
@@ -72,6 +74,7 @@ class Executor:
         store = self._store
         store.check_usable()
         store.follow_compute()
+        store.ranks.meet(self._describe_run())
         if self._phase is Phase.FORWARD:
             store.refresh_stale()
         else:

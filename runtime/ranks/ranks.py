@@ -5,7 +5,9 @@ order. Parameter gathers, gradient reductions and control messages have a proces
 """
 
 import itertools
+import math
 import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store
 
@@ -26,6 +29,7 @@ from zinf_compile.runtime.process.waiting import wait_for
 
 T = TypeVar("T")
 _LOOK = timedelta(seconds=0.2)  # between checks whether another rank has failed
+_SHORT_SECONDS = 1.0  # waits shorter than that ask nobody
 _TIMED_OUT = "Operation timed out"  # how torch.distributed says that ``wait`` returned before the work was done
 # Newer versions of torch call these otherwise.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -51,6 +55,8 @@ class Ranks:
         self.size = 1 if mesh is None else mesh.size()
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.failure: str | None = None  # why no collective can run any more
+        self.timeout_seconds = _timeout_of(mesh)
+        self._waits_for = ""  # what the others were told that this rank waits for
         if mesh is None:
             return
         members = dist.get_process_group_ranks(mesh.get_group())
@@ -116,8 +122,15 @@ class Ranks:
                     raise
             return True
 
+        start = time.monotonic()
+
+        def look() -> None:
+            waited = time.monotonic() - start
+            if waited > _SHORT_SECONDS:
+                self._look_for_others(collective.name, waited)
+
         with self._raising(collective.name):
-            wait_for(is_done, f"{collective.name} on rank {self.rank}", look=self._raise_failure_of_others)
+            wait_for(is_done, f"{collective.name} on rank {self.rank}", look=look)
 
     # Control messages
 
@@ -205,13 +218,28 @@ class Ranks:
         except RuntimeError:  # whoever holds the store is gone: the others learn of it from their connections
             return
 
-    def _raise_failure_of_others(self) -> None:
+    def _look_for_others(self, what: str, waited: float) -> None:
+        """Raise RankError if a rank has failed, or has not come to the same point for too long."""
         try:
             failed = self._messages.get("failed").decode() if self._messages.check(["failed"]) else None
+            if self._waits_for != what:
+                self._waits_for = what
+                self._messages.set(f"waits/{self.rank}", what)
+            if failed is None and waited > self.timeout_seconds:
+                failed = f"{self._describe_absent(what)} after {waited:.0f} seconds"
         except RuntimeError as error:
             raise self._broken(f"the store of torch.distributed is gone ({_first_line(error)})") from error
         if failed is not None:
             raise self._broken(failed)
+
+    def _describe_absent(self, what: str) -> str:
+        """Return which ranks have not come to ``what``, where this one waits."""
+        absent = []
+        for rank in range(self.size):
+            key = f"waits/{rank}"
+            if rank != self.rank and (not self._messages.check([key]) or self._messages.get(key).decode() != what):
+                absent.append(rank)
+        return f"{describe_ranks(absent)} had not come to {what}" if absent else f"{what} did not end"
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -233,6 +261,16 @@ class Ranks:
     def _broken(self, why: str) -> RankError:
         self.failure = self.failure or why
         return RankError(f"rank {self.rank} cannot go on: {why}; {REMEDY}")
+
+
+def _timeout_of(mesh: DeviceMesh | None) -> float:
+    """Return how long a rank waits for the others: as long as the process group of the mesh says."""
+    if mesh is None:
+        return math.inf
+    group = mesh.get_group()
+    options = getattr(group._get_backend(torch.device(mesh.device_type)), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return timeout.total_seconds()
 
 
 REMEDY = "restart all ranks, as torchrun does, and load the last checkpoint"

@@ -296,23 +296,26 @@ class Store:
 
     def _spread(self, records: Sequence[StoredParameter]) -> None:
         """Gather the updated rows of copies that every rank has whole. Every rank calls this with the same parameters."""
-        shards, wholes, targets = [], [], []
+        shards: list[Tensor] = []
+        wholes: list[Tensor] = []
+        padded: list[tuple[Tensor, Tensor]] = []  # copies whose rows the ranks do not divide evenly
         for record in records:
             self.finish(record)
             record.copies.note_spread(record.update.count)
-            padded = Slice.of_whole(record.name, record.shape).among(self.ranks.size).num_elements
+            each = Slice.of_whole(record.name, record.shape).among(self.ranks.size).num_elements
             for slot in record.copies.all:
                 if slot.num_ranks == 1:
-                    mine = slot.elements(record.shard)
-                    shards.append(torch.zeros(padded, dtype=mine.dtype, device=mine.device))
-                    shards[-1][: mine.numel()] = mine
-                    wholes.append(shards[-1].new_empty(padded * self.ranks.size))
-                    targets.append(slot.tensor.view(-1))
-        if targets:
+                    whole, shard = slot.tensor.detach().view(-1), slot.elements(record.shard)
+                    if each * self.ranks.size != whole.numel():
+                        shard = torch.nn.functional.pad(shard, (0, each - shard.numel()))
+                        padded.append((whole, whole := shard.new_empty(each * self.ranks.size)))
+                    shards.append(shard)
+                    wholes.append(whole)
+        if wholes:
             with self.failing_on_error(), self.meter.stall("updated residents"):
                 self.ranks.wait(self.ranks.all_gather("the all-gather of updated residents", shards, wholes))
-            for target, whole in zip(targets, wholes, strict=True):
-                target.copy_(whole[: target.numel()])
+            for target, gathered in padded:
+                target.copy_(gathered[: target.numel()])
             self.meter.add_collective("all-gather", sum(whole.nbytes for whole in wholes))
 
     @without_interrupts

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zinf_compile
-from tests.distributed.workloads import Loop, check_at_rest, full, placements, train_step
+from tests.distributed.workloads import Loop, check_at_rest, full, optimize, placements, train_step
 from tests.support.rank_pool import RankPool
 from tests.support.traces import Trace
 from zinf_compile.checkpoint.on_ranks import Written, combine
@@ -28,7 +28,7 @@ def test_checksums_of_parts_are_joined(lengths: list[int]) -> None:
 def train(options: Mapping[str, Any], steps: range, *, load: str | None = None, save: str | None = None) -> list[Any]:
     """Train some steps of a loop on each rank; return the losses, full values and random numbers of this one."""
     torch.manual_seed(dist.get_rank())
-    model = zinf_compile.optimize(LOOP.build(), **options)
+    model = optimize(LOOP.build(), options)
     optimizer, trace = LOOP.make_optimizer(model), Trace()
     torch.manual_seed(100 + dist.get_rank())
     if load is not None:
@@ -79,7 +79,7 @@ def resume(options: Mapping[str, Any], folder: str) -> list[Any]:
 
 def load_only(options: Mapping[str, Any], folder: str) -> dict[str, torch.Tensor]:
     """Return the full values after loading."""
-    model = zinf_compile.optimize(LOOP.build(), **options)
+    model = optimize(LOOP.build(), options)
     optimizer = LOOP.make_optimizer(model)
     zinf_compile.load(folder, model, optimizer)
     loss = model(tokens=torch.zeros(1, 4, dtype=torch.int64), targets=torch.zeros(1, 4, dtype=torch.int64))
@@ -121,9 +121,6 @@ def test_a_damaged_checkpoint_is_refused_by_every_rank(two: RankPool, tmp_path: 
 
 
 def test_a_folder_that_cannot_be_written_is_refused_by_every_rank(two: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").write_text("a file")
-    kinds = [
-        each.kind
-        for each in two.outcomes(train_and_save, placements(str(tmp_path))["nvme"], str(tmp_path / "checkpoint"))
-    ]
-    assert kinds == ["ConfigError", "RankError"]
+    options, file = placements(str(tmp_path))["nvme"], tmp_path / "checkpoint"
+    file.write_text("no folder")
+    assert [each.kind for each in two.outcomes(train_and_save, options, str(file))] == ["ConfigError", "RankError"]

@@ -176,7 +176,6 @@ class Program:
         def prepare(inputs: list[Any]) -> int:
             assert self.plan is not None
             assert self._shapes is not None
-            self._store.ranks.meet(f"a {phase} of {self._name}, plan {self._hash}")
             self._find_open(inputs)
             if phase is Phase.FORWARD:
                 self._make_room_for_process()
@@ -188,7 +187,14 @@ class Program:
                 self._catalog.settle()
             return max([self.plan.arena_nbytes, *(backward.arena_nbytes for backward in self._backwards.values())])
 
-        return Executor(self._store, run, phase, prepare=prepare, records=lambda: self.read_records)
+        return Executor(
+            self._store,
+            run,
+            phase,
+            prepare=prepare,
+            records=lambda: self.read_records,
+            describe_run=lambda: f"a {phase} of {self._name}, plan {self._hash}",
+        )
 
     def drop(self) -> None:
         """Release the graphs. The plan stays."""

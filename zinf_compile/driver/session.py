@@ -42,7 +42,7 @@ from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.ranks.agreement import agree_on_hardware, check_parameters
-from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, describe
 from zinf_compile.runtime.store.store import Store
 
 _LARGE_NBYTES = 2**28  # takes long enough to move to log it
@@ -149,8 +149,14 @@ class Session:
 
     def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Return the planned and lowered callable of a torch-level graph that reads all parameters through gathers."""
-        with timed(None, f"{self._next_name()} ready"), fewer_collections():
-            return self._compile(graph_module, inputs)
+        try:
+            with timed(None, f"{self._next_name()} ready"), fewer_collections():
+                return self._compile(graph_module, inputs)
+        except (CapacityError, UnsupportedError, ConfigError):  # every rank raises them
+            raise
+        except BaseException as error:
+            self.store.ranks.fail(f"capturing broke off: {describe(error)}")
+            raise
 
     def _compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         self.store.ranks.meet(f"capture of {self._next_name()}, {len(graph_module.graph.nodes)} nodes")

@@ -9,6 +9,7 @@ Lowering replaces them by ops that overlap movement with compute. A *ticket* tie
 reordering can separate a transfer from its wait::
 
     ticket = zinf::issue_gather(store, params, dtypes, offsets)    start one transfer into the arena, return at once
+    zinf::launch_gather(ticket, store)                             of several ranks: exchange the shards that came in
     w      = zinf::wait_gather(ticket, store, offset, shape, ...)  block until it is there; a view of arena bytes
     zinf::release(ticket, store)                                   the bytes may be reused from here on
     zinf::sink_grad(grad, store, param)                            copy the gradient out; it is home after wait_sinks
