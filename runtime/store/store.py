@@ -511,6 +511,7 @@ class Store:
         """
         if self._failure is not None or self._closed or self.is_forked:
             return
+        self.ranks.fail(describe_error(error))  # first, so that no rank waits for this one any longer
         with suppress(StoreError):  # nothing may stay in flight; what failed is in failed_slots
             self.tensor_io.wait_writes()
         for record in self.records.values():  # a master copy whose write failed has no value

@@ -141,7 +141,7 @@ def train_until(options: Mapping[str, Any], happens: str, rank: int, count: int)
                     store.engine.read = _fail_to_read  # type: ignore[method-assign]
                 elif happens == "absence":
                     return 0.0
-            store.ranks.timeout_seconds = 3.0 if happens == "absence" else math.inf
+            store.ranks.timeout_seconds = 3.0 if happens == "absence" and step == count else math.inf
             model(**batch).backward()
             optimizer.step()
             optimizer.zero_grad()
