@@ -19,6 +19,7 @@ from zinf_compile.passes.transforms.joint.place_stores import PLACE_STORES
 from zinf_compile.passes.transforms.joint.tag_recompute import TAG_RECOMPUTE
 from zinf_compile.passes.transforms.lowering.bind_outputs import BIND_OUTPUTS
 from zinf_compile.passes.transforms.lowering.box_inputs import BOX_INPUTS
+from zinf_compile.passes.transforms.lowering.launch_gathers import LAUNCH_GATHERS
 from zinf_compile.passes.transforms.lowering.release_transfers import RELEASE_TRANSFERS
 from zinf_compile.passes.transforms.lowering.sink_gradients import SINK_GRADIENTS
 from zinf_compile.passes.transforms.lowering.start_transfers import START_TRANSFERS
@@ -48,6 +49,7 @@ SEGMENT: tuple[Pass[SegmentInputs], ...] = (MAKE_SEGMENTS,)
 LOWER: tuple[Pass[LowerInputs], ...] = (
     SWAP_ACTIVATIONS,
     START_TRANSFERS,
+    LAUNCH_GATHERS,
     BIND_OUTPUTS,
     SINK_GRADIENTS,
     RELEASE_TRANSFERS,

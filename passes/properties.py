@@ -2,6 +2,7 @@
 
 import operator
 from collections import Counter
+from itertools import pairwise
 
 from torch import fx
 
@@ -10,6 +11,7 @@ from zinf_compile.ir.ops import (
     GATHER,
     ISSUE_GATHER,
     ISSUE_SWAP_IN,
+    LAUNCH_GATHER,
     RELEASE,
     SINK_GRAD,
     STORE_GRAD,
@@ -86,6 +88,21 @@ def _check_transfers_started(graph_module: fx.GraphModule) -> None:
             raise VerifyError(f"wait '{node.name}' does not depend on an issue_swap_in but on '{node.args[0]}'")
 
 
+def _check_launches_in_order(graph_module: fx.GraphModule) -> None:
+    """Gathers are exchanged between ranks in the order in which they are waited for, and before."""
+    first: dict[fx.Node, int] = {}
+    waited: dict[fx.Node, int] = {}
+    for position, node in enumerate(graph_module.graph.nodes):
+        if node.target in (LAUNCH_GATHER, WAIT_GATHER):
+            first.setdefault(node.args[0], position)
+        if node.target is WAIT_GATHER:
+            waited.setdefault(node.args[0], position)
+    order = [ticket for ticket in sorted(first, key=first.__getitem__) if ticket in waited]
+    for before, after in pairwise(order):
+        if waited[after] < waited[before]:
+            raise VerifyError(f"'{after.name}' is launched after '{before.name}', and waited for before it")
+
+
 def _check_transfers_released(graph_module: fx.GraphModule) -> None:
     """Every transfer is released exactly once, after the last node that reads its bytes, views of them included."""
     position = {node: index for index, node in enumerate(graph_module.graph.nodes)}
@@ -138,6 +155,7 @@ STORED_LAST = Property(name="stored_last", check=_check_stored_last)
 ONE_GRADIENT_EACH = Property(name="one_gradient_each", check=_check_one_gradient_each)
 GRADIENTS_SUNK = Property(name="gradients_sunk", check=_check_gradients_sunk)
 TRANSFERS_STARTED = Property(name="transfers_started", check=_check_transfers_started)
+LAUNCHES_IN_ORDER = Property(name="launches_in_order", check=_check_launches_in_order)
 TRANSFERS_RELEASED = Property(name="transfers_released", check=_check_transfers_released)
 SWAPS_GONE = Property(name="swaps_gone", check=_check_swaps_gone)
 TICKS_IN_ORDER = Property(name="ticks_in_order", check=_check_ticks_in_order)

@@ -11,6 +11,7 @@ from zinf_compile.ir.glossary import Phase
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.process.interrupts import interruptible, uninterrupted
+from zinf_compile.runtime.ranks.ranks import describe
 from zinf_compile.runtime.store.store import Store
 
 
@@ -25,14 +26,16 @@ class Executor:
         *,
         prepare: Callable[[list[Any]], int],
         records: Callable[[], Iterable[StoredParameter]],
+        describe_run: Callable[[], str],
     ) -> None:
         """``prepare`` is called with the inputs before each run, and returns the arena bytes that the graph needs;
-        ``records`` returns the parameters that it reads."""
+        ``records`` returns the parameters that it reads. What ``describe_run`` returns has to be the same on all ranks."""
         self._store = store
         self._run = run
         self._phase = phase
         self._prepare = prepare
         self._records = records
+        self._describe_run = describe_run
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph. An I/O error makes the store fail; after any error no transfer is left in flight."""
@@ -49,18 +52,19 @@ class Executor:
                 with interruptible():
                     return self._run(inputs)
             except StoreError as error:
+                self._leave_ranks(error)
                 store.transfers.abandon_gathers()
                 store.fail(error)
                 raise
             except torch.OutOfMemoryError as error:
-                self._abandon()
+                self._abandon(error)
                 raise CapacityError(
                     f"an op of the {self._phase} needs more device memory than the plan reserves for it, or other processes "
                     f"have taken some: {str(error).splitlines()[0]}; lower device_memory, so that the plan leaves more of "
                     f"it free, or raise reserve_memory"
                 ) from error
-            except BaseException:
-                self._abandon()
+            except BaseException as error:
+                self._abandon(error)
                 raise
             finally:
                 store.ram.end()
@@ -70,6 +74,7 @@ class Executor:
         store = self._store
         store.check_usable()
         store.follow_compute()
+        store.ranks.meet(self._describe_run())
         if self._phase is Phase.FORWARD:
             store.refresh_stale()
         else:
@@ -81,8 +86,15 @@ class Executor:
         store.held.begin_run()
         store.arena.reserve(arena_nbytes)
 
-    def _abandon(self) -> None:
+    def _leave_ranks(self, error: BaseException) -> None:
+        """Tell other ranks that this one broke off, before anything waits for them."""
+        self._store.ranks.fail(f"a {self._phase} broke off: {describe(error)}")
+        with suppress(StoreError):
+            self._store.reductions.abandon()
+
+    def _abandon(self, error: BaseException) -> None:
         """Leave nothing in flight."""
+        self._leave_ranks(error)
         self._store.transfers.abandon_gathers()
         with suppress(StoreError), self._store.failing_on_error():
             self._store.tensor_io.wait_writes()

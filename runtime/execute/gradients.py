@@ -13,7 +13,7 @@ from zinf_compile.runtime.params.home_gradient import begin_gradient, note_norms
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.params.tiles import StoredTile
 from zinf_compile.runtime.process.interrupts import without_interrupts
-from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.storage.slots import Slot, local_of
 from zinf_compile.runtime.store.store import store_of
 
 
@@ -25,7 +25,7 @@ def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
     requested is dropped.
     """
     record = stored.whole
-    store, slot, parameter = record.store, record.gradient.slot, record.parameter
+    store, slot = record.store, record.gradient.slot
     store.check_usable(record)  # waits for its update
     store.follow_compute()
     if slot is None:
@@ -39,15 +39,28 @@ def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
     with torch.no_grad(), store.failing_on_error():
         if isinstance(stored, StoredTile):
             _store_tile(stored, slot, grad)
-        elif parameter.grad is None:
-            if store.early_step is None or not store.early_step.take(record, grad):
-                _put_gradient(record, grad, Tier.DEVICE)
-        elif slot.is_home_of(parameter.grad):
-            store.await_gradient(record)
-            on_sum = partial(note_norms, record) if store.wanted_norms else None
-            store.tensor_io.add_value(slot, grad, Tier.DEVICE, on_sum=on_sum)
-        else:  # the user set this gradient: accumulate in place, as PyTorch does
-            parameter.grad.add_(grad.to(parameter.grad.device, parameter.grad.dtype))
+        elif store.ranks.is_alone:
+            _take_home(record, grad)
+        else:
+            whole = Slice.of_whole(record.name, record.shape)
+            store.reductions.start(whole, grad, lambda shard: _take_home(record, shard.view(slot.tensor.shape)))
+            store.meter.add_collective("reduction", grad.nbytes)
+
+
+def _take_home(record: StoredParameter, grad: Tensor) -> None:
+    """Start writing what this rank has of a gradient to its home, or adding it to the gradient there."""
+    store, slot, parameter = record.store, record.gradient.slot, record.parameter
+    assert slot is not None
+    if parameter.grad is None:
+        if store.early_step is None or not store.early_step.take(record, grad):
+            _put_gradient(record, grad, Tier.DEVICE)
+    elif slot.is_home_of(parameter.grad):
+        store.await_gradient(record)
+        on_sum = partial(note_norms, record) if store.wanted_norms else None
+        store.tensor_io.add_value(slot, grad, Tier.DEVICE, on_sum=on_sum)
+    else:  # the user set this gradient: accumulate in place, as PyTorch does
+        theirs = local_of(parameter.grad)
+        theirs.add_(grad.to(theirs.device, theirs.dtype))
 
 
 def _hand_over(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
@@ -56,8 +69,10 @@ def _hand_over(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
     backward = torch._C._current_graph_task_id()
     if isinstance(stored, StoredTile):
         record.gradient.hand_over_rows(backward, stored.rows, grad)
-    else:
-        record.gradient.hand_over(backward, grad.to(record.parameter.device))  # on the device that autograd expects
+        return
+    if not record.store.ranks.is_alone:
+        grad = record.store.reductions.reduced(Slice.of_whole(record.name, record.shape), grad)
+    record.gradient.hand_over(backward, grad.to(record.parameter.device))  # on the device that autograd expects
 
 
 def _store_tile(tile: StoredTile, slot: Slot, grad: Tensor) -> None:
@@ -104,6 +119,7 @@ def take_gradient_home(parameter: Tensor) -> None:
         if slot.is_home_of(grad):
             return
         store.check_usable(record)
+        grad = local_of(grad)
         if store.early_step is not None and store.early_step.take(record, grad):
             parameter.grad = None
             return

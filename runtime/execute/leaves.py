@@ -91,9 +91,10 @@ def _refuse_create_graph(*_: object) -> None:
 def take_handed(record: StoredParameter) -> Tensor | None:
     """Return the gradient that a captured backward left for autograd, and forget it."""
     handed = record.gradient.take_handed()
-    if handed is not None:
-        record.store.await_gradient(record)  # autograd will add to it
-    return handed
+    if handed is None:
+        return None
+    record.store.await_gradient(record)  # autograd will add to it
+    return record.store.views.of_shard(handed, record)
 
 
 def choose_delivery(record: StoredParameter) -> Delivery:

@@ -28,6 +28,7 @@ def store_grad(grad: Tensor, param: int, part: int = 0) -> Tensor:
     record = find_record(param)
     store_gradient(record, grad)
     with record.store.failing_on_error():
+        record.store.reductions.finish()
         record.store.tensor_io.wait_writes()
     return torch.empty(0)
 
@@ -37,6 +38,11 @@ def issue_gather(store: int, params: Sequence[int], dtypes: Sequence[str], offse
     records = [find_record(param) for param in params]
     ticket = find_store(store).transfers.issue_gather(records, [torch_dtype(name) for name in dtypes], offsets)
     return torch.tensor([ticket], dtype=torch.int64)
+
+
+def launch_gather(ticket: Tensor, store: int) -> None:
+    """Start the all-gather of a transfer, once this rank's shards have arrived."""
+    find_store(store).transfers.launch_gather(int(ticket))
 
 
 def wait_gather(
@@ -63,7 +69,9 @@ def sink_grad(grad: Tensor, store: int, param: int) -> None:
 
 def wait_sinks(store: int) -> None:
     """Block until every gradient is stored."""
-    find_store(store).tensor_io.wait_writes()
+    owner = find_store(store)
+    owner.reductions.finish()
+    owner.tensor_io.wait_writes()
 
 
 def arena_view(
@@ -121,6 +129,7 @@ def register() -> torch.library.Library:
         (ops.GATHER, without_interrupts(gather)),
         (ops.STORE_GRAD, without_interrupts(store_grad)),
         (ops.ISSUE_GATHER, without_interrupts(issue_gather)),
+        (ops.LAUNCH_GATHER, without_interrupts(launch_gather)),
         (ops.WAIT_GATHER, without_interrupts(wait_gather)),
         (ops.RELEASE, without_interrupts(release)),
         (ops.SINK_GRAD, without_interrupts(sink_grad)),

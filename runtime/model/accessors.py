@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zinf_compile.ir.errors import ConfigError, UnsupportedError, ZinfError
 from zinf_compile.runtime.execute.saved_tensors import GATHERED, repack_gathered
 from zinf_compile.runtime.observe.progress import timed
-from zinf_compile.runtime.params.home import EagerGather, TransformedGather
+from zinf_compile.runtime.params.home import EagerGather, GatherOfLeaf, TransformedGather, WholeLeaf
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.interrupts import interruptible, uninterrupted
@@ -40,6 +40,7 @@ class Forward:
         self.depth = 0
         self.to_capture: str | None = None  # the model's name, until its first captured call has returned
         self._device = device
+        self.leaves: dict[int, Tensor] = {}  # of the eager forward that runs, by parameter: see WholeLeaf
         self.sites: list[tuple[Module, str, StoredParameter]] = []  # where each stored parameter is registered
 
     @property
@@ -109,6 +110,8 @@ class Forward:
                 yield
         finally:
             self.depth -= 1
+            if self.depth == 0:
+                self.leaves.clear()
 
 
 def install_accessors(model: Module, forward: Forward) -> None:
@@ -297,7 +300,7 @@ def refuse_graph(model: str) -> UnsupportedError:
 
 
 def _accessor(model: str, name: str, record: StoredParameter, forward: Forward) -> Callable[[Module], Tensor]:
-    param, shape, device = record.param, tuple(record.copies.compute.tensor.shape), record.store.memory.torch_device
+    param, shape, device = record.param, tuple(record.shape), record.store.memory.torch_device
     dtype = record.dtype
     seat, alive, of_record = record.copies.seat, weakref.ref(forward), weakref.ref(record)
 
@@ -317,22 +320,39 @@ def _accessor(model: str, name: str, record: StoredParameter, forward: Forward) 
         forward, record = alive(), of_record()
         assert forward is not None
         assert record is not None
-        return gather_eagerly(record) if forward.is_computing and parameter is record.parameter else parameter
+        if not forward.is_computing or parameter is not record.parameter:
+            return parameter
+        value: Tensor = gather_eagerly(record, forward.leaves)
+        return value
 
     return get
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's annotation is partial
-def gather_eagerly(record: StoredParameter) -> Tensor:
-    """Return a parameter's gathered value outside of captured graphs, differentiable if it is trained."""
+def gather_eagerly(record: StoredParameter, leaves: dict[int, Tensor]) -> Tensor:
+    """Return a parameter's gathered value outside of captured graphs, differentiable if it is trained.
+
+    ``leaves`` are those of this forward so far, by the number of the parameter; only several ranks need them.
+    """
     record.store.meter.num_eager_gathers += 1
     is_transformed = torch._C._are_functorch_transforms_active()
     if not is_transformed and (
         record.gradient.slot is None or not torch.is_grad_enabled() or not record.parameter.requires_grad
     ):
         return record.store.gather_value(record, record.dtype)
+    leaf: Tensor = record.parameter
     apply: Callable[..., Tensor] = TransformedGather.apply if is_transformed else EagerGather.apply
-    value = apply(record.parameter, lambda: record.store.gather_value(record, record.dtype))
+    if not record.store.ranks.is_alone:
+        if is_transformed:
+            raise UnsupportedError(
+                f"'{record.name}' is divided among {record.store.ranks.size} ranks, and transforms of torch.func need it "
+                "whole; apply them inside zinf_compile.full_parameters(model)"
+            )
+        if record.param not in leaves:
+            make_leaf: Callable[..., Tensor] = WholeLeaf.apply
+            leaves[record.param] = make_leaf(record.parameter, record)
+        leaf, apply = leaves[record.param], GatherOfLeaf.apply
+    value = apply(leaf, lambda: record.store.gather_value(record, record.dtype))
     if is_transformed:
         return value
     GATHERED.note(value, record)

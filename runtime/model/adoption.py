@@ -11,7 +11,6 @@ from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.plan import Placement
 from zinf_compile.runtime.execute.gradients import take_gradient_home
 from zinf_compile.runtime.params.copies import Copies, Seat
-from zinf_compile.runtime.params.home import HomeParameter
 from zinf_compile.runtime.params.numbers import new_id
 from zinf_compile.runtime.params.records import RECORD, StoredParameter, give_memory
 from zinf_compile.runtime.process.interrupts import check_interrupt, without_interrupts
@@ -49,7 +48,8 @@ def adopt_parameters(
     compute = {}
     for item in parameters:  # compute copies first and in module order, so that a block's are one read
         name, dtype = item.fact.name, torch_dtype(item.fact.compute_dtype)
-        compute[name] = store.new_slot(name, item.parameter.shape, dtype, homes[name].compute)
+        is_whole = homes[name].is_whole(Role.COMPUTE)
+        compute[name] = store.new_slot(name, item.parameter.shape, dtype, homes[name].compute, is_whole=is_whole)
     with store.failing_on_error():
         for item in parameters:
             check_interrupt()
@@ -67,12 +67,12 @@ def _adopt(
     if fact.has_compute_copy and fact.trainable:
         master = store.new_slot(fact.name, parameter.shape, parameter.dtype, placement.master, MASTER)
         if with_value:
-            store.tensor_io.write_value(master, parameter.data)
+            store.tensor_io.write_value(master, master.rows_of(parameter.data))
     if fact.trainable:
         home = placement.by_role[Role.GRADIENT][0].tier
         gradient = store.new_slot(fact.name, parameter.shape, compute.tensor.dtype, home, GRADIENT)
     if with_value:
-        store.tensor_io.write_value(compute, parameter.data)
+        store.tensor_io.write_value(compute, compute.rows_of(parameter.data))
     record = StoredParameter(
         param=new_id(),
         name=fact.name,
@@ -81,16 +81,14 @@ def _adopt(
         dtype=compute.tensor.dtype,
         copies=Copies(compute=compute, master=master, seat=Seat(store.frozen_anchor)),
     )
-    if parameter.is_meta:
+    if parameter.is_meta and store.ranks.is_alone:
         give_memory(parameter, master.tensor)
-    setattr(parameter, RECORD, record)
+    record.parameter = store.views.seat(parameter, record.home, as_home=as_home)
+    setattr(record.parameter, RECORD, record)
     if gradient is not None:
         train_parameter(store, record, master, gradient)
-    else:
-        parameter.data = compute.tensor  # a frozen parameter has only this copy, in its dtype
+    else:  # a frozen parameter has only the compute copy, in its dtype
         record.copies.sync(record.version)
-    if as_home:
-        parameter.__class__ = HomeParameter
     store.add(record, fact, placement)
 
 
@@ -99,8 +97,8 @@ def train_parameter(store: Store, record: StoredParameter, master: Slot, gradien
     parameter = record.parameter
     record.copies.train(master, store.anchor)
     record.gradient.train(gradient)
+    store.views.move(parameter, record.home)
     with torch._C.DisableTorchFunctionSubclass():
-        parameter.data = master.tensor
         parameter.requires_grad_(True)
         if gradient.tensor.dtype != parameter.dtype:
             parameter.grad_dtype = gradient.tensor.dtype

@@ -14,7 +14,7 @@ from zinf_compile.runtime.optim.step_jobs import state_slot
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.home_gradient import begin_gradient, settle_gradient, show_gradient
 from zinf_compile.runtime.params.records import StoredParameter, record_of
-from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.storage.slots import Slot, SlotPart
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
@@ -26,6 +26,23 @@ class HomedTensor:
     slot: Slot
     tensor_io: TensorIO | None = None  # of the store that has the slot; None: a plain tensor in memory
     compute: Slot | None = None  # the compute copy that is made from it
+    record: StoredParameter | None = None  # the parameter that it belongs to; None for a plain tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the whole tensor."""
+        return self.slot.tensor.shape if self.record is None else self.record.shape
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether each of several ranks has some rows of it."""
+        return self.record is not None and not self.record.store.ranks.is_alone
+
+    @property
+    def rows(self) -> SlotPart:
+        """Return what this rank has of it, or updates of it; only of one that is divided."""
+        assert self.record is not None
+        return self.slot.part(self.record.shard)
 
 
 def stores_of(model: Module) -> tuple[Store, ...]:
@@ -48,7 +65,9 @@ def model_tensors(model: Module) -> dict[str, HomedTensor]:
             tensors[name] = _plain(name, parameter)
         else:
             compute = record.copies.compute if record.copies.are_two else None
-            tensors[name] = HomedTensor(slot=record.copies.master, tensor_io=record.store.tensor_io, compute=compute)
+            tensors[name] = HomedTensor(
+                slot=record.copies.master, tensor_io=record.store.tensor_io, compute=compute, record=record
+            )
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -77,7 +96,7 @@ def gradient_tensors(model: Module) -> dict[str, HomedTensor]:
             continue
         if record is not None and record.gradient.slot is not None and record.gradient.slot.is_home_of(grad):
             settle_gradient(record)
-            tensors[name] = HomedTensor(slot=record.gradient.slot, tensor_io=record.store.tensor_io)
+            tensors[name] = HomedTensor(slot=record.gradient.slot, tensor_io=record.store.tensor_io, record=record)
         else:
             tensors[name] = _plain(f"the gradient of {name}", grad)
     return tensors
@@ -100,7 +119,7 @@ def add_gradient(parameter: Parameter) -> HomedTensor:
             return _plain("a gradient", parameter.grad)
         begin_gradient(record)
         parameter.grad = show_gradient(record)
-        return HomedTensor(slot=record.gradient.slot, tensor_io=record.store.tensor_io)
+        return HomedTensor(slot=record.gradient.slot, tensor_io=record.store.tensor_io, record=record)
 
 
 def remove_gradient(parameter: Parameter) -> None:
@@ -118,7 +137,7 @@ def state_tensors(optimizer: Optimizer, parameter: Parameter) -> dict[str, Homed
             continue
         slot = record.copies.states.get(key) if record is not None else None
         if record is not None and slot is not None and slot.is_home_of(value):
-            tensors[key] = HomedTensor(slot=slot, tensor_io=record.store.tensor_io)
+            tensors[key] = HomedTensor(slot=slot, tensor_io=record.store.tensor_io, record=record)
         else:
             tensors[key] = _plain(f"{key} of the optimizer", value)
     return tensors
@@ -132,10 +151,10 @@ def add_state(
     One that has an element for every element of a stored parameter lives in its store.
     """
     record = record_of(parameter)
-    if record is not None and shape and shape == tuple(record.copies.master.tensor.shape):
+    if record is not None and shape and shape == tuple(record.shape):
         slot = state_slot(record, optimizer, key, dtype)
         optimizer.state[parameter][key] = HomeTensor.show(slot, record)
-        return HomedTensor(slot=slot, tensor_io=record.store.tensor_io)
+        return HomedTensor(slot=slot, tensor_io=record.store.tensor_io, record=record)
     if record is None and shape == tuple(parameter.shape):
         value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     else:

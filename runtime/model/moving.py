@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-
-import torch
+from itertools import chain
 
 from zinf_compile.ir.copies import Role
 from zinf_compile.ir.glossary import Tier
@@ -26,7 +25,13 @@ class _Move:
 
     slot: Slot
     tier: Tier
+    num_ranks: int  # that are to have a part of it each; 1 where each has all of it
     run: Callable[[], None]
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether the slot is not yet as it should be."""
+        return self.slot.tier is not self.tier or self.slot.num_ranks != self.num_ranks
 
     @property
     def nbytes_in(self) -> int:
@@ -52,11 +57,13 @@ def move_homes(store: Store, placements: Iterable[Placement]) -> None:
         dtype = torch_dtype(placement.compute_dtype)
         if dtype != record.copies.compute.tensor.dtype:
             narrow_parameter(store, record, dtype)
-        moves += (move for move in _moves_of(store, record, placement) if move.slot.tier is not move.tier)
+        moves += (move for move in _moves_of(store, record, placement) if move.is_needed)
     if moves:
         store.arena.drop()
-    ordered = _within_budgets(store, moves) if store.device.memory.unified else _within_tiers(store, moves)
-    for move in ordered:
+    shared = [move for move in moves if move.slot.num_ranks != move.num_ranks]  # in the same order on every rank
+    local = [move for move in moves if move.slot.num_ranks == move.num_ranks]
+    ordered = _within_budgets(store, local) if store.device.memory.unified else _within_tiers(store, local)
+    for move in chain(shared, ordered):
         check_interrupt()  # what has moved is in its place, and calling this again moves the rest
         move.run()
     store.placements.update({placement.parameter: placement for placement in placements})
@@ -68,25 +75,29 @@ def move_homes(store: Store, placements: Iterable[Placement]) -> None:
 
 
 def _moves_of(store: Store, record: StoredParameter, placement: Placement) -> Iterator[_Move]:
-    copies, gradient = record.copies, record.gradient.slot
+    copies, gradient, size = record.copies, record.gradient.slot, store.ranks.size
+    of_compute = 1 if placement.is_whole(Role.COMPUTE) else size
     yield _Move(
         slot=copies.compute,
         tier=placement.compute,
-        run=partial(_move_copy, store, record, Role.COMPUTE, placement.compute),
+        num_ranks=of_compute,
+        run=partial(_move_copy, store, record, Role.COMPUTE, placement.compute, of_compute),
     )
     if copies.are_two:
+        of_master = 1 if placement.is_whole(Role.MASTER) else size
         yield _Move(
             slot=copies.master,
             tier=placement.master,
-            run=partial(_move_copy, store, record, Role.MASTER, placement.master),
+            num_ranks=of_master,
+            run=partial(_move_copy, store, record, Role.MASTER, placement.master, of_master),
         )
     if gradient is not None:
         settle_gradient(record)
         tier = placement.by_role[Role.GRADIENT][0].tier
-        yield _Move(slot=gradient, tier=tier, run=partial(_move_gradient, store, record, tier))
+        yield _Move(slot=gradient, tier=tier, num_ranks=size, run=partial(_move_gradient, store, record, tier))
     for key, slot in record.copies.states.items():
         tier = placement.optimizer_state or slot.tier
-        yield _Move(slot=slot, tier=tier, run=partial(_move_state, store, record, key, tier))
+        yield _Move(slot=slot, tier=tier, num_ranks=size, run=partial(_move_state, store, record, key, tier))
 
 
 def _within_budgets(store: Store, moves: Iterable[_Move]) -> Iterator[_Move]:
@@ -124,23 +135,22 @@ def _within_tiers(store: Store, moves: Iterable[_Move]) -> Iterator[_Move]:
         yield waiting.pop(first)
 
 
-def _move_copy(store: Store, record: StoredParameter, role: Role, tier: Tier) -> None:
+def _move_copy(store: Store, record: StoredParameter, role: Role, tier: Tier, num_ranks: int) -> None:
     slot = record.copies.compute if role is Role.COMPUTE else record.copies.master
-    moved = _moved_slot(store, slot, tier)
+    moved = _moved_slot(store, record, slot, tier, num_ranks)
     if moved is slot:
         return
     is_master = slot is record.copies.master
     record.copies.replace(slot, moved)
     if is_master:
-        with torch._C.DisableTorchFunctionSubclass():
-            record.parameter.data = moved.tensor
+        store.views.move(record.parameter, record.home)
     slot.give_back(store.layout)
 
 
 def _move_gradient(store: Store, record: StoredParameter, tier: Tier) -> None:
     slot = record.gradient.slot
     assert slot is not None
-    moved = _moved_slot(store, slot, tier)
+    moved = _moved_slot(store, record, slot, tier, slot.num_ranks)
     if moved is slot:
         return
     grad = record.parameter.grad
@@ -156,7 +166,7 @@ def _move_state(store: Store, record: StoredParameter, key: str, tier: Tier) -> 
     owner = record.copies.states_owner() if record.copies.states_owner is not None else None
     if owner is None:  # its optimizer is gone
         return
-    moved = _moved_slot(store, slot, tier)
+    moved = _moved_slot(store, record, slot, tier, slot.num_ranks)
     record.copies.put_state(key, moved)
     state = owner.state.get(record.parameter, {})
     if moved is not slot and slot.shown is not None and state.get(key) is slot.shown:
@@ -165,8 +175,10 @@ def _move_state(store: Store, record: StoredParameter, key: str, tier: Tier) -> 
         slot.give_back(store.layout)
 
 
-def _moved_slot(store: Store, slot: Slot, tier: Tier) -> Slot:
+def _moved_slot(store: Store, record: StoredParameter, slot: Slot, tier: Tier, num_ranks: int) -> Slot:
     """Return a slot on ``tier`` with the value: the same one where nothing has to move."""
+    if slot.num_ranks != num_ranks:
+        return _shared_slot(store, record, slot, tier, num_ranks)
     if slot.tier is tier:
         return slot
     if store.device.memory.unified and slot.in_memory and tier is not Tier.NVME:
@@ -175,7 +187,7 @@ def _moved_slot(store: Store, slot: Slot, tier: Tier) -> Slot:
         store.held.count_home(tier, slot.nbytes)
         slot.tier = tier
         return slot
-    moved = store.new_slot(slot.slice.parameter, slot.tensor.shape, slot.tensor.dtype, tier, slot.key)
+    moved = store.new_slot(record.name, record.shape, slot.tensor.dtype, tier, slot.key, is_whole=slot.num_ranks == 1)
     store.held.count_home(slot.tier, -slot.nbytes)
     with store.failing_on_error():
         if slot.in_memory:
@@ -187,4 +199,16 @@ def _moved_slot(store: Store, slot: Slot, tier: Tier) -> Slot:
             for part, piece in store.tensor_io.read_pieces(slot):
                 store.tensor_io.write_value(moved.part(part), piece)
             store.tensor_io.wait_writes()
+    return moved
+
+
+def _shared_slot(store: Store, record: StoredParameter, slot: Slot, tier: Tier, num_ranks: int) -> Slot:
+    """Return a slot on ``tier`` that has all of a copy of which each rank has a shard, or a shard of all of it."""
+    is_whole = num_ranks == 1
+    value = store.full_value(record.shape, slot) if is_whole else slot.elements(record.shard)
+    moved = store.new_slot(record.name, record.shape, slot.tensor.dtype, tier, slot.key, is_whole=is_whole)
+    store.held.count_home(slot.tier, -slot.nbytes)
+    with store.failing_on_error():
+        store.tensor_io.write_value(moved, value.view(moved.tensor.shape))
+        store.tensor_io.wait_writes()
     return moved

@@ -18,7 +18,7 @@ def narrow_parameter(store: Store, record: StoredParameter, dtype: torch.dtype) 
     if (wide := record.copies.drop_compute()) is not None:
         store.held.count_home(wide.tier, -wide.nbytes)
         wide.give_back(store.layout)
-    compute = store.new_slot(record.name, master.tensor.shape, dtype, master.tier)
+    compute = store.new_slot(record.name, record.shape, dtype, master.tier, is_whole=master.num_ranks == 1)
     master.key = MASTER
     with store.failing_on_error():
         convert_slot(master, compute, store.tensor_io)

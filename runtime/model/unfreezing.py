@@ -21,7 +21,7 @@ def unfreeze_parameter(store: Store, record: StoredParameter, fact: ParameterFac
     """
     compute = record.copies.compute
     store.reserve([placement])
-    shape = compute.tensor.shape
+    shape = record.shape
     master = record.copies.master
     if fact.has_compute_copy and not record.copies.are_two:
         master = store.new_slot(fact.name, shape, torch_dtype(fact.dtype), placement.master, MASTER)
@@ -29,7 +29,7 @@ def unfreeze_parameter(store: Store, record: StoredParameter, fact: ParameterFac
             if compute.tier is Tier.NVME:
                 convert_slot(compute, master, store.tensor_io)
             else:
-                store.tensor_io.write_value(master, compute.tensor)
+                store.tensor_io.write_value(master, compute.elements(master.slice).view(master.tensor.shape))
             store.tensor_io.wait_writes()
     home = placement.by_role[Role.GRADIENT][0].tier
     gradient = store.new_slot(fact.name, shape, record.dtype, home, GRADIENT)

@@ -59,6 +59,7 @@ class Meter:
         self._num_steps = 0
         self.recorder: Recorder | None = None  # while events are recorded
         self._timed: deque[_Timed] = deque()
+        self.collectives: Counter[str] = Counter()  # full bytes by kind, between several ranks
         self._origin: tuple[Event, float] | None = None  # an event of the streams, and its time on the host
 
     def leave_to_parent(self) -> None:
@@ -69,6 +70,11 @@ class Meter:
         """Count bytes that moved between two tiers."""
         with self._lock:
             self._moved[route_name(source, destination)] += nbytes
+
+    def add_collective(self, kind: str, nbytes: int) -> None:
+        """Count full bytes that passed between ranks."""
+        with self._lock:
+            self.collectives[kind] += nbytes
 
     def set_aside_this_thread(self) -> None:
         """Ignore stalls of the calling thread from now on, because compute continues while it waits."""

@@ -13,7 +13,7 @@ from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.optim.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.optim.shadow import copy_value, shadow_step
 from zinf_compile.runtime.optim.step_jobs import Job
-from zinf_compile.runtime.storage.slots import Slot, elements_of
+from zinf_compile.runtime.storage.slots import Slot, elements_of, local_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
 
 
@@ -44,7 +44,7 @@ class Chunk:
         """Return its gradient without deferred operations."""
         if self.job.home_gradient is not None:
             return self.tensor(GRADIENT, self.job.home_gradient)
-        return elements_of(self.job.grad.detach().reshape(-1), self.job.elements, self.slice)
+        return elements_of(local_of(self.job.grad).detach().reshape(-1), self.job.elements, self.slice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.shadow import STEP_HOOKS, is_known, placeholder, traits_of
 from zinf_compile.runtime.optim.step_jobs import JobCollector
 from zinf_compile.runtime.optim.supported import check_supported
-from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.params.records import record_of, replacement_of
 from zinf_compile.runtime.process.interrupts import interruptible, without_interrupts
 from zinf_compile.runtime.store.store import Store, store_of
 
@@ -105,6 +105,7 @@ class _StepInterception:
         with torch.no_grad():
             for store in self._stores:
                 store.check_usable()
+                store.ranks.meet(f"an optimizer step, number {store.meter.num_steps}")
                 early = store.early_step.close(optimizer) if isinstance(store.early_step, BackwardStep) else None
                 jobs = JobCollector(store, optimizer)
                 self._before, self._ledgers = jobs.frozen, [*self._ledgers, jobs.ledger]
@@ -161,6 +162,7 @@ def install_step_hooks() -> None:
     interceptions: weakref.WeakKeyDictionary[Optimizer, _StepInterception] = weakref.WeakKeyDictionary()
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        _check_not_replaced(optimizer)
         if (last := interceptions.pop(optimizer, None)) is not None:
             last.remove()
         stores = _stores_of(optimizer)
@@ -169,6 +171,16 @@ def install_step_hooks() -> None:
             interceptions[optimizer] = _StepInterception(optimizer, stores)
 
     register_optimizer_step_pre_hook(_untraced(before))
+
+
+def _check_not_replaced(optimizer: Optimizer) -> None:
+    """Raise UnsupportedError for an optimizer with plain parameters in whose place ranks have put DTensors."""
+    for group in optimizer.param_groups:
+        if any(replacement_of(parameter) is not None for parameter in group["params"]):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} was made before zinf_compile.optimize(model), which put a DTensor in the place "
+                "of each parameter, of which every rank has a shard; make the optimizer after it, of model.parameters()"
+            )
 
 
 class _Loss:

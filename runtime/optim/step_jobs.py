@@ -39,7 +39,7 @@ from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.random_state import keeping_random_state
-from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.storage.slots import Slot, local_of
 from zinf_compile.runtime.store.store import Store
 
 Group = dict[str, Any]  # a parameter group of an optimizer, as torch has it
@@ -106,7 +106,7 @@ class Job:
     @property
     def elements(self) -> Slice:
         """Return what is updated: all elements that the master copy has, flat."""
-        return self.record.copies.master.slice.flat
+        return self.record.shard.flat
 
     @property
     def num_elements(self) -> int:
@@ -161,6 +161,11 @@ class JobCollector:
 
     def collect(self) -> list[Job]:
         """Return a job for every parameter with a gradient: first those that ``step()`` waits for, then in gather order."""
+        if not (self.is_element_wise or self._store.ranks.is_alone):
+            raise UnsupportedError(
+                f"{type(self._optimizer).__name__} needs whole tensors, and each of {self._store.ranks.size} ranks has some "
+                "rows of each; use an optimizer that updates element by element, such as AdamW"
+            )
         self._store.await_compute()  # attributes of the optimizer, such as a gradient scaler's, may come from the device
         wanted: list[tuple[StoredParameter, Tensor]] = []
         for group in self._optimizer.param_groups:
@@ -296,16 +301,15 @@ class JobCollector:
 
     def _take_state_home(self, record: StoredParameter, state: dict[str, Any]) -> None:
         """Write state that was put into ``optimizer.state``, as ``load_state_dict`` does, to its slot, and show the slot."""
-        shape = record.copies.master.tensor.shape
         for key, value in state.items():
-            if not isinstance(value, Tensor) or _is_shown(record, key, value) or value.shape != shape:
+            if not isinstance(value, Tensor) or _is_shown(record, key, value) or value.shape != record.shape:
                 continue
             if value.dim() == 0 and key not in record.copies.states:  # a step count, and no moment of a 0-dim parameter
                 continue
             slot = state_slot(record, self._optimizer, key, value.dtype)
             if not slot.is_home_of(value):
                 with self._store.failing_on_error():
-                    self._store.tensor_io.write_value(slot, value)
+                    self._store.tensor_io.write_value(slot, own_rows(slot, value))
                     self._store.tensor_io.wait_writes()
                 state[key] = HomeTensor.show(slot, record)
 
@@ -357,7 +361,13 @@ def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype) -> Sl
     store, master = record.store, record.copies.master
     # Nothing is planned for the state of a frozen parameter, which a checkpoint may have.
     tier = store.placements[record.name].optimizer_state or master.tier
-    return store.new_slot(record.name, master.tensor.shape, dtype, tier, state_key(key))
+    return store.new_slot(record.name, record.shape, dtype, tier, state_key(key))
+
+
+def own_rows(slot: Slot, value: Tensor) -> Tensor:
+    """Return what a slot holds of a value that a user gave: of a DTensor this rank's shard, of a plain one its rows."""
+    local = local_of(value)
+    return local if local is not value else slot.rows_of(value)
 
 
 def _scalar_key(scalars: Mapping[str, Any]) -> object:

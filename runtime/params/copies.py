@@ -36,6 +36,7 @@ class Copies:
     states_owner: "weakref.ref[Optimizer] | None" = None  # that optimizer
     other_states: "list[tuple[weakref.ref[Optimizer], dict[str, Slot]]]" = field(default_factory=list)
     synced_version: int = 0  # of the parameter, when the compute copy was last cast from the master
+    spread_count: int = 0  # of updates, when the rows of other ranks were last gathered into copies that are whole here
     is_exposed: bool = False  # a writable alias of the master was handed out since
 
     @property
@@ -82,11 +83,21 @@ class Copies:
 
     def sync(self, version: int) -> None:
         """Note that the compute copy is the value that the master copy has at this version of the parameter."""
+        if not self.is_synced(version):
+            self.spread_count = -1  # other ranks have written their rows too
         self.synced_version, self.is_exposed = version, False
 
     def is_synced(self, version: int) -> bool:
         """Return whether the master copy was not written since the compute copy was made from it."""
         return version == self.synced_version and not self.is_exposed
+
+    def is_behind(self, count: int) -> bool:
+        """Return whether a copy that is whole on each of several ranks lacks their last updates, ``count`` so far."""
+        return self.spread_count != count and any(slot.num_ranks == 1 for slot in self.all)
+
+    def note_spread(self, count: int) -> None:
+        """Note that the rows of all ranks are gathered, after so many updates."""
+        self.spread_count = count
 
     # Full values of it, held by full_parameters()
 

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.storage.slots import elements_of
 
 
 @without_interrupts
@@ -17,13 +19,12 @@ def write_piece(record: StoredParameter, first: int, values: Tensor) -> None:
     cast from what the master copy then holds.
     """
     store = record.store
-    values = values.to(record.original_dtype)
-    master = record.copies.master
-    part = master.slice.flat.part(first, first + values.numel())
+    flat = values.to(record.original_dtype).reshape(-1)
+    written = Slice.of_whole(record.name, record.shape).flat.part(first, first + flat.numel())
     with store.failing_on_error():
-        store.tensor_io.write_value(master.part(part), values)
-        if record.copies.are_two:
-            store.tensor_io.write_value(record.copies.compute.part(part), values)
+        for slot in record.copies.all[::-1]:
+            if (part := written.intersect(slot.slice)) is not None:  # of several ranks each writes its rows
+                store.tensor_io.write_value(slot.part(part), elements_of(flat, written, part))
 
 
 @without_interrupts

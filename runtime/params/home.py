@@ -3,17 +3,18 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from zinf_compile.ir.errors import StoreError, UnsupportedError
+from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.params.full_values import end_writes, write_piece
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.interrupts import without_interrupts
-from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.storage.slots import Slot, local_of
 
 _DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
 _DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -53,7 +54,14 @@ _LOOKS_AT_NO_VALUE = frozenset(
 )
 
 
-class HomeTensor(Tensor):
+if TYPE_CHECKING:
+    from torch import Tensor as AnyTensor
+    from torch.nn import Parameter as AnyParameter
+else:  # completed by a tensor class: torch's own, or DTensor where several ranks have a shard each
+    AnyTensor = AnyParameter = object
+
+
+class HomeTensor(AnyTensor):
     """A gradient or a tensor of optimizer state whose bytes are at home in a store, as users see it.
 
     An optimizer step in the background may be reading or writing it: reading its values blocks until that finishes.
@@ -80,16 +88,20 @@ class HomeTensor(Tensor):
     def show(cls, slot: Slot, record: StoredParameter) -> Tensor:
         """Return the home tensor of a slot for users; always the same object."""
         if slot.shown is None:
-            shown = slot.tensor.as_subclass(cls)
+            shown = record.store.views.show(cls, slot.tensor, record)
+            assert isinstance(shown, cls)
             shown.record = weakref.ref(record)
             slot.shown = shown
         return slot.shown
 
     def plain(self) -> Tensor:
-        """Return it as a plain tensor over the same bytes."""
+        """Return it as a plain tensor over the same bytes; of several ranks, as a plain DTensor."""
         await_home(self)
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+            return self._as_plain()
+
+    def _as_plain(self) -> Tensor:
+        return self.as_subclass(Tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
@@ -106,7 +118,7 @@ class HomeTensor(Tensor):
         return repr(self.plain())
 
 
-class HomeParameter(Parameter):
+class HomeParameter(AnyParameter):
     """A parameter whose bytes are at home in a store.
 
     Whoever looks at its values waits for its update in flight, and learns whether its last update finished; whoever gets
@@ -172,6 +184,14 @@ class HomeParameter(Parameter):
             return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)}"
 
 
+class PlainHomeTensor(HomeTensor, Tensor):
+    """A home tensor of a process that trains alone."""
+
+
+class PlainHomeParameter(HomeParameter, Parameter):
+    """A parameter at home of a process that trains alone."""
+
+
 def _refuse_other_memory(record: StoredParameter, what: str) -> UnsupportedError:
     return UnsupportedError(
         f"cannot give '{record.name}' other memory or another shape ({what}): it lives in a store since optimize(); write "
@@ -227,7 +247,7 @@ def _set_data(parameter: Tensor, value: Tensor) -> None:
             f"{tuple(value.shape)} {value.dtype} on {value.device}: it lives in a store since optimize(); resize or convert "
             "the model before zinf_compile.optimize(model), and for the dtype of compute say compute_dtype"
         )
-    if value.data_ptr() != parameter.data_ptr() or value.stride() != parameter.stride():
+    if local_of(value).data_ptr() != local_of(parameter).data_ptr() or value.stride() != parameter.stride():
         parameter.detach().copy_(value)
         record.copies.expose()
 
@@ -238,7 +258,8 @@ def _can_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     parameter, value = args
     return (
-        not record.copies.master.in_memory
+        record.store.ranks.is_alone
+        and not record.copies.master.in_memory
         and record.store.is_open
         and not (torch.is_grad_enabled() and parameter.requires_grad)  # torch refuses that
         and value.shape == parameter.shape
@@ -295,6 +316,42 @@ class EagerGather(torch.autograd.Function):
         if (record := record_of(ctx.parameter)) is not None:
             record.store.await_gradient(record)
         return grad.to(ctx.parameter.device), None
+
+
+class WholeLeaf(torch.autograd.Function):
+    """The whole value of a parameter of which this rank has a shard, as the leaf of one eager forward. It has no memory.
+
+    Autograd sums what all gathers of the forward contribute; the sum is reduced over ranks once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Parameter, record: StoredParameter) -> Tensor:
+        """Return a tensor of the parameter's shape, all of whose elements are one."""
+        record.gradient.add_use(ctx)
+        ctx.record = record
+        return torch.empty((), dtype=record.dtype, device=record.store.memory.torch_device).expand(record.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return this rank's rows of the gradient, summed over ranks."""
+        record = ctx.record
+        record.store.await_gradient(record)
+        shard = record.store.reductions.reduced(Slice.of_whole(record.name, record.shape), grad)
+        return record.store.views.of_shard(shard, record), None
+
+
+class GatherOfLeaf(torch.autograd.Function):
+    """A gather in an eager forward on several ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, gather: Callable[[], Tensor]) -> Tensor:
+        """Return the gathered value."""
+        return gather()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient for the leaf."""
+        return grad, None
 
 
 class TransformedGather(torch.autograd.Function):

@@ -69,10 +69,14 @@ class HomeGradient(HomeTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def plain(self) -> Tensor:
-        """Return it as a plain tensor over the same bytes."""
+        """See HomeTensor.plain."""
         if (record := self.record()) is not None:
             settle_gradient(record)
         return super().plain()
+
+
+class PlainHomeGradient(HomeGradient, Tensor):
+    """A gradient at home of a process that trains alone."""
 
 
 @without_interrupts
@@ -90,7 +94,7 @@ def begin_gradient(record: StoredParameter) -> Slot:
     if not was.is_forgotten:
         settle_gradient(record)
         forgotten = record.gradient.find_forgotten()
-        slot = forgotten or record.store.new_slot(record.name, was.tensor.shape, was.tensor.dtype, was.tier, was.key)
+        slot = forgotten or record.store.new_slot(record.name, record.shape, was.tensor.dtype, was.tier, was.key)
     record.gradient.begin(slot)
     return slot
 

@@ -12,10 +12,13 @@ from zinf_compile.ir.copies import COMPUTE, CopyKey
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
+from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.params.copies import Copies
 from zinf_compile.runtime.params.gradient_state import GradientState
 from zinf_compile.runtime.params.update_state import UpdateState
+from zinf_compile.runtime.ranks.ranks import Ranks
+from zinf_compile.runtime.ranks.reductions import Reductions
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, torch_dtype
 from zinf_compile.runtime.storage.tier_memory import TierMemory
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
@@ -58,6 +61,22 @@ class Stored(Protocol):
         """Return what a gather of ``dtype`` moves."""
 
 
+class Views(Protocol):
+    """What users see of stored parameters: tensors over the bytes of their slots."""
+
+    def show(self, kind: type[Tensor], home: Tensor, record: "StoredParameter") -> Tensor:
+        """Return a home tensor of this kind, a gradient or optimizer state, over the bytes of a slot's tensor."""
+
+    def seat(self, parameter: torch.nn.Parameter, home: Tensor, *, as_home: bool) -> torch.nn.Parameter:
+        """Return the parameter that users see from now on in place of ``parameter``, over the bytes of ``home``."""
+
+    def move(self, parameter: torch.nn.Parameter, home: Tensor) -> None:
+        """Let a parameter that was seated show the bytes of another home."""
+
+    def of_shard(self, shard: Tensor, record: "StoredParameter") -> Tensor:
+        """Return this rank's part of a gradient as autograd expects it for the parameter."""
+
+
 class RecordStore(Protocol):
     """What a record, and code that finds it from its parameter or gradient, needs of the store that holds it."""
 
@@ -70,6 +89,9 @@ class RecordStore(Protocol):
     memory: TierMemory
     meter: Meter
     tensor_io: TensorIO
+    ranks: Ranks
+    reductions: Reductions
+    views: Views
 
     @property
     def is_open(self) -> bool:
@@ -80,9 +102,16 @@ class RecordStore(Protocol):
         """Return whether this process was forked from the one that has the store."""
 
     def new_slot(
-        self, parameter: str, shape: torch.Size, dtype: torch.dtype, tier: Tier, key: CopyKey = COMPUTE
+        self,
+        parameter: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        tier: Tier,
+        key: CopyKey = COMPUTE,
+        *,
+        is_whole: bool = False,
     ) -> Slot:
-        """Return a slot for a copy of a parameter, with undefined content."""
+        """Return a slot for this rank's shard of a copy of a parameter of this shape, or for all of it."""
 
     def gather_value(self, record: "Stored", dtype: torch.dtype) -> Tensor:
         """Return the full value in one of its dtypes; blocks."""
@@ -144,6 +173,23 @@ class StoredParameter:
         return self.copies.of_dtype(dtype)
 
     @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the whole parameter."""
+        return self.parameter.shape
+
+    @property
+    def shard(self) -> Slice:
+        """Return what this rank updates: its rows, or all of the parameter in a process that trains alone."""
+        master = self.copies.master
+        return master.slice if master.num_ranks > 1 else self.store.ranks.shard_of(master.slice)
+
+    @property
+    def home(self) -> Tensor:
+        """Return the home tensor of the parameter: what this rank updates of the master copy."""
+        master, shard = self.copies.master, self.shard
+        return master.tensor if shard == master.slice else master.elements(shard).view(shard.sizes)
+
+    @property
     def is_aliased(self) -> bool:
         """Return whether somebody holds a plain tensor or an array over the bytes of the master, gradient or state."""
         gradient = [self.gradient.slot] if self.gradient.slot is not None else []
@@ -193,6 +239,21 @@ def owner_of(parameter: object) -> StoredParameter | None:
     record = record_of(parameter) or getattr(parameter, _FULL_OF, None)
     assert record is None or isinstance(record, StoredParameter)
     return record
+
+
+_REPLACED = "_zinf_replaced_by"  # the attribute of a plain parameter in whose place a DTensor is registered
+
+
+def mark_replaced(parameter: torch.nn.Parameter, by: torch.nn.Parameter) -> None:
+    """Let a parameter lead to the one that is registered in its place."""
+    setattr(parameter, _REPLACED, by)
+
+
+def replacement_of(parameter: object) -> torch.nn.Parameter | None:
+    """Return the parameter that is registered in the place of one; None if it was not replaced."""
+    by = getattr(parameter, _REPLACED, None)
+    assert by is None or isinstance(by, torch.nn.Parameter)
+    return by
 
 
 def give_memory(parameter: torch.nn.Parameter, memory: Tensor) -> None:

@@ -32,6 +32,11 @@ class StoredTile:
         """Return the state of its parameter's update."""
         return self.whole.update
 
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of its rows."""
+        return torch.Size(self.rows.sizes)
+
     def copy_in(self, dtype: torch.dtype) -> SlotPart:
         """Return its rows of the copy that a gather of ``dtype`` moves."""
         return self.whole.copy_in(dtype).part(self.rows)

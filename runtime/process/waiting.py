@@ -150,6 +150,18 @@ def wait_for_turn(try_begin: Callable[[], bool], what: str) -> None:
         patience.look()
 
 
+def wait_for(is_done: Callable[[], bool], what: str, *, look: Callable[[], None]) -> None:
+    """Call ``is_done``, which blocks for a moment, until it returns True. In between call ``look``, which may raise.
+
+    An interrupt may raise out of the wait.
+    """
+    patience = None
+    while not is_done():
+        patience = patience or _Patience(what, gone=None, may_leave=True)
+        patience.look()
+        look()
+
+
 def next_of(queue: "SimpleQueue[T]") -> T:
     """Return the next item of a thread's queue; an idle thread may wait for ever."""
     return queue.get(block=True)

@@ -18,6 +18,7 @@ class Slot:
     """One tensor's home. On nvme it has an extent of the store file, and ``tensor`` is a mapping of it."""
 
     slice: Slice  # what of its parameter it holds
+    num_ranks: int = 1  # of which each has a slot like it, with other rows; 1: every rank holds all that this one does
     key: CopyKey = COMPUTE  # which copy of it
     tier: Tier
     tensor: Tensor  # the home tensor, for the runtime, whose callers make sure that nothing is in flight for it
@@ -44,6 +45,11 @@ class Slot:
         """Return the slot itself: a part of a slot answers with the slot that it is a part of."""
         return self
 
+    def rows_of(self, value: Tensor) -> Tensor:
+        """Return what it holds of the whole value of its parameter, as a view."""
+        held = self.slice
+        return value if held.is_whole else value.narrow(held.dim, held.start, held.length)
+
     def part(self, part: Slice) -> "SlotPart":
         """Return what a slice of the same parameter has of this slot; ValueError if the slot does not hold all of it."""
         part.offset_in(self.slice)
@@ -66,7 +72,7 @@ class Slot:
     def is_home_of(self, tensor: Tensor) -> bool:
         """Return whether a tensor begins at this home's bytes."""
         with torch._C.DisableTorchFunctionSubclass():  # a look at the address is not a look at the value
-            return tensor.data_ptr() == self.tensor.data_ptr()
+            return local_of(tensor).data_ptr() == self.tensor.data_ptr()
 
     @property
     def num_references(self) -> int:
@@ -138,6 +144,11 @@ class SlotPart:
         return self.whole.device_bytes
 
     @property
+    def num_ranks(self) -> int:
+        """Return of how many ranks each has another part of the parameter."""
+        return self.whole.num_ranks
+
+    @property
     def tensor(self) -> Tensor:
         """Return its part of the home tensor. Made anew each time: kept, it would count as an alias that others hold."""
         return self.whole.elements(self.slice).view(self.slice.sizes)
@@ -154,6 +165,12 @@ class SlotPart:
     def byte_range(self, part: Slice) -> tuple[int, int]:
         """Return the offset and the sector-rounded length of a slice of the parameter, as the whole slot does."""
         return self.whole.byte_range(part)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's tensor of a DTensor; any other tensor as it is."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def elements_of(tensor: Tensor, held: Slice, part: Slice) -> Tensor:

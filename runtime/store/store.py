@@ -27,16 +27,19 @@ from zinf_compile.runtime.params.home_gradient import settle_gradient
 from zinf_compile.runtime.params.numbers import new_id, register_stored
 from zinf_compile.runtime.params.records import EarlyStep, Owner, Stored, StoredParameter
 from zinf_compile.runtime.params.tiles import StoredTile
+from zinf_compile.runtime.params.views import make_views
 from zinf_compile.runtime.process.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.process.forking import has_ended, leave_when_forked, touch_pages
 from zinf_compile.runtime.process.interrupts import uninterrupted, without_interrupts
 from zinf_compile.runtime.process.waiting import holding, wait_future
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
+from zinf_compile.runtime.ranks.reductions import Reductions
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.nvme.verified import VerifiedEngine
-from zinf_compile.runtime.storage.slots import Slot, map_tensor
+from zinf_compile.runtime.storage.slots import Slot, SlotPart, local_of, map_tensor
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.storage.tier_memory import TierMemory
 from zinf_compile.runtime.store.cuts import Cuts
@@ -50,8 +53,11 @@ from zinf_compile.runtime.transfer.transfers import Transfers
 class Store:
     """The homes of one model's parameters, gradients and optimizer state."""
 
-    def __init__(self, config: Config, *, engine: Engine | None = None) -> None:
+    def __init__(self, config: Config, *, engine: Engine | None = None, ranks: Ranks = ALONE) -> None:
+        """``ranks`` train the model together: this store holds the shards of one of them."""
         self.config = config
+        self.ranks = ranks
+        self.views = make_views(ranks)
         self.store_id = new_id()
         self.session: Owner | None = None
         self.anchor, self.frozen_anchor = make_anchor(requires_grad=True), make_anchor(requires_grad=False)
@@ -77,8 +83,12 @@ class Store:
             arena=self.arena,
             meter=self.meter,
             device=self.device,
+            ranks=ranks,
         )
         self.io_pool, self.tensor_io = self.transfers.pool, self.transfers.tensors
+        self.reductions = Reductions(
+            ranks, is_ordered=config.reduce == "ordered", divide_by=config.gradient_divide_factor or ranks.size
+        )
         self.updates = UpdateQueue(begin_thread=self.meter.set_aside_this_thread)
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
         self.wanted_norms: set[float] = set()  # orders of gradient norms that were requested, as by clip_grad_norm_
@@ -173,18 +183,29 @@ class Store:
 
     @without_interrupts
     def new_slot(
-        self, parameter: str, shape: torch.Size, dtype: torch.dtype, tier: Tier, key: CopyKey = COMPUTE
+        self,
+        parameter: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        tier: Tier,
+        key: CopyKey = COMPUTE,
+        *,
+        is_whole: bool = False,
     ) -> Slot:
-        """Return a slot for a copy of a parameter, with undefined content.
+        """Return a slot for a copy of a parameter of this shape, with undefined content.
 
-        On nvme its extent is reserved on the disk.
+        It holds this rank's shard of the parameter, unless ``is_whole``. On nvme its extent is reserved on the disk.
         """
-        nbytes, whole = shape.numel() * dtype.itemsize, Slice.of_whole(parameter, shape)
+        held, num_ranks = Slice.of_whole(parameter, shape), 1
+        if not (is_whole or self.ranks.is_alone):
+            held, num_ranks = self.ranks.shard_of(held), self.ranks.size
+            shape = torch.Size(held.sizes)
+        nbytes = shape.numel() * dtype.itemsize
         if tier is not Tier.NVME or nbytes == 0:
             home = self.memory.new_home(shape, dtype, tier)
             self.held.count_home(tier, nbytes)
             is_behind_link = self.memory.is_behind_link(tier)
-            return Slot(slice=whole, key=key, tier=tier, tensor=home, on_device=is_behind_link)
+            return Slot(slice=held, num_ranks=num_ranks, key=key, tier=tier, tensor=home, on_device=is_behind_link)
         assert self.engine is not None
         self.activations.give_back_dropped()  # frees extents of dropped activations for reuse
         extent = self.layout.allocate(nbytes)
@@ -192,7 +213,7 @@ class Store:
         mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
         self.held.count_home(tier, nbytes)
         tensor = map_tensor(mapped, shape, dtype)
-        return Slot(slice=whole, key=key, tier=tier, tensor=tensor, extent=extent)
+        return Slot(slice=held, num_ranks=num_ranks, key=key, tier=tier, tensor=tensor, extent=extent)
 
     # Values
 
@@ -208,14 +229,28 @@ class Store:
         self.follow_compute()
         self.refresh_one(record.whole)
         slot = record.copy_in(dtype)
-        if slot.tier is Tier.DEVICE:
+        if slot.tier is Tier.DEVICE and slot.num_ranks == 1:
             return slot.tensor.detach()
         self.held.begin_run()
-        value = self.memory.new_value(slot.tensor.shape, slot.tensor.dtype)
-        with self.failing_on_error():
-            self.tensor_io.read_value(slot, value)
+        value = self.full_value(record.whole.shape if isinstance(slot, Slot) else slot.tensor.shape, slot)
         self.held.sample()
         return value
+
+    def full_value(self, shape: torch.Size, slot: Slot | SlotPart) -> Tensor:
+        """Return the full value of a slot, of this shape, in fresh memory; blocks until every rank has given its shard."""
+        if slot.num_ranks == 1:
+            value = self.memory.new_value(shape, slot.tensor.dtype)
+            with self.failing_on_error():
+                self.tensor_io.read_value(slot, value)
+            return value
+        with self.failing_on_error():
+            self.ranks.meet(f"the gather of {slot.name}")
+            padded = Slice.of_whole(slot.slice.parameter, shape).among(self.ranks.size).num_elements
+            shard = self.memory.new_value(torch.Size([padded]), slot.tensor.dtype)
+            whole = self.memory.new_value(torch.Size([padded * self.ranks.size]), slot.tensor.dtype)
+            self.tensor_io.read_value(slot, shard[: slot.tensor.numel()].view(slot.tensor.shape))
+            self.ranks.wait(self.ranks.all_gather(slot.name, [shard], [whole]))
+            return whole[: shape.numel()].view(shape)
 
     @without_interrupts
     def await_gradient(self, record: StoredParameter) -> None:
@@ -228,22 +263,61 @@ class Store:
 
     @without_interrupts
     def refresh_stale(self) -> None:
-        """Recompute every compute copy whose master copy the user has written since."""
+        """Recompute every compute copy whose master copy the user has written since.
+
+        Whole copies of several ranks then get the rows that the others have updated.
+        """
         for record in self.records.values():
-            self.refresh_one(record)
+            self._sync(record)
+        self._spread([record for record in self.records.values() if self._is_behind(record)])
 
     @without_interrupts
     def refresh_one(self, record: StoredParameter) -> None:
         """Recompute one compute copy if its master copy was written since."""
+        self._sync(record)
+        if self._is_behind(record):
+            self._spread([record])
+
+    def _sync(self, record: StoredParameter) -> None:
         version = record.version
         if record.copies.is_synced(version):
             return
         self.finish(record)
         if record.copies.are_two:
             with self.failing_on_error():
-                self.tensor_io.write_value(record.copies.compute, record.copies.master.tensor)
+                shard = record.shard
+                compute, master = record.copies.compute.part(shard), record.copies.master.elements(shard)
+                self.tensor_io.write_value(compute, master.view(compute.tensor.shape))
                 self.tensor_io.wait_writes()
         record.copies.sync(version)
+
+    def _is_behind(self, record: StoredParameter) -> bool:
+        """Return whether other ranks have updated their rows of a copy that is whole here since they were gathered."""
+        return not self.ranks.is_alone and record.copies.is_behind(record.update.count)
+
+    def _spread(self, records: Sequence[StoredParameter]) -> None:
+        """Gather the updated rows of copies that every rank has whole. Every rank calls this with the same parameters."""
+        shards: list[Tensor] = []
+        wholes: list[Tensor] = []
+        padded: list[tuple[Tensor, Tensor]] = []  # copies whose rows the ranks do not divide evenly
+        for record in records:
+            self.finish(record)
+            record.copies.note_spread(record.update.count)
+            each = Slice.of_whole(record.name, record.shape).among(self.ranks.size).num_elements
+            for slot in record.copies.all:
+                if slot.num_ranks == 1:
+                    whole, shard = slot.tensor.detach().view(-1), slot.elements(record.shard)
+                    if each * self.ranks.size != whole.numel():
+                        shard = torch.nn.functional.pad(shard, (0, each - shard.numel()))
+                        padded.append((whole, whole := shard.new_empty(each * self.ranks.size)))
+                    shards.append(shard)
+                    wholes.append(whole)
+        if wholes:
+            with self.failing_on_error(), self.meter.stall("updated residents"):
+                self.ranks.wait(self.ranks.all_gather("the all-gather of updated residents", shards, wholes))
+            for target, gathered in padded:
+                target.copy_(gathered[: target.numel()])
+            self.meter.add_collective("all-gather", sum(whole.nbytes for whole in wholes))
 
     @without_interrupts
     def finish(self, record: StoredParameter, *, may_leave: bool = True) -> None:
@@ -401,7 +475,7 @@ class Store:
                 f"'{record.name}' is in device memory, or in pinned memory, which a fork does not copy; give the child a "
                 "copy made before the fork, such as parameter.detach().clone()"
             )
-        if (address := home.data_ptr()) not in self._views:
+        if (address := local_of(home).data_ptr()) not in self._views:
             return  # in memory, or copied already
         uses = self.io_pool.uses
         if uses.was_at_rest and uses.is_unchanged:
@@ -438,6 +512,7 @@ class Store:
         """
         if self._failure is not None or self._closed or self.is_forked:
             return
+        self.ranks.fail(describe_error(error))  # first, so that no rank waits for this one any longer
         with suppress(StoreError):  # nothing may stay in flight; what failed is in failed_slots
             self.tensor_io.wait_writes()
         for record in self.records.values():  # a master copy whose write failed has no value

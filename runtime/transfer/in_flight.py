@@ -8,7 +8,7 @@ a piece at a time::
     staging -> arena  the stream, after the mark of the issue; staging is returned when the copy is done
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +22,13 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.device.device import Event
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import end_pool, wait_future
+from zinf_compile.runtime.ranks.ranks import Collective
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done, wait_all
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
 from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
+from zinf_compile.runtime.transfer.shared_arena import SharedArena
 
 
 class Named(Protocol):
@@ -55,6 +57,8 @@ class InFlight:
     futures: list[Future[None]]
     mark: Event  # end of the compute stream at the issue
     copies: list[EnqueuedCopy] = field(default_factory=list)  # over a link
+    shared: Sequence[SharedArena] = ()  # of several ranks: where shards arrive, and where they are gathered
+    collective: Collective | None = None  # that gathers them, once it is launched
     is_awaited: bool = False
 
     @property

@@ -14,7 +14,7 @@ from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.file_stream import FileReader, FileWriter
 from zinf_compile.runtime.storage.futures import wait_all
-from zinf_compile.runtime.storage.slots import Slot, elements_of
+from zinf_compile.runtime.storage.slots import Slot, SlotPart, elements_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
@@ -33,7 +33,7 @@ class _Piece(NamedTuple):
 def write_slot(writer: FileWriter, slot: Slot, tensor_io: TensorIO | None) -> int:
     """Append a slot's tensor to a file; return the CRC-32 of its bytes. A slot on nvme needs its store's ``tensor_io``."""
     checksum = 0
-    for view in _pieces(slot, tensor_io):
+    for view in pieces_of(slot, tensor_io):
         checksum = zlib.crc32(view, checksum)
         writer.write(view)
     return checksum
@@ -70,7 +70,7 @@ def read_slot(reader: FileReader, slot: Slot, tensor_io: TensorIO | None, *, com
 
 def convert_slot(slot: Slot, compute: Slot, tensor_io: TensorIO) -> None:
     """Start filling a compute copy with the value of another slot; ``tensor_io.wait_writes`` completes it."""
-    for part, view in zip(_parts(slot, tensor_io), _pieces(slot, tensor_io), strict=True):
+    for part, view in zip(_parts(slot, tensor_io), pieces_of(slot, tensor_io), strict=True):
         _convert(torch.frombuffer(view, dtype=slot.tensor.dtype), compute, part, tensor_io)
 
 
@@ -86,8 +86,8 @@ def _convert(piece: Tensor, compute: Slot, part: Slice, tensor_io: TensorIO | No
         tensor_io.send_home(compute, part, lease)
 
 
-def _pieces(slot: Slot, tensor_io: TensorIO | None) -> Iterator[memoryview]:
-    """Yield a slot's bytes in order; each piece is valid until the next is requested."""
+def pieces_of(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[memoryview]:
+    """Yield the bytes of a slot, or of a part of one, in order; each piece is valid until the next is requested."""
     if slot.in_memory:
         flat = slot.tensor.reshape(-1).cpu()  # a user's buffer may be on the device
         for part in _parts(slot, tensor_io):
@@ -106,7 +106,8 @@ def _pieces(slot: Slot, tensor_io: TensorIO | None) -> Iterator[memoryview]:
             pieces.append(_Piece(lease, nbytes, reads))
             if len(pieces) == _NUM_READS:
                 yield _landed(pieces[0])
-        yield _landed(pieces[-1])
+        if pieces:
+            yield _landed(pieces[-1])
     finally:
         for piece in pieces:
             for read in piece.reads:
@@ -114,7 +115,7 @@ def _pieces(slot: Slot, tensor_io: TensorIO | None) -> Iterator[memoryview]:
             tensor_io.staging.return_(piece.lease)
 
 
-def _parts(slot: Slot, tensor_io: TensorIO | None) -> Iterator[Slice]:
+def _parts(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[Slice]:
     """Yield consecutive parts of a slot that begin at a sector, both of the slot and of a compute copy of any dtype.
 
     A part is a quarter of staging, so that two parts of a slot and the blocks of a file in flight fit.
@@ -124,7 +125,7 @@ def _parts(slot: Slot, tensor_io: TensorIO | None) -> Iterator[Slice]:
     return slot.slice.flat.pieces(step)
 
 
-def _lease(tensor_io: TensorIO | None, slot: Slot, part: Slice) -> StagingBuffer:
+def _lease(tensor_io: TensorIO | None, slot: Slot | SlotPart, part: Slice) -> StagingBuffer:
     assert tensor_io is not None
     return tensor_io.staging.lease(slot.byte_range(part)[1])
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from zinf_compile.ir.errors import VerifyError, ZinfError
+from zinf_compile.ir.errors import RankError, VerifyError, ZinfError
 from zinf_compile.runtime.device.cpu import CPU
 from zinf_compile.runtime.device.device import Device
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import wait_future
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import Engine, whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done
@@ -27,6 +29,7 @@ from zinf_compile.runtime.transfer.gpu_direct import DirectReads, GpuDirectFille
 from zinf_compile.runtime.transfer.in_flight import DirectFiller, Filler, InFlight, LinkFiller
 from zinf_compile.runtime.transfer.io_pool import IOPool
 from zinf_compile.runtime.transfer.link import Link
+from zinf_compile.runtime.transfer.shared_arena import SharedArena, share_arena
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 
@@ -52,6 +55,10 @@ class Gathered(Protocol):
     def update(self) -> Updated:
         """The state of its update."""
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of its whole value."""
+
     def copy_in(self, dtype: torch.dtype) -> Slot | SlotPart:
         """Return the copy that a gather of ``dtype`` moves."""
 
@@ -60,9 +67,17 @@ class Transfers:
     """The gathers in flight of one store, with its I/O pool and the tensor I/O of its slots."""
 
     def __init__(
-        self, *, engine: Engine | None, staging: StagingPool, arena: Arena, meter: Meter, device: Device = CPU
+        self,
+        *,
+        engine: Engine | None,
+        staging: StagingPool,
+        arena: Arena,
+        meter: Meter,
+        device: Device = CPU,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """``device`` computes, and ``arena`` is in its memory."""
+        """``device`` computes, and ``arena`` is in its memory. Each of ``ranks`` moves its shards."""
+        self._ranks = ranks
         self.link = link = Link(device)
         self.pool = IOPool(engine=engine, staging=staging, meter=meter, link=link)
         self.tensors = TensorIO(self.pool, arena=arena, meter=meter)
@@ -82,15 +97,21 @@ class Transfers:
     def issue_gather(self, records: Sequence[Gathered], dtypes: Sequence[torch.dtype], offsets: Sequence[int]) -> int:
         """Start gathering the copies with these dtypes into the arena at these offsets; return the ticket to wait with."""
         slots = [record.copy_in(dtype) for record, dtype in zip(records, dtypes, strict=True)]
-        first, last = offsets[0], offsets[-1]
+        first, end = offsets[0], offsets[-1] + whole_sectors(slots[-1].nbytes)
+        targets, shared = offsets, []
+        if not self._ranks.is_alone:
+            shapes = [record.shape for record in records]
+            shared = share_arena(self._ranks, slots, shapes, offsets)
+            targets, end = [each.shard_offset for each in shared], shared[-1].end
         ticket = self.issue(
             records[0].name if len(records) == 1 else f"{records[0].name} and {len(records) - 1} more",
             first,
-            last + whole_sectors(slots[-1].nbytes) - first,
+            end - first,
             # Enqueued after updates of these parameters, without blocking: compute may need the values much later.
             after=[update for record in records if (update := record.update.future) is not None],
-            start=lambda moving: self._start_gather(slots, offsets, moving),
+            start=lambda moving: self._start_gather(slots, targets, moving),
         )
+        self._in_flight[ticket].shared = shared
         if self.link.is_crossed:  # compute continues while copies read the homes: writers must wait for them
             for record in records:
                 record.update.note_gather(self._in_flight[ticket])
@@ -139,6 +160,22 @@ class Transfers:
             if slot.in_memory:
                 self.filler.fill_from_memory(moving, slot.tensor, offset, slot.tier, slot)
 
+    def launch_gather(self, ticket: int) -> None:
+        """Start the all-gather of a transfer once this rank's shards have arrived: every rank does so in the same order."""
+        gather = self._in_flight[ticket]
+        if gather.collective is not None or not gather.shared:
+            return
+        self._wait_arrived(gather)
+        views = [
+            (self._arena.view(each.shard_offset, (each.num_elements,), each.dtype), self._whole(each))
+            for each in gather.shared
+        ]
+        shards, wholes = zip(*views, strict=True)
+        gather.collective = self._ranks.all_gather(f"the all-gather of {gather.name}", shards, wholes)
+
+    def _whole(self, each: SharedArena) -> Tensor:
+        return self._arena.view(each.offset, (self._ranks.size * each.num_elements,), each.dtype)
+
     def wait_gather(self, ticket: int) -> bool:
         """Block until a transfer is complete; return whether this was its first wait. Raises its first error.
 
@@ -147,6 +184,18 @@ class Transfers:
         gather = self._in_flight[ticket]
         if gather.is_awaited:
             return False
+        self.launch_gather(ticket)
+        if gather.collective is None:
+            self._wait_arrived(gather)
+        else:
+            with self._meter.stall(gather.collective.name):
+                self._ranks.wait(gather.collective)
+            self._meter.add_collective("all-gather", sum(each.whole_nbytes for each in gather.shared))
+        gather.is_awaited = True
+        return True
+
+    def _wait_arrived(self, gather: InFlight) -> None:
+        """Block until the bytes that this rank moves have arrived, or compute will wait for them."""
         if gather.is_ready:
             gather.wait()
         else:
@@ -154,8 +203,6 @@ class Transfers:
                 gather.wait()
         with self._meter.stall_on(self.link.compute, gather.name):
             self._join(gather)
-        gather.is_awaited = True
-        return True
 
     def _join(self, gather: InFlight) -> None:
         for copy in gather.copies:
@@ -176,6 +223,9 @@ class Transfers:
             wait_future(gather.started, gather.name)  # only then is the list of calls complete
             for future in gather.futures:
                 wait_future(future, gather.name)
+            if gather.collective is not None and not gather.is_awaited:
+                with suppress(RankError):  # the ranks cannot go on, which was raised before
+                    self._ranks.wait(gather.collective)
             with suppress(RuntimeError):  # of CUDA, which was raised before
                 self._join(gather)  # later ops on these bytes must come after copies that are no longer needed
             gather.is_awaited = True
@@ -201,7 +251,7 @@ class _FileRun:
 def _file_runs(slots: Sequence[Slot | SlotPart], offsets: Sequence[int]) -> list[_FileRun]:
     runs: list[_FileRun] = []
     for slot, offset in zip(slots, offsets, strict=True):
-        if slot.in_memory:
+        if slot.in_memory or slot.nbytes == 0:  # the last of several ranks may have no row
             continue
         file_offset, nbytes = slot.byte_range(slot.slice)
         last = runs[-1] if runs else None

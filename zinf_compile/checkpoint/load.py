@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from zinf_compile.checkpoint.checkpoint_folder import (
     read_manifest,
 )
 from zinf_compile.checkpoint.match import check_same, split_state_name
-from zinf_compile.checkpoint.objects import Objects, check_options, load_objects, set_random_states
+from zinf_compile.checkpoint.objects import Objects, check_options, load_objects, ranks_of, set_random_states
+from zinf_compile.checkpoint.on_ranks import read_tensor, share_of
 from zinf_compile.ir.errors import CheckpointError, ConfigError
 from zinf_compile.ir.glossary import dtype_name
 from zinf_compile.ir.user_files import read_regular
@@ -38,6 +40,7 @@ from zinf_compile.runtime.model.model_state import (
     stores_of,
 )
 from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.file_stream import FileReader
 from zinf_compile.runtime.storage.safetensors_file import TensorSpan, read_layout
 from zinf_compile.runtime.storage.staging import StagingPool
@@ -60,22 +63,10 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
     if not folder.is_dir():
         raise ConfigError(f"there is no checkpoint in '{folder}': it is no folder; save one first")
     with resting(stores_of(model)) as stores, locked(folder, exclusive=False):
-        manifest = read_manifest(folder)
-        if manifest is None:
-            raise ConfigError(f"there is no checkpoint in '{folder}': it has no manifest; save one first")
-        data = folder / manifest.data_folder
-        if data.is_symlink():
-            raise CheckpointError(
-                f"{data} is a symbolic link, which is not followed; give load the folder that was saved"
-            )
-        objects = _read_objects(data / OBJECTS, manifest)
-        check_same(folder, manifest, objects, model, optimizer)
-        if optimizer is not None:
-            check_options(objects, optimizer, data / OBJECTS)
-        staging = file_staging(stores)
-        files = _find_tensors(data, manifest)
-        for path, tensors in files.items():
-            _verify(path, tensors, staging)
+        ranks = ranks_of(model)
+        objects, files = ranks.do_alike(
+            "checking a checkpoint", partial(_check_all, folder, model, optimizer, ranks, file_staging(stores))
+        )
         _set_module_states(objects, model)
         try:
             with ExitStack() as stack:
@@ -84,14 +75,39 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
                 _set_objects(objects, model, optimizer)
                 targets = _targets(model, optimizer)
                 for path, tensors in files.items():
-                    _fill(path, tensors, targets[path.name], staging)
+                    if ranks.is_alone:
+                        _fill(path, tensors, targets[path.name], file_staging(stores))
+                    else:
+                        for tensor in tensors:
+                            read_tensor(path, tensor.span, targets[path.name](tensor.span))
         except BaseException as error:
+            ranks.fail(f"loading a checkpoint broke off: {error}")
             error.add_note("zinf_compile: a part of the checkpoint was loaded already; load it, or another one, again")
             raise
         set_random_states(objects, model)
         for store in stores:
             store.cuts.resume(objects.cuts)
         return objects.extra
+
+
+def _check_all(
+    folder: Path, model: Module, optimizer: Optimizer | None, ranks: Ranks, staging: StagingPool
+) -> "tuple[Objects, dict[Path, list[_StoredTensor]]]":
+    """Return the content of a checkpoint after verifying all of it; each of several ranks reads a share of the files."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise ConfigError(f"there is no checkpoint in '{folder}': it has no manifest; save one first")
+    data = folder / manifest.data_folder
+    if data.is_symlink():
+        raise CheckpointError(f"{data} is a symbolic link, which is not followed; give load the folder that was saved")
+    objects = _read_objects(data / OBJECTS, manifest)
+    check_same(folder, manifest, objects, model, optimizer)
+    if optimizer is not None:
+        check_options(objects, optimizer, data / OBJECTS)
+    files = _find_tensors(data, manifest)
+    for path, tensors in files.items():
+        _verify(path, share_of(tensors, ranks), staging)
+    return objects, files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +150,9 @@ def _find_tensors(data: Path, manifest: Manifest) -> dict[Path, list[_StoredTens
 
 
 def _verify(path: Path, tensors: Sequence[_StoredTensor], staging: StagingPool) -> None:
-    """Read a file once and compare the checksum of every tensor."""
+    """Read some tensors of a file, which lie side by side, and compare their checksums."""
+    if not tensors:
+        return
     with FileReader(str(path), staging, start=tensors[0].span.start) as reader:
         for tensor in tensors:
             checksum = 0

@@ -67,9 +67,7 @@ def check_same(where: Path, manifest: Manifest, objects: Objects, model: Module,
 
 
 def _model_differences(manifest: Manifest, objects: Objects, model: Module) -> Iterator[str]:
-    here = {
-        name: _form(tensor.slot.tensor.shape, tensor.slot.tensor.dtype) for name, tensor in model_tensors(model).items()
-    }
+    here = {name: _form(tensor.shape, tensor.slot.tensor.dtype) for name, tensor in model_tensors(model).items()}
     there = _saved_forms(manifest, MODEL)
     yield from (f"missing in the checkpoint: '{name}', {here[name]}" for name in here if name not in there)
     yield from (f"not in this model: '{name}', {there[name]}" for name in there if name not in here)
@@ -88,7 +86,7 @@ def _gradient_differences(manifest: Manifest, model: Module) -> Iterator[str]:
     for name in there:
         dtype = gradient_dtype(parameters[name]) if name in parameters else None
         if dtype is not None:
-            here[name] = _form(tensors[name].slot.tensor.shape, dtype)
+            here[name] = _form(tensors[name].shape, dtype)
         elif name in parameters:
             yield f"has a gradient in the checkpoint, and is frozen in this model: '{name}'"
         else:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zinf_compile.ir.errors import CheckpointError, ConfigError
 from zinf_compile.runtime.model.model_state import modules_with_state, stores_of
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class Objects:
     modules: dict[str, Any]  # what modules with a get_extra_state() of their own hold
     random_state: Tensor  # of torch's CPU generator
     device_random_state: Tensor | None = None  # of that of the GPU that the model computes on
+    rank_random_states: list[Tensor] | None = None  # of torch's CPU generator on each of the ranks that saved
     cuts: list[str] | None = None  # how graphs were cut into tiles, in words; older checkpoints do not say
 
 
@@ -46,14 +48,27 @@ def collect_objects(model: Module, optimizer: Optimizer | None, extra: object) -
         },
         modules={path: module.get_extra_state() for path, module in modules_with_state(model).items()},
         random_state=torch.get_rng_state(),
+        rank_random_states=_random_states(model),
         device_random_state=torch.cuda.get_rng_state(gpu) if (gpu := _gpu_of(model)) is not None else None,
         cuts=[way for store in stores_of(model) for way in store.cuts.ways],
     )
 
 
+def ranks_of(model: Module) -> Ranks:
+    """Return the ranks that train a model together."""
+    return next((store.ranks for store in stores_of(model)), ALONE)
+
+
+def _random_states(model: Module) -> list[Tensor] | None:
+    ranks = ranks_of(model)
+    return None if ranks.is_alone else ranks.exchange("the random states of a checkpoint", torch.get_rng_state())
+
+
 def set_random_states(objects: Objects, model: Module) -> None:
     """Restore the random states of the checkpoint, on the host and on the model's GPU."""
-    torch.set_rng_state(objects.random_state)
+    ranks, states = ranks_of(model), objects.rank_random_states
+    is_same_world = states is not None and len(states) == ranks.size
+    torch.set_rng_state(states[ranks.rank] if states is not None and is_same_world else objects.random_state)
     if objects.device_random_state is not None and (gpu := _gpu_of(model)) is not None:
         torch.cuda.set_rng_state(objects.device_random_state, gpu)
 
@@ -133,6 +148,8 @@ def _check_kinds(objects: Objects) -> None:
             raise ValueError("its options and states are not dicts")
     if not all(isinstance(key, str) for options in objects.options for key in options):
         raise ValueError("an option has no name")
+    for state in objects.rank_random_states or ():
+        torch.Generator().set_state(state)
     if objects.cuts is not None and not isinstance(objects.cuts, list):
         raise ValueError("its cuts are no list")
     if not all(isinstance(name, str) for name in (*objects.states, *objects.modules, *(objects.cuts or ()))):

@@ -2,10 +2,13 @@
 
 import os
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -26,7 +29,8 @@ from zinf_compile.checkpoint.checkpoint_folder import (
     write_file,
 )
 from zinf_compile.checkpoint.match import group_names, state_name
-from zinf_compile.checkpoint.objects import collect_objects, dump_objects
+from zinf_compile.checkpoint.objects import collect_objects, dump_objects, ranks_of
+from zinf_compile.checkpoint.on_ranks import Written, combine, create_file, write_rows
 from zinf_compile.ir.errors import CapacityError, ZinfError
 from zinf_compile.ir.glossary import dtype_name, format_bytes
 from zinf_compile.runtime.model.model_state import (
@@ -37,6 +41,7 @@ from zinf_compile.runtime.model.model_state import (
     stores_of,
 )
 from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.file_stream import FileWriter
 from zinf_compile.runtime.storage.safetensors_file import SafetensorsLayout, lay_out
 from zinf_compile.runtime.storage.staging import StagingPool
@@ -64,11 +69,15 @@ def save(
             store.check_usable()
         files = _collect_tensors(model, optimizer)
         layouts = {
-            file: lay_out({name: tensor.slot.tensor for name, tensor in tensors.items()})
+            file: lay_out({name: _form(tensor) for name, tensor in tensors.items()})
             for file, tensors in files.items()
             if tensors or file == MODEL
         }
         objects = dump_objects(collect_objects(model, optimizer, extra))
+        if not (ranks := ranks_of(model)).is_alone:
+            name = None if optimizer is None else type(optimizer).__qualname__
+            _save_on_ranks(ranks, folder, files, layouts, objects, partial(Manifest, optimizer=name, groups=groups))
+            return
         make_folder(folder)
         with locked(folder, exclusive=True):
             before = read_manifest(folder)
@@ -94,6 +103,63 @@ def save(
                         remove_leftovers(folder, before)
                 raise
             remove_leftovers(folder, manifest)
+
+
+def _form(tensor: HomedTensor) -> Tensor:
+    """Return a tensor of the same shape and dtype without memory."""
+    return torch.empty(tensor.shape, dtype=tensor.slot.tensor.dtype, device="meta")
+
+
+def _save_on_ranks(
+    ranks: Ranks,
+    folder: Path,
+    files: Mapping[str, dict[str, HomedTensor]],
+    layouts: Mapping[str, SafetensorsLayout],
+    objects: bytes,
+    make_manifest: Callable[..., Manifest],
+) -> None:
+    """Save what several ranks have: rank 0 makes the folder and publishes it, and each rank writes its rows."""
+    before: list[Manifest | None] = []
+    is_first = ranks.rank == 0
+    with ExitStack() as stack:
+
+        def begin() -> str:
+            make_folder(folder)
+            stack.enter_context(locked(folder, exclusive=True))
+            before.append(read_manifest(folder))
+            data = make_data_folder(folder, before[0])
+            _check_room(folder, sum(layout.nbytes for layout in layouts.values()) + len(objects))
+            for file, layout in layouts.items():
+                create_file(data / file, layout)
+            return data.name
+
+        def write() -> list[list[Written]]:
+            return [write_rows(folder / name / file, layout, files[file], ranks) for file, layout in layouts.items()]
+
+        def end() -> None:
+            write_file(folder / name / OBJECTS, objects)
+            columns = [zip(*of_file, strict=True) for of_file in zip(*everywhere, strict=True)]
+            saved = [
+                SavedTensor(
+                    file=file, name=span.name, dtype=dtype_name(span.dtype), shape=span.shape, crc32=combine(parts)
+                )
+                for (file, layout), column in zip(layouts.items(), columns, strict=True)
+                for span, parts in zip(layout.spans, column, strict=True)
+            ]
+            publish(folder, make_manifest(data_folder=name, objects_crc32=zlib.crc32(objects), tensors=tuple(saved)))
+
+        try:
+            begun = ranks.do_alike("beginning a checkpoint", begin if is_first else str)
+            name = ranks.exchange("the folder of a checkpoint", begun)[0]
+            everywhere = ranks.exchange("checksums", ranks.do_alike("writing a checkpoint", write))
+            ranks.do_alike("publishing a checkpoint", end if is_first else type(None))
+        except BaseException:
+            with suppress(ZinfError):
+                if before and read_manifest(folder) == before[0]:
+                    remove_leftovers(folder, before[0])
+            raise
+        if is_first:
+            remove_leftovers(folder, read_manifest(folder))
 
 
 def _collect_tensors(model: Module, optimizer: Optimizer | None) -> dict[str, dict[str, HomedTensor]]:

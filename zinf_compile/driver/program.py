@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from zinf_compile.ir.errors import CapacityError, StoreError
 from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import Plan, TierPart
+from zinf_compile.ir.plan_io import plan_to_json
 from zinf_compile.ir.tiles import join_placements
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.capture.aot import BoxedCallable, Partition
@@ -72,10 +74,13 @@ class Program:
         # Keyed by the indices of token inputs: a plan made after a forward may offload other activations.
         self._backwards: dict[frozenset[int], Backward] = {}
         self.planned: PlanView | None = None  # its plan, with the request
+        self._hash = ""  # of the plan, where several ranks have to have the same
         self.replanned: list[str] = []  # the reasons for replanning, as sentences
         self._watch = StepWatch(self._store.meter)
         # Enqueueing an op takes as long as the op itself only on a synchronous stream.
-        self._is_watched = catalog.config.remake_plan and self._store.device.compute.synchronous
+        # Of several ranks each measures other times.
+        is_alone = self._store.ranks.is_alone
+        self._is_watched = catalog.config.remake_plan and self._store.device.compute.synchronous and is_alone
         self._refused_reserve: int | None = None  # a reserve for which replanning found no room after the first run
         self._most_open = planner.open_nbytes  # the most bytes of open forwards seen before a run
         self.last_runs: dict[Phase, int] = {}  # the number of steps begun at the last run
@@ -182,7 +187,14 @@ class Program:
                 self._catalog.settle()
             return max([self.plan.arena_nbytes, *(backward.arena_nbytes for backward in self._backwards.values())])
 
-        return Executor(self._store, run, phase, prepare=prepare, records=lambda: self.read_records)
+        return Executor(
+            self._store,
+            run,
+            phase,
+            prepare=prepare,
+            records=lambda: self.read_records,
+            describe_run=lambda: f"a {phase} of {self._name}, plan {self._hash}",
+        )
 
     def drop(self) -> None:
         """Release the graphs. The plan stays."""
@@ -193,6 +205,7 @@ class Program:
         """Replan if inputs are larger than planned. Raises CapacityError, before anything runs, if there is no room."""
         assert self._shapes is not None
         sizes = self._shapes.read(inputs)
+        sizes = dict(zip(sizes, self._store.ranks.largest("the sizes of inputs", *sizes.values()), strict=True))
         if sizes and not self._shapes.is_seen(sizes):  # libraries create and cache kernels for new sizes
             self._store.ram.begin_again()
         facts = self._shapes.grown(sizes)
@@ -242,6 +255,7 @@ class Program:
     def _find_open(self, inputs: list[Any]) -> None:
         """Update the most bytes that other open forwards hold before a run."""
         found = self._store.open_forwards.nbytes_beside(storages_of(inputs))
+        (found,) = self._store.ranks.largest("the memory of open forwards", found)
         if found >= self._most_open + _PAGE_NBYTES:
             self._most_open = found
 
@@ -350,6 +364,8 @@ class Program:
         names = dict.fromkeys(self._tiled.whole_name(use.parameter) for use in by_first_use)
         self._store.update_order = {name: position for position, name in enumerate(names)}
         self.planned = planned
+        if not self._store.ranks.is_alone:
+            self._hash = f"{zlib.crc32(plan_to_json(plan).encode()):08x}"
         self._watch = StepWatch(self._store.meter)
         self._catalog.promise(plan)
         self._lower(plan)

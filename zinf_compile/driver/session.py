@@ -41,6 +41,8 @@ from zinf_compile.runtime.params.numbers import find_record
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.inference import outside_inference
+from zinf_compile.runtime.ranks.agreement import agree_on_hardware, check_parameters
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, describe
 from zinf_compile.runtime.store.store import Store
 
 _LARGE_NBYTES = 2**28  # takes long enough to move to log it
@@ -56,11 +58,11 @@ class _Captured(NamedTuple):
 class Session:
     """One optimized model, or several that share budgets: the store, and the programs of the captured graphs."""
 
-    def __init__(self, config: Config, model_name: str) -> None:
+    def __init__(self, config: Config, model_name: str, ranks: Ranks = ALONE) -> None:
         register()
         install_step_hooks()
         self.model_name = model_name
-        self.store = Store(config)
+        self.store = Store(config, ranks=ranks)
         if config.step_in_backward:
             self.store.early_step = BackwardStep(self.store)
         self.store.session = self
@@ -82,6 +84,7 @@ class Session:
         before anything has moved, if they cannot fit, and ConfigError for tiles of a parameter that does not exist or
         has too few rows.
         """
+        check_parameters(self.store.ranks, parameters, with_values=with_values)
         check_tiles(
             self.config, {**{name: record.parameter for name, record in self.store.records.items()}, **parameters}
         )
@@ -96,7 +99,7 @@ class Session:
             for name, parameter in parameters.items()
         ]
         facts = [*self.catalog.facts, *(item.fact for item in named)]
-        placements = plan_placement(facts, self.config)
+        placements = plan_placement(facts, self.config, num_ranks=self.store.ranks.size)
         check_budgets(facts, placements, self.config)
         is_first = not self.store.records
         if is_first:
@@ -134,7 +137,9 @@ class Session:
         fact = replace(self.store.facts[record.name], trainable=True)
         others = [placement for placement in self.catalog.placements if placement.parameter != record.name]
         master = record.copies.master.tier if record.copies.are_two else None
-        unfrozen = place_unfrozen(fact, record.copies.compute.tier, others, self.config, master=master)
+        unfrozen = place_unfrozen(
+            fact, record.copies.compute.tier, others, self.config, master=master, num_ranks=self.store.ranks.size
+        )
         placements = tuple(unfrozen if item.parameter == record.name else item for item in self.catalog.placements)
         check_budgets(
             [fact if item.name == fact.name else item for item in self.catalog.facts], placements, self.config
@@ -144,10 +149,17 @@ class Session:
 
     def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Return the planned and lowered callable of a torch-level graph that reads all parameters through gathers."""
-        with timed(None, f"{self._next_name()} ready"), fewer_collections():
-            return self._compile(graph_module, inputs)
+        try:
+            with timed(None, f"{self._next_name()} ready"), fewer_collections():
+                return self._compile(graph_module, inputs)
+        except (CapacityError, UnsupportedError, ConfigError):  # every rank raises them
+            raise
+        except BaseException as error:
+            self.store.ranks.fail(f"capturing broke off: {describe(error)}")
+            raise
 
     def _compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        self.store.ranks.meet(f"capture of {self._next_name()}, {len(graph_module.graph.nodes)} nodes")
         for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.zinf.gather):
             if find_record(node.args[1]).store is not self.store:
                 raise UnsupportedError(
@@ -167,7 +179,8 @@ class Session:
                 kept = find_measured(self.config.nvme, dtypes) if unified else None  # stored rates are of the CPU
                 if kept is None:
                     say("measuring what this machine does per second; zinf doctor does so once for all")
-                self.catalog.hardware = kept or measure_hardware(self.store, dtypes)
+                measured = kept or measure_hardware(self.store, dtypes)
+                self.catalog.hardware = agree_on_hardware(self.store.ranks, measured)
         self.catalog.reserve(self.catalog.process.expect(self.config))
         try:
             program, compiled = self._fit(graph_module, inputs, where)
@@ -256,6 +269,7 @@ class Session:
             notes=() if tiled.note is None else (tiled.note,),
             kernel_cache_nbytes=kernel_cache_nbytes() if self.config.memory.unified else 0,  # of oneDNN
             open_nbytes=self.store.open_forwards.nbytes_beside(storages_of(inputs)),
+            num_ranks=self.store.ranks.size,
         )
 
     def _next_name(self) -> str:

@@ -94,12 +94,12 @@ class StoreCatalog:
         }
         if not fresh:
             return None
-        facts = tuple(fresh.get(fact.name, fact) for fact in self.facts)
+        facts, ranks = tuple(fresh.get(fact.name, fact) for fact in self.facts), self.store.ranks.size
         try:
             if self.has_plans:
-                placements = place_narrowed(facts, self.placements, self.config)
+                placements = place_narrowed(facts, self.placements, self.config, num_ranks=ranks)
             else:
-                placements = plan_placement(facts, self.config)
+                placements = plan_placement(facts, self.config, num_ranks=ranks)
             check_budgets(facts, placements, self.config)
             self.store.reserve_growth(placements)
         except (CapacityError, StoreError) as error:
@@ -142,7 +142,11 @@ class StoreCatalog:
         self.reserve(self.process.look(self.config))
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve these bytes of the device budget for the process. Plans with another reserve are replanned."""
+        """Reserve these bytes of the device budget for the process. Plans with another reserve are replanned.
+
+        Of several ranks the one that takes most counts.
+        """
+        (nbytes,) = self.store.ranks.largest("the memory of the process", nbytes)
         if nbytes != self.config.reserve_memory:
             self.config = replace(self.config, reserve_memory=nbytes)
             self.store.ram.budget = self.config.device_memory - nbytes

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
 from zinf_compile.driver.session import Session, check_devices, session_of_store
@@ -41,12 +42,21 @@ from zinf_compile.runtime.model.accessors import (
 from zinf_compile.runtime.model.full_parameters import Site, check_room, hold_full_values
 from zinf_compile.runtime.model.quantised import describe, has_own_bytes, nbytes_of
 from zinf_compile.runtime.observe.recorder import Recorder
-from zinf_compile.runtime.params.records import owner_of, record_of
+from zinf_compile.runtime.params.records import owner_of, record_of, replacement_of
+from zinf_compile.runtime.ranks.agreement import agree_on_config
+from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, find_ranks, folder_of_rank
 from zinf_compile.runtime.store.store import store_of
 from zinf_compile.weights.initialize import Init, choose_values, undo
 
 
-def optimize(model: Module, *, init: Init = None, share: Module | None = None, **options: object) -> Module:
+def optimize(
+    model: Module,
+    *,
+    init: Init = None,
+    share: Module | None = None,
+    mesh: DeviceMesh | None = None,
+    **options: object,
+) -> Module:
     """Make ``model`` train within memory budgets, by offloading its parameters, gradients and optimizer state.
 
     Changes the model in place and returns it. The training loop does not change.
@@ -60,6 +70,10 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
 
     ``share`` is a model that was optimized before: both models use its options and budgets. Names of the new model's
     parameters are prefixed with its class. Reports cover both models, and closing one closes both.
+
+    With an initialised process group of torch.distributed of more than one rank, all its ranks train the model together
+    (ZeRO stage 3): each keeps its rows of every parameter, gradient and optimizer state. ``mesh`` is a one-dimensional
+    DeviceMesh of other ranks. Registered parameters are then DTensors: create the optimizer after ``optimize``.
 
     Options, all with defaults:
         device: where compute runs: "cpu", "cuda" or "cuda:1". By default the GPU that the model is on, else the CPU.
@@ -101,6 +115,9 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
             StoreError names the bytes that a disk changed or lost. Takes about 0.2 s of one core per GB moved, and
             needs the package xxhash.
         capture: False runs the model's own forward eagerly, gathering parameters when they are used.
+        reduce: on several ranks, "ordered", the default, adds gradients in the order of ranks: the same bits every time,
+            and those of one process that accumulates the ranks' batches. "fast" leaves the order to torch.distributed.
+        gradient_divide_factor: what the sum of gradients over ranks is divided by. By default the number of ranks.
 
     Raises ConfigError for invalid options, UnsupportedError for a model that this version cannot handle, and
     CapacityError, before anything has moved, for budgets in which no graph of the model could run. Activations are
@@ -116,7 +133,14 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
     parameters = dict(model.named_parameters())
     if options.get("device") is None and (found := _own_device(parameters)) is not None:
         options["device"] = found
-    config = make_config(options, free_device_memory=free_device_memory) if shared is None else shared.config
+    ranks = find_ranks(mesh) if shared is None else shared.store.ranks
+    if shared is None:
+        options["nvme"] = folder_of_rank(options.get("nvme"), ranks)
+        config = agree_on_config(ranks, make_config(options, free_device_memory=free_device_memory))
+        if not ranks.is_alone:
+            config = check_for_ranks(config, parameters)
+    else:
+        config = shared.config
     for name, parameter in parameters.items():
         if (record := record_of(parameter)) is not None:
             raise ConfigError(f"parameter '{name}' is already in the store of another model, as '{record.name}'")
@@ -133,7 +157,7 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
             )
     values = choose_values(model, init)
     on_meta = [parameter for parameter in parameters.values() if parameter.is_meta]
-    session = Session(config, type(model).__name__) if shared is None else shared
+    session = Session(config, type(model).__name__, ranks) if shared is None else shared
     if shared is not None:
         parameters = session.prefixed(parameters, type(model).__name__)
     try:
@@ -150,6 +174,7 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         raise
     if kept:
         session.catalog.notes.append(describe(kept))
+    _register_replacements(model)
     forward = Forward(session.store.memory.torch_device)
     session.forwards.append(forward)
     install_accessors(model, forward)
@@ -165,6 +190,14 @@ def optimize(model: Module, *, init: Init = None, share: Module | None = None, *
         model._compiled_call_impl = torch.compile(call, backend=_held_weakly(session), dynamic=dynamic)
     model.__dict__[_SESSION] = session  # the only way to the session of a model without parameters
     return model
+
+
+def _register_replacements(model: Module) -> None:
+    """Register the DTensors of several ranks in the place of the parameters they replace."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if (replacement := replacement_of(parameter)) is not None:
+                module._parameters[name] = replacement
 
 
 _SESSION = "_zinf_session"  # the attribute of an optimized model that holds its session

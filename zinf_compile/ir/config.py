@@ -87,6 +87,9 @@ class Config:
     )
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
     verify_store: bool = False  # True: keep checksums of what is on nvme, and check whatever is read
+    stage: int = 3  # of ZeRO, on several ranks: 3 divides parameters, gradients and optimizer state
+    reduce: str = "ordered"  # how gradients of several ranks are added: in the order of ranks, or "fast"
+    gradient_divide_factor: float | None = None  # of the sum over ranks; None: their number
     capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
 
     unified: bool = field(
@@ -177,6 +180,9 @@ def make_config(
         update_on=_check_update_on(given.get("update_on"), unified=unified),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
+        stage=_check_stage(given.get("stage", 3)),
+        reduce=_check_reduce(given.get("reduce", "ordered")),
+        gradient_divide_factor=_check_factor(given.get("gradient_divide_factor")),
         capture=_check_bool(given.get("capture"), option="capture") is not False,
         unified=unified,
     )
@@ -258,6 +264,32 @@ def _check_update_on(where: object, *, unified: bool) -> str | None:
             "update_on='device' needs a device with memory of its own; say device='cuda', or leave it out"
         )
     return None if where is None else str(where)
+
+
+def _check_stage(stage: object) -> int:
+    if stage != 3:
+        raise ConfigError(f"stage={stage!r} is not supported yet: ranks divide everything, which is stage=3")
+    return 3
+
+
+def _check_reduce(reduce: object) -> str:
+    if reduce not in ("ordered", "fast"):
+        raise ConfigError(
+            f"reduce={reduce!r} is neither 'ordered', which adds gradients in the order of ranks and gives the same bits "
+            "every time, nor 'fast', which leaves the order to torch.distributed"
+        )
+    return str(reduce)
+
+
+def _check_factor(factor: object) -> float | None:
+    if factor is None:
+        return None
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
+        raise ConfigError(
+            f"gradient_divide_factor={factor!r} is not a positive number; 1 adds the gradients of all ranks up, and None "
+            "averages them"
+        )
+    return float(factor)
 
 
 def _check_bool(flag: object, *, option: str) -> bool | None:

@@ -45,6 +45,10 @@ class DamageError(StoreError):
         self.is_named = is_named
 
 
+class RankError(StoreError):
+    """Ranks that train one model together differ, or one of them is gone; names the ranks and what to do."""
+
+
 class PlanFileError(ZinfError, ValueError):
     """A saved plan is damaged, or was written by another version."""
 

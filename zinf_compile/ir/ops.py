@@ -9,6 +9,7 @@ Lowering replaces them by ops that overlap movement with compute. A *ticket* tie
 reordering can separate a transfer from its wait::
 
     ticket = zinf::issue_gather(store, params, dtypes, offsets)    start one transfer into the arena, return at once
+    zinf::launch_gather(ticket, store)                             of several ranks: exchange the shards that came in
     w      = zinf::wait_gather(ticket, store, offset, shape, ...)  block until it is there; a view of arena bytes
     zinf::release(ticket, store)                                   the bytes may be reused from here on
     zinf::sink_grad(grad, store, param)                            copy the gradient out; it is home after wait_sinks
@@ -53,6 +54,7 @@ _LIBRARY.define("issue_gather(int store, int[] params, str[] dtypes, int[] offse
 _LIBRARY.define(
     "wait_gather(Tensor ticket, int store, int offset, SymInt[] shape, ScalarType dtype, Device device) -> Tensor"
 )
+_LIBRARY.define("launch_gather(Tensor ticket, int store) -> ()")
 _LIBRARY.define("release(Tensor ticket, int store) -> ()")
 _LIBRARY.define("sink_grad(Tensor grad, int store, int param) -> ()")
 _LIBRARY.define("wait_sinks(int store) -> ()")
@@ -88,6 +90,7 @@ GATHER = torch.ops.zinf.gather.default
 STORE_GRAD = torch.ops.zinf.store_grad.default
 ISSUE_GATHER = torch.ops.zinf.issue_gather.default
 WAIT_GATHER = torch.ops.zinf.wait_gather.default
+LAUNCH_GATHER = torch.ops.zinf.launch_gather.default
 RELEASE = torch.ops.zinf.release.default
 SINK_GRAD = torch.ops.zinf.sink_grad.default
 WAIT_SINKS = torch.ops.zinf.wait_sinks.default
@@ -103,13 +106,16 @@ SCALE_GRADIENT = torch.ops.zinf.scale_gradient.default
 RUN_SEGMENT = torch.ops.zinf.run_segment.default
 
 ALL_OPS = (
-    *(GATHER, STORE_GRAD, ISSUE_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS, ARENA_VIEW),
-    *(SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN, WAIT_SWAP_IN),
+    *(GATHER, STORE_GRAD, ISSUE_GATHER, LAUNCH_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS),
+    *(ARENA_VIEW, SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN, WAIT_SWAP_IN),
     *(LOGIT_SUMS, LOGIT_SUMS_BACKWARD, WEIGH_LOGIT_SUMS, SCALE_GRADIENT, RUN_SEGMENT),
 )
 
 # FX dead-code elimination deletes a node without users unless its target is known to have an effect.
-for _op in (STORE_GRAD, ISSUE_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS, SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN):
+for _op in (
+    *(STORE_GRAD, ISSUE_GATHER, LAUNCH_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS),
+    *(SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN),
+):
     fx.node.has_side_effect(_op)
 
 
@@ -131,6 +137,11 @@ def _store_grad_fake(grad: Tensor, param: int, part: int = 0) -> Tensor:
 @torch.library.register_fake("zinf::issue_gather", lib=_LIBRARY)
 def _issue_gather_fake(store: int, params: Sequence[int], dtypes: Sequence[str], offsets: Sequence[int]) -> Tensor:
     return torch.empty(1, dtype=torch.int64)
+
+
+@torch.library.register_fake("zinf::launch_gather", lib=_LIBRARY)
+def _launch_gather_fake(ticket: Tensor, store: int) -> None:
+    return None
 
 
 @torch.library.register_fake("zinf::wait_gather", lib=_LIBRARY)

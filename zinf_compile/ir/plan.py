@@ -23,6 +23,9 @@ BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C l
 UPDATE_SETS = 3  # sets of device buffers for updates: one chunk arrives, one is updated, one is copied back
 
 
+REDUCED_NBYTES = 32 * 2**20  # of gradients that pass between ranks at once: buffers of a constant size
+
+
 class TierPart(StrEnum):
     """A part of the promised peak of a tier: of the device, unless another tier is named."""
 
@@ -32,6 +35,7 @@ class TierPart(StrEnum):
     WORKSPACE = "workspace"  # temporaries of kernels
     OUTSIDE = "loss outside"  # a loss computed outside of the graph, as far as it needs more than all other parts
     UPDATES = "updates"  # buffers and temporaries of updates
+    REDUCTIONS = "reductions"  # buffers that gradients pass through between ranks
     LEAVING = "leaving"  # on a device with streams: gradients that are still being copied to the host
     KERNELS = "kept kernels"  # kernels that libraries cache per shape
     RESERVE = "reserve"  # Python, torch and the captured graphs
@@ -71,6 +75,10 @@ class Placement:
         for copy, nbytes in self._sized:
             totals[copy.role] = totals.get(copy.role, 0) + nbytes
         return totals
+
+    def is_whole(self, role: Role) -> bool:
+        """Return whether every rank has all of the copy of a role, and not a shard of it."""
+        return self.by_role[role][0].slice.num_ranks == 1
 
     def nbytes_of(self, role: Role) -> int:
         """Return the bytes of the copies of a role; 0 where there are none."""

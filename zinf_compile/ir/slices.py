@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Indices [start, start + length) along one dimension of a parameter, or each rank's equal share of these elements."""
+    """Indices [start, start + length) along one dimension of a parameter, or each rank's equal share of these indices."""
 
     parameter: str
     shape: tuple[int, ...]  # of the whole parameter; (1,) for a scalar
@@ -44,8 +44,8 @@ class Slice:
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements, of one rank's share."""
-        return shard_size(self.length * self.elements_per_index, self.num_ranks)
+        """Return the number of elements, of one rank's share: ranks divide the indices, and the largest share counts."""
+        return shard_size(self.length, self.num_ranks) * self.elements_per_index
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -83,6 +83,12 @@ class Slice:
     def among(self, num_ranks: int) -> "Slice":
         """Return the share of each of some ranks. The shares are equal; the last one is padded."""
         return replace(self, num_ranks=num_ranks)
+
+    def of_rank(self, rank: int) -> "Slice":
+        """Return the indices that one of its ranks has: ``torch.chunk``'s, so the last ranks may have fewer, or none."""
+        each = shard_size(self.length, self.num_ranks)
+        first, last = min(rank * each, self.length), min((rank + 1) * each, self.length)
+        return replace(self.part(first, last), num_ranks=1)
 
     def part(self, start: int, stop: int) -> "Slice":
         """Return indices [start, stop) of this slice, counted from its own first index."""
@@ -139,5 +145,5 @@ class Slice:
 
 
 def shard_size(size: int, num_ranks: int) -> int:
-    """Return what one rank has of so many elements or bytes: the ranks' shards are equal, the last one filled up."""
+    """Return what one rank has of so many indices or bytes: the ranks' shards are equal, the last one padded."""
     return -(-size // num_ranks)

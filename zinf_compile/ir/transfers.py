@@ -45,12 +45,24 @@ class Transfer:
     issue: int  # tick at which it starts
     need_by: int  # tick at which compute waits for its end
     release: int  # tick at which its device bytes are free again
+    launch: int | None = None  # of a gather: tick at which several ranks start to exchange shards; None: at need_by
+    scratch_nbytes: int = 0  # of the arena behind them: this rank's shards, until all ranks' are gathered
     offsets: tuple[int, ...] = ()  # absolute in the arena, one for each part; () where it takes no arena bytes
 
     @property
     def offset(self) -> int:
         """Return where its arena bytes begin; only of a transfer that has some."""
         return self.offsets[0]
+
+    @property
+    def launched_at(self) -> int:
+        """Return the tick at which several ranks start to exchange shards."""
+        return self.need_by if self.launch is None else self.launch
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Return the arena bytes it takes; only of a transfer that has some."""
+        return self.nbytes + self.scratch_nbytes
 
     @property
     def live(self) -> LiveRange:

@@ -266,6 +266,7 @@ def place_unfrozen(
     config: Config,
     *,
     master: Tier | None = None,
+    num_ranks: int = 1,
 ) -> Placement:
     """Return the homes of a parameter that was frozen and now needs a gradient, a master copy and optimizer state.
 
@@ -273,7 +274,7 @@ def place_unfrozen(
     there is none.
     """
     homes = dict.fromkeys(Role, Tier.NVME) | {Role.COMPUTE: compute, Role.MASTER: master or Tier.NVME}
-    placement = make_placement(parameter, homes)
+    placement = make_placement(parameter, homes, num_ranks=num_ranks)
     taken = sum(item.nbytes_on(Tier.HOST) for item in (*others, placement))
     host_left = config.host_memory - config.staging_memory - taken
     for role in (Role.GRADIENT, Role.STATE) if master else (Role.GRADIENT, Role.MASTER, Role.STATE):
@@ -285,7 +286,7 @@ def place_unfrozen(
 
 
 def place_narrowed(
-    parameters: Sequence[ParameterFact], placements: Sequence[Placement], config: Config
+    parameters: Sequence[ParameterFact], placements: Sequence[Placement], config: Config, *, num_ranks: int = 1
 ) -> tuple[Placement, ...]:
     """Return the homes of all parameters, where the facts of some have a narrower compute copy than was placed.
 
@@ -298,7 +299,7 @@ def place_narrowed(
             placed.append(old)
             continue
         homes = {role: old.home_of(role) or Tier.NVME for role in Role}
-        placed.append(make_placement(parameter, homes))
+        placed.append(make_placement(parameter, homes, num_ranks=num_ranks))
     host_left = config.host_memory - config.staging_memory - sum(item.nbytes_on(Tier.HOST) for item in placed)
     for index, (old, new) in enumerate(zip(placements, placed, strict=True)):
         is_new = new is not old and Role.MASTER not in old.by_role

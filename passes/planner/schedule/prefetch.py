@@ -16,6 +16,7 @@ from zinf_compile.hardware.world import World
 from zinf_compile.ir.facts import GraphFacts, ParameterFact, UseFact
 from zinf_compile.ir.glossary import LiveRange, Phase, Tier
 from zinf_compile.ir.plan import Placement
+from zinf_compile.ir.slices import shard_size
 from zinf_compile.ir.transfers import Moved, Transfer
 from zinf_compile.passes.planner.memory.arena import ArenaLayout, Piece, align, plan_arena
 
@@ -35,11 +36,17 @@ class Residency:
     sizes: tuple[int, ...]  # of each parameter, rounded up to the arena's alignment
     need_by: int
     release: int
+    num_ranks: int = 1
 
     @cached_property
     def nbytes(self) -> int:
-        """Return the arena bytes it takes."""
+        """Return the bytes of the full values, rounded up."""
         return sum(self.sizes)
+
+    @cached_property
+    def scratch_nbytes(self) -> int:
+        """Return the bytes that one of several ranks needs behind the full values: its shards, until they are gathered."""
+        return 0 if self.num_ranks == 1 else sum(align(shard_size(size, self.num_ranks)) for size in self.sizes)
 
 
 # Not slotted, and compared by identity: most callers need only the byte count.
@@ -49,6 +56,7 @@ class TransferPlan:
 
     residencies: Sequence[Residency]
     issues: Sequence[int]
+    launches: Sequence[int]
     layout: ArenaLayout
 
     @property
@@ -68,11 +76,15 @@ class TransferPlan:
                 destination=Tier.DEVICE,
                 offsets=tuple(itertools.accumulate(residency.sizes[:-1], initial=offset)),
                 nbytes=residency.nbytes,
+                scratch_nbytes=residency.scratch_nbytes,
                 issue=issue,
+                launch=launch if residency.num_ranks > 1 else None,
                 need_by=residency.need_by,
                 release=residency.release,
             )
-            for residency, issue, offset in zip(self.residencies, self.issues, self.layout.offsets, strict=True)
+            for residency, issue, launch, offset in zip(
+                self.residencies, self.issues, self.launches, self.layout.offsets, strict=True
+            )
         ]
         return tuple(sorted(gathers, key=lambda gather: (gather.issue, gather.need_by, gather.name)))
 
@@ -172,6 +184,7 @@ class ResidencyPlanner:
                 sizes=sizes,
                 need_by=need_by,
                 release=release,
+                num_ranks=self._num_ranks,
             )
         return self._made[key]
 
@@ -233,20 +246,21 @@ def _earliest_issues(residencies: Sequence[Residency], prefetch_nbytes: int) -> 
         if residency.phase is not residencies[first].phase:
             first, behind = index, 0
         elif index:
-            behind += residency.nbytes
+            behind += residency.nbytes + residency.scratch_nbytes
         while first < index and behind > prefetch_nbytes:
             first += 1
-            behind -= residencies[first].nbytes
+            behind -= residencies[first].nbytes + residencies[first].scratch_nbytes
         issues.append(residencies[first].need_by)
     return issues
 
 
-def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> list[int]:
-    """Return the last tick at which each gather may be issued, from the last need-by backwards over each lane.
+def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[int], list[int]]:
+    """Return the last ticks at which each gather may be issued and launched, from the last need-by backwards over lanes.
 
     A gradient that uses the same lane makes the gathers before it earlier.
     """
     issues = [residency.need_by for residency in residencies]
+    launches = issues.copy()
     reached, sinks = pace.reached_seconds, pace.sinks
     num_sinks = len(sinks)  # gradients that are complete before the residencies visited so far
     free: dict[str, float] = {}  # when the lane has to be free for transfers that are needed later
@@ -261,14 +275,15 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> list[int]:
                 if lane in free:
                     free[lane] -= _MARGIN * sinks[num_sinks].seconds
         due = reached[residency.need_by]
-        for leg in reversed(pace.world.gather_legs(residency.source, residency.nbytes)):
+        _, *links = legs = pace.world.gather_legs(residency.source, residency.nbytes)
+        for leg in reversed(legs):
             lanes = leg.route.lanes
             due = min(due, *(free.get(lane, math.inf) for lane in lanes)) - _MARGIN * leg.seconds
             for lane in lanes:
                 free[lane] = due
-        latest = bisect.bisect_right(reached, due) - 1
-        issues[index] = min(residency.need_by, max(0, latest))
-    return issues
+            ticks = launches if leg in links else issues
+            ticks[index] = min(residency.need_by, max(0, bisect.bisect_right(reached, due) - 1))
+    return issues, launches
 
 
 def plan_transfers(
@@ -283,23 +298,48 @@ def plan_transfers(
     at most ``prefetch_nbytes`` are still needed, itself included. Nothing crosses from forward into backward, since other
     programs may run in between. With a ``pace``, it is issued as late as it still arrives in time.
     """
-    return bind_transfers(residencies, plan_issues(residencies, prefetch_nbytes=prefetch_nbytes, pace=pace))
+    return bind_transfers(residencies, *plan_issues(residencies, prefetch_nbytes=prefetch_nbytes, pace=pace))
 
 
-def plan_issues(residencies: Sequence[Residency], *, prefetch_nbytes: int, pace: Pace | None = None) -> tuple[int, ...]:
-    """Return the issue ticks of ``plan_transfers``."""
+class Starts(NamedTuple):
+    """The ticks at which gathers are issued, and at which ranks launch their all-gathers."""
+
+    issues: tuple[int, ...]
+    launches: tuple[int, ...]
+
+
+def plan_issues(residencies: Sequence[Residency], *, prefetch_nbytes: int, pace: Pace | None = None) -> Starts:
+    """Return the issue and launch ticks of ``plan_transfers``."""
     issues = _earliest_issues(residencies, prefetch_nbytes)
+    # Without a pace an all-gather starts when compute has waited for the one before, beside what it computes next.
+    launches = [residency.need_by for residency in residencies]
+    for index, (before, residency) in enumerate(itertools.pairwise(residencies), start=1):
+        if before.phase is residency.phase:
+            launches[index] = before.need_by
     if pace is not None:
-        issues = [max(pair) for pair in zip(issues, _latest_issues(residencies, pace), strict=True)]
-    return tuple(issues)
+        latest, launches = _latest_issues(residencies, pace)
+        issues = [max(pair) for pair in zip(issues, latest, strict=True)]
+    launches = list(itertools.accumulate(launches, max))  # in the order in which they are needed
+    launches = [
+        min(residency.need_by, max(pair)) for residency, *pair in zip(residencies, issues, launches, strict=True)
+    ]
+    return Starts(tuple(issues), tuple(launches))
 
 
-def bind_transfers(residencies: Sequence[Residency], issues: Sequence[int]) -> TransferPlan:
-    """Return one gather per residency, issued at the tick given for it, with its arena offsets."""
+def bind_transfers(
+    residencies: Sequence[Residency], issues: Sequence[int], launches: Sequence[int] | None = None
+) -> TransferPlan:
+    """Return one gather per residency, issued and launched at the ticks given for it, with its arena offsets.
+
+    By default an all-gather is launched where its value is needed.
+    """
+    launches = [residency.need_by for residency in residencies] if launches is None else launches
     layout = plan_arena(
         [
-            Piece(nbytes=residency.nbytes, live=LiveRange(start=issue, end=residency.release))
+            Piece(
+                nbytes=residency.nbytes + residency.scratch_nbytes, live=LiveRange(start=issue, end=residency.release)
+            )
             for residency, issue in zip(residencies, issues, strict=True)
         ]
     )
-    return TransferPlan(residencies=residencies, issues=issues, layout=layout)
+    return TransferPlan(residencies=residencies, issues=issues, launches=launches, layout=layout)

@@ -16,6 +16,7 @@ from zinf_compile.passes.planner.schedule.prefetch import (
     Residency,
     ResidencyPlanner,
     SinkTime,
+    Starts,
     TransferPlan,
     bind_transfers,
     plan_issues,
@@ -47,7 +48,7 @@ class TransferPlanner:
         self._residency_planner = ResidencyPlanner(graph, parameters, num_ranks=world.num_ranks)
         self._asked: dict[tuple[Placed, Manner], TransferPlan] = {}
         self._streamed: dict[tuple[tuple[Tier, ...], int, int], tuple[Residency, ...]] = {}
-        self._made: dict[tuple[tuple[int, ...], tuple[int, ...]], TransferPlan] = {}
+        self._made: dict[tuple[tuple[int, ...], Starts], TransferPlan] = {}
 
     @property
     def busy_seconds(self) -> float:
@@ -60,11 +61,11 @@ class TransferPlanner:
             residencies = self._residencies(placed.placements, manner)
             is_late = not manner.is_eager and manner.prefetch_nbytes > 0
             pace = self._pace(placed.placements) if is_late else None
-            issues = plan_issues(residencies, prefetch_nbytes=manner.prefetch_nbytes, pace=pace)
+            starts = plan_issues(residencies, prefetch_nbytes=manner.prefetch_nbytes, pace=pace)
             # Equal residencies are the same object, which their planner keeps alive: so ids identify them.
-            key = tuple(map(id, residencies)), issues
+            key = tuple(map(id, residencies)), starts
             if key not in self._made:
-                self._made[key] = bind_transfers(residencies, issues)
+                self._made[key] = bind_transfers(residencies, *starts)
             self._asked[placed, manner] = self._made[key]
         return self._asked[placed, manner]
 

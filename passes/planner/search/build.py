@@ -14,6 +14,7 @@ from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.plan import (
     BACKGROUND_NBYTES,
     PLAN_VERSION,
+    REDUCED_NBYTES,
     UPDATE_NBYTES,
     Placement,
     Plan,
@@ -136,6 +137,7 @@ class PlanBuilder:
         self._device_share = plan_device_share(request.config, request.hardware, request.parameters)
         self._updates = _count_updates(request, self._device_share)
         self._leaving = _count_leaving(request, graph)
+        self._reductions = _count_reductions(request, graph)
         self._kernels = request.kernel_cache_nbytes if any(map(keeps_kernels, graph.ops)) else 0
         self._read_nbytes = sum(
             item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
@@ -153,6 +155,7 @@ class PlanBuilder:
             + self._outside
             + self._updates
             + self._leaving
+            + self._reductions
             + self._kernels
             + request.open_nbytes
             + request.config.reserve_memory
@@ -302,6 +305,7 @@ class PlanBuilder:
                 *_part_if_any(TierPart.OUTSIDE, self._outside),
                 *_part_if_any(TierPart.UPDATES, self._updates),
                 *_part_if_any(TierPart.LEAVING, self._leaving),
+                *_part_if_any(TierPart.REDUCTIONS, self._reductions),
                 *_part_if_any(TierPart.KERNELS, self._kernels),
                 (TierPart.RESERVE, config.reserve_memory),
                 *_part_if_any(TierPart.OPEN, request.open_nbytes),
@@ -381,6 +385,17 @@ def _count_leaving(request: Request, graph: GraphFacts) -> int:
     if request.config.memory.unified:
         return 0
     return 2 * max((gradient.nbytes for gradient in graph.gradients), default=0)
+
+
+def _count_reductions(request: Request, graph: GraphFacts) -> int:
+    """Return the device bytes of what gradients of several ranks pass through: two buffers, and a shard in pieces."""
+    if request.num_ranks == 1:
+        return 0
+    trained = {gradient.parameter for gradient in graph.gradients}
+    shards = (item.among(request.num_ranks).gradient_nbytes for item in request.parameters if item.name in trained)
+    shard = max(shards, default=0)
+    whole = request.num_ranks * shard
+    return 2 * min(whole, REDUCED_NBYTES) + (shard if whole > REDUCED_NBYTES else 0)
 
 
 def _part_if_any(part: TierPart, nbytes: int) -> tuple[tuple[TierPart, int], ...]:

@@ -1,5 +1,6 @@
 """Prove a plan before anything runs: capacity, no two live values on one byte, every read after its transfer."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ def verify_plan(plan: Plan) -> None:
     homes = {placement.parameter: placement for placement in plan.placements}
     for gather in plan.gathers:
         _verify_gather(plan, gather, read, homes)
+    _verify_launches(plan)
     _verify_swaps(plan)
     if plan.transfers != order_transfers(plan.transfers):
         raise VerifyError("the transfers are not in the order in which they are issued")
@@ -74,11 +76,13 @@ def _verify_gather(plan: Plan, transfer: Transfer, read: Mapping[str, str], home
     where = f"transfer '{transfer.name}' ({phase}, needed at tick {transfer.need_by})"
     if not 0 <= transfer.issue <= transfer.need_by < transfer.release <= plan.num_ticks:
         raise VerifyError(f"{where}: issue {transfer.issue}, need-by and release {transfer.release} are out of order")
+    if not transfer.issue <= transfer.launched_at <= transfer.need_by:
+        raise VerifyError(f"{where}: launch {transfer.launch} is not between issue {transfer.issue} and need-by")
     if phase_of(transfer.issue) is not phase or phase_of(transfer.release - 1) is not phase:
         raise VerifyError(f"{where}: it reaches beyond its phase, from tick {transfer.issue} to {transfer.release}")
-    if not 0 <= transfer.offset <= transfer.offset + transfer.nbytes <= plan.arena_nbytes:
+    if not 0 <= transfer.offset <= transfer.offset + transfer.arena_nbytes <= plan.arena_nbytes:
         raise VerifyError(
-            f"{where}: bytes [{transfer.offset}, +{transfer.nbytes}) leave the arena of {plan.arena_nbytes}"
+            f"{where}: bytes [{transfer.offset}, +{transfer.arena_nbytes}) leave the arena of {plan.arena_nbytes}"
         )
     cursor = transfer.offset
     for name, offset in zip(transfer.parameters, transfer.offsets, strict=True):
@@ -92,6 +96,20 @@ def _verify_gather(plan: Plan, transfer: Transfer, read: Mapping[str, str], home
         if offset < cursor or offset + nbytes > transfer.offset + transfer.nbytes:
             raise VerifyError(f"{where}: '{name}' at offset {offset} does not fit its transfer")
         cursor = offset + nbytes
+    shards = sum(homes[name].nbytes_read(read[name]) for name in transfer.parameters) if plan.num_ranks > 1 else 0
+    if transfer.scratch_nbytes < shards:
+        raise VerifyError(f"{where}: its scratch of {transfer.scratch_nbytes} bytes cannot hold {shards} of shards")
+
+
+def _verify_launches(plan: Plan) -> None:
+    """Ranks start collectives in the order of ticks, and of need-by at one tick: one order on all of them."""
+    launched = sorted(plan.gathers, key=lambda gather: (gather.launched_at, gather.need_by))
+    for before, after in itertools.pairwise(launched):
+        if after.need_by < before.need_by:
+            raise VerifyError(
+                f"transfer '{after.name}' is launched at tick {after.launched_at}, after '{before.name}', which is needed "
+                "after it"
+            )
 
 
 def _verify_swaps(plan: Plan) -> None:
@@ -149,7 +167,9 @@ _KINDS = {Moved.PARAMETERS: "transfer", Moved.GRADIENT: "gradient", Moved.ACTIVA
 
 def _arena_uses(plan: Plan) -> list[_ArenaUse]:
     moved = [
-        _ArenaUse(name=f"{_KINDS[item.what]} '{item.name}'", offset=item.offset, nbytes=item.nbytes, live=item.live)
+        _ArenaUse(
+            name=f"{_KINDS[item.what]} '{item.name}'", offset=item.offset, nbytes=item.arena_nbytes, live=item.live
+        )
         for item in plan.transfers
         if item.offsets
     ]

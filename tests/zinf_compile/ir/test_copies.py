@@ -50,7 +50,7 @@ def state(granularity: Granularity, *shape: int) -> StateSpec:
 @pytest.mark.parametrize(
     ("spec", "of_whole", "of_halves", "of_rank"),
     [
-        (state(Granularity.ELEMENT, 8, 6), 48, [24, 24], 16),
+        (state(Granularity.ELEMENT, 8, 6), 48, [24, 24], 18),  # ranks divide rows: three of eight
         (state(Granularity.ROW, 8, 1), 8, [4, 4], 3),
         (state(Granularity.MATRIX, 1, 6), 6, [6, 0], 6),
         (state(Granularity.SCALAR, 1), 1, [1, 0], 1),

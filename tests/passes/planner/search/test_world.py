@@ -39,7 +39,7 @@ def with_ranks(request: Request, num_ranks: int) -> Request:
 def test_plans_of_ranks_are_proved_and_within_budgets(
     request_of: Callable[..., Request], seed: int, num_ranks: int
 ) -> None:
-    request = with_ranks(request_of(seed, device=6 * 2**20, host=2**23), num_ranks)
+    request = with_ranks(request_of(seed, device=12 * 2**20, host=2**23), num_ranks)
     plan = make_plan(request)
     verify_plan(plan)
     assert plan.num_ranks == num_ranks
@@ -48,7 +48,7 @@ def test_plans_of_ranks_are_proved_and_within_budgets(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_with_more_ranks_each_keeps_less(request_of: Callable[..., Request], seed: int) -> None:
-    plans = [make_plan(with_ranks(request_of(seed, device=6 * 2**20), ranks)) for ranks in (1, 2, 4, 8, 64)]
+    plans = [make_plan(with_ranks(request_of(seed, device=12 * 2**20), ranks)) for ranks in (1, 2, 4, 8, 64)]
     homes = [sum(item.nbytes_on(Tier.HOST) + item.nbytes_on(Tier.NVME) for item in plan.placements) for plan in plans]
     assert homes == sorted(homes, reverse=True)
     assert homes[-1] < homes[0]

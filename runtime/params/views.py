@@ -1,0 +1,46 @@
+"""What users see of a stored parameter: tensors over the bytes of its slots, or DTensors (see ``shard_views``)."""
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zinf_compile.runtime.params.home import HomeTensor, PlainHomeParameter, PlainHomeTensor
+from zinf_compile.runtime.params.home_gradient import HomeGradient, PlainHomeGradient
+from zinf_compile.runtime.params.records import StoredParameter, Views
+from zinf_compile.runtime.ranks.ranks import Ranks
+
+_KINDS: dict[type[Tensor], type[Tensor]] = {HomeTensor: PlainHomeTensor, HomeGradient: PlainHomeGradient}
+
+
+class PlainViews:
+    """What users see in a process that trains alone."""
+
+    def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter) -> Tensor:
+        """See Views.show."""
+        return home.as_subclass(_KINDS[kind])
+
+    def seat(self, parameter: Parameter, home: Tensor, *, as_home: bool) -> Parameter:
+        """See Views.seat. It stays the same object."""
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = home
+        if as_home:
+            parameter.__class__ = PlainHomeParameter
+        return parameter
+
+    def move(self, parameter: Parameter, home: Tensor) -> None:
+        """See Views.move."""
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = home
+
+    def of_shard(self, shard: Tensor, record: StoredParameter) -> Tensor:
+        """See Views.of_shard."""
+        return shard
+
+
+def make_views(ranks: Ranks) -> Views:
+    """Return what shows parameters to the users of one of some ranks."""
+    if ranks.is_alone:
+        return PlainViews()
+    from zinf_compile.runtime.params.shard_views import ShardViews  # DTensor takes half a second to import
+
+    return ShardViews(ranks)

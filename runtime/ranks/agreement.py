@@ -1,0 +1,122 @@
+"""What ranks agree on before anything moves: the model, the options, the rates of the hardware.
+
+Plans follow from these and from nothing else. So every rank makes the same plan, and their hashes are compared.
+"""
+
+import os
+import statistics
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.config import Config
+from zinf_compile.ir.errors import RankError
+from zinf_compile.ir.hardware import Hardware
+from zinf_compile.runtime.ranks.ranks import Ranks, describe_ranks
+
+_BUDGETS = ("device_memory", "host_memory", "nvme_memory", "prefetch_memory")
+_OWN = (*_BUDGETS, "nvme", "device")  # options that may differ between ranks
+_PROBE_NBYTES = 8 * 2**20  # of an all-gather that is timed
+_NUM_PROBES = 3
+
+
+def check_alike(ranks: Ranks, what: str, mine: Mapping[str, object]) -> None:
+    """Raise RankError, on every rank, if ``mine`` is not the same everywhere; it names the first difference."""
+    everywhere = ranks.exchange(what, dict(mine))
+    first = everywhere[0]
+    for name in dict.fromkeys(name for each in everywhere for name in each):
+        others = [rank for rank, each in enumerate(everywhere) if each.get(name) != first.get(name)]
+        if others:
+            theirs = everywhere[others[0]]
+            raise RankError(
+                f"{what} differ: '{name}' is {_show(first, name)} on rank 0 and {_show(theirs, name)} on "
+                f"{describe_ranks(others)}; every rank builds the same model with the same options and seed"
+            )
+
+
+def _show(values: Mapping[str, object], name: str) -> str:
+    return str(values[name]) if name in values else "missing"
+
+
+def agree_on_config(ranks: Ranks, config: Config) -> Config:
+    """Return the options with the smallest budgets of all ranks. RankError for other options that differ."""
+    if ranks.is_alone:
+        return config
+    alike = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _OWN}
+    alike |= {"version of torch": torch.__version__, "whether there is an nvme folder": config.nvme is not None}
+    check_alike(ranks, "options", alike)
+    budgets = ranks.exchange("budgets", [getattr(config, name) for name in _BUDGETS])
+    on_device, host, nvme, prefetch = (_least(given) for given in zip(*budgets, strict=True))
+    assert on_device is not None
+    assert host is not None
+    return replace(config, device_memory=on_device, host_memory=host, nvme_memory=nvme, prefetch_memory=prefetch)
+
+
+def _least(given: Sequence[int | None]) -> int | None:
+    return min((each for each in given if each is not None), default=None)
+
+
+def check_parameters(ranks: Ranks, parameters: Mapping[str, Tensor], *, with_values: bool) -> None:
+    """Raise RankError if parameters, or their first values, differ between ranks."""
+    if ranks.is_alone:
+        return
+    check_alike(
+        ranks,
+        "parameters",
+        {
+            name: f"{tuple(parameter.shape)} of {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+            for name, parameter in parameters.items()
+        },
+    )
+    if with_values:
+        check_alike(ranks, "first values", {name: f"{_checksum(each):08x}" for name, each in parameters.items()})
+
+
+def _checksum(tensor: Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
+
+
+def agree_on_hardware(ranks: Ranks, mine: Hardware) -> Hardware:
+    """Return rates that all ranks plan with: the median of each route, and the links between ranks, which are timed."""
+    if ranks.is_alone:
+        return mine
+    link = _measure_links(ranks)
+    everywhere = ranks.exchange("rates of the hardware", (mine, os.uname().nodename, link))
+    machines, nodes, links = zip(*everywhere, strict=True)
+    first: Hardware = machines[0]
+    routes = tuple(
+        replace(
+            route,
+            bytes_per_second=statistics.median_low(
+                {each.name: each for each in machine.routes}[route.name].bytes_per_second for machine in machines
+            ),
+        )
+        for route in first.routes
+    )
+    slowest = min(links)
+    each = ranks.size // len(set(nodes))
+    agreed = replace(
+        first,
+        routes=routes,
+        devices_per_node=each,
+        device_link_bytes_per_second=slowest,
+        node_link_bytes_per_second=slowest * each,
+    )
+    return agreed.with_world(ranks.size)
+
+
+def _measure_links(ranks: Ranks) -> float:
+    """Return the bytes per second that a rank receives in an all-gather."""
+    shard = torch.zeros(_PROBE_NBYTES // ranks.size, dtype=torch.uint8)
+    whole = torch.empty(shard.numel() * ranks.size, dtype=torch.uint8)
+    seconds = []
+    for _ in range(_NUM_PROBES):
+        start = time.perf_counter()
+        ranks.wait(ranks.all_gather("a timed all-gather", [shard], [whole]))
+        seconds.append(time.perf_counter() - start)
+    return (whole.numel() - shard.numel()) / statistics.median(seconds)

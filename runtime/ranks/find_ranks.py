@@ -1,0 +1,53 @@
+"""Which ranks train a model, and what this version cannot do on several."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zinf_compile.ir.config import Config
+from zinf_compile.ir.errors import ConfigError, UnsupportedError
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
+
+
+def find_ranks(mesh: DeviceMesh | None) -> Ranks:
+    """Return the ranks of a mesh; without one those of the default process group, or this process alone."""
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return ALONE
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if mesh.ndim != 1:
+        raise ConfigError(
+            f"mesh has {mesh.ndim} dimensions ({', '.join(mesh.mesh_dim_names or ())}); this version takes a mesh of one, "
+            "whose ranks have a shard each: give one dimension of it, such as mesh['shard']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; call optimize() on its ranks only"
+        )
+    return ALONE if mesh.size() == 1 else Ranks(mesh)
+
+
+def folder_of_rank(nvme: object, ranks: Ranks) -> object:
+    """Return the folder of this rank, where its path names the rank: "/nvme{local_rank}"."""
+    if not isinstance(nvme, str | os.PathLike):
+        return nvme
+    local = os.environ.get("LOCAL_RANK", str(ranks.rank))
+    return os.fspath(nvme).replace("{local_rank}", local).replace("{rank}", str(ranks.rank))
+
+
+def check_for_ranks(config: Config, parameters: Mapping[str, Tensor]) -> Config:
+    """Return the options for several ranks. ConfigError or UnsupportedError for what this version cannot do on them."""
+    if config.tiles or config.tile_memory is not None:
+        raise ConfigError("tiles and tile_memory are not supported on several ranks yet; leave them out")
+    if config.device != "cpu":
+        raise ConfigError(f"device={config.device!r} is not supported on several ranks yet; say device='cpu'")
+    for name, parameter in parameters.items():
+        if parameter.dim() == 0:
+            raise UnsupportedError(
+                f"'{name}' has no dimension that ranks could divide; make it a parameter of one element, of shape (1,)"
+            )
+    return replace(config, tiles=None)

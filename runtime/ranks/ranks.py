@@ -1,0 +1,294 @@
+"""The ranks that train one model together, as one of them sees them, and the collectives between them.
+
+Only the thread that computes starts collectives, in the order of the program. So every rank starts them in the same
+order. Parameter gathers, gradient reductions and control messages have a process group each.
+"""
+
+import itertools
+import math
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store
+
+from zinf_compile.ir.errors import RankError, ZinfError
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.process.waiting import wait_for
+
+T = TypeVar("T")
+_LOOK = timedelta(seconds=0.2)  # between checks whether another rank has failed
+_SHORT_SECONDS = 1.0  # waits shorter than that ask nobody
+_TIMED_OUT = "Operation timed out"  # how torch.distributed says that ``wait`` returned before the work was done
+# Newer versions of torch call these otherwise.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_MEETING_NBYTES = 160  # of the text that says what a rank is about to do: the same everywhere, so that sizes agree
+_numbers = itertools.count()  # of the groups of this process: every rank makes them in the same order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collective:
+    """A collective that was started. The tensors it reads and writes live as long as this does."""
+
+    name: str  # of what it moves, for messages
+    works: tuple["dist.Work", ...]
+    tensors: tuple[Tensor, ...]
+
+
+class Ranks:
+    """The ranks of a one-dimensional mesh; a process that trains alone has a mesh of None."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+        self.size = 1 if mesh is None else mesh.size()
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        self.failure: str | None = None  # why no collective can run any more
+        self.timeout_seconds = _timeout_of(mesh)
+        self._waits_for = ""  # what the others were told that this rank waits for
+        if mesh is None:
+            return
+        members = dist.get_process_group_ranks(mesh.get_group())
+        self._number = next(_numbers)
+        make = partial(dist.new_group, members, use_local_synchronization=True)
+        self._gathers = make(group_desc=f"zinf gathers {self._number}")
+        self._reductions = make(group_desc=f"zinf reductions {self._number}")
+        self._control = make(backend="gloo", group_desc=f"zinf control {self._number}")
+        self._messages = PrefixStore(f"zinf/{'-'.join(map(str, members))}/{self._number}", _get_default_store())
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether this process trains the model by itself."""
+        return self.size == 1
+
+    def shard_of(self, whole: Slice) -> Slice:
+        """Return this rank's rows of a whole parameter; a slice that is not whole is a shard already."""
+        return whole.among(self.size).of_rank(self.rank) if whole.is_whole else whole
+
+    # Collectives of parameters and gradients
+
+    def all_gather(self, name: str, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> Collective:
+        """Start gathering flat shards, of equal sizes on all ranks, into flat wholes of ``size`` times as many elements."""
+        self._check()
+        group = self._gathers
+        with self._raising(name), _coalescing_manager(group, async_ops=True) as manager:
+            for shard, whole in zip(shards, wholes, strict=True):
+                _all_gather(whole, shard, group=group)
+        return Collective(name=name, works=tuple(manager.works), tensors=(*shards, *wholes))
+
+    def exchange_rows(self, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
+        """Start sending to each rank its elements of a flat ``value``, so many to each, and receiving ours of all ranks.
+
+        ``received`` has our elements of rank 0, then those of rank 1, and so on.
+        """
+        self._check()
+        with self._raising(name):
+            mine = [counts[self.rank]] * self.size
+            work = dist.all_to_all_single(received, value, mine, list(counts), group=self._reductions, async_op=True)
+        return Collective(name=name, works=(work,), tensors=(value, received))
+
+    def reduce_rows(self, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
+        """Start summing a flat ``value`` over ranks, in any order, and receiving our elements of the sum."""
+        self._check()
+        with self._raising(name):
+            if len(set(counts)) == 1:
+                work = _reduce_scatter(received, value, group=self._reductions, async_op=True)
+            else:
+                parts = list(value.split(list(counts)))
+                work = dist.reduce_scatter(received, parts, group=self._reductions, async_op=True)
+        return Collective(name=name, works=(work,), tensors=(value, received))
+
+    def wait(self, collective: Collective) -> None:
+        """Block until a collective is done. RankError if another rank has failed, or cannot be reached."""
+
+        def is_done() -> bool:
+            for work in collective.works:
+                try:
+                    work.wait(_LOOK)
+                except RuntimeError as error:
+                    if _TIMED_OUT in str(error) and not work.is_completed():
+                        return False
+                    raise
+            return True
+
+        start = time.monotonic()
+
+        def look() -> None:
+            waited = time.monotonic() - start
+            if waited > _SHORT_SECONDS:
+                self._look_for_others(collective.name, waited)
+
+        with self._raising(collective.name):
+            wait_for(is_done, f"{collective.name} on rank {self.rank}", look=look)
+
+    # Control messages
+
+    def meet(self, what: str) -> None:
+        """Block until every rank is about to do the same. RankError, on every rank, that says what each does if not."""
+        if self.is_alone:
+            return
+        text = what.encode()[:_MEETING_NBYTES]
+        mine = torch.frombuffer(bytearray(text.ljust(_MEETING_NBYTES)), dtype=torch.uint8)
+        met = [bytes(each.numpy()).decode(errors="replace").rstrip() for each in self._all_gather_now(what, mine)]
+        if len(set(met)) > 1:
+            doing = "; ".join(
+                f"{describe_ranks([rank for rank, each in enumerate(met) if each == one])}: {one}"
+                for one in dict.fromkeys(met)
+            )
+            self.failure = f"ranks do different things at the same time: {doing}"
+            raise RankError(
+                f"{self.failure}; give every rank the same loop, and as many batches, of the same shapes (pad the last one)"
+            )
+
+    def exchange(self, what: str, value: T) -> list[T]:
+        """Return what every rank gave, in the order of ranks. A value is pickled: keep it small."""
+        if self.is_alone:
+            return [value]
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [size for (size,) in self.exchange_numbers(what, [mine.numel()])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        padded[: mine.numel()] = mine
+        given = self._all_gather_now(what, padded)
+        return [pickle.loads(bytes(each[:size].numpy())) for each, size in zip(given, sizes, strict=True)]
+
+    def exchange_numbers(self, what: str, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return what every rank gave: as many numbers of 64 bits on each."""
+        if self.is_alone:
+            return [tuple(numbers)]
+        self.meet(what)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return [tuple(each.tolist()) for each in self._all_gather_now(what, mine)]
+
+    def largest(self, what: str, *numbers: int) -> tuple[int, ...]:
+        """Return the largest of each number over all ranks."""
+        if self.is_alone or not numbers:
+            return numbers
+        return tuple(map(max, zip(*self.exchange_numbers(what, numbers), strict=True)))
+
+    def _all_gather_now(self, what: str, mine: Tensor) -> Tensor:
+        self._check()
+        given = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
+        with self._raising(what):
+            work = _all_gather(given.view(-1), mine, group=self._control, async_op=True)
+        self.wait(Collective(name=what, works=(work,), tensors=(mine, given)))
+        return given
+
+    def do_alike(self, what: str, call: Callable[[], T]) -> T:
+        """Call what may raise on some ranks only. If it does, every rank raises: its own error, or RankError with theirs."""
+        if self.is_alone:
+            return call()
+        error: ZinfError | None = None
+        result: T | None = None
+        try:
+            result = call()
+        except ZinfError as raised:
+            error = raised
+        except BaseException as other:
+            self.fail(f"{what}: {describe(other)}")
+            raise
+        errors = self.exchange(what, None if error is None else describe(error))
+        if error is not None:
+            raise error
+        failed = {rank: each for rank, each in enumerate(errors) if each is not None}
+        if failed:
+            rank, first = next(iter(failed.items()))
+            raise RankError(f"{what} failed on {describe_ranks(list(failed))}; rank {rank}: {first}")
+        return cast(T, result)
+
+    # Failures
+
+    def fail(self, why: str) -> None:
+        """Tell the other ranks that this one cannot go on: those that wait for it raise RankError."""
+        if self.is_alone or self.failure is not None:
+            return
+        self.failure = f"rank {self.rank}: {why}"
+        try:
+            self._messages.compare_set("failed", "", self.failure)
+        except RuntimeError:  # whoever holds the store is gone: the others learn of it from their connections
+            return
+
+    def _look_for_others(self, what: str, waited: float) -> None:
+        """Raise RankError if a rank has failed, or has not come to the same point for too long."""
+        try:
+            failed = self._messages.get("failed").decode() if self._messages.check(["failed"]) else None
+            if self._waits_for != what:
+                self._waits_for = what
+                self._messages.set(f"waits/{self.rank}", what)
+            if failed is None and waited > self.timeout_seconds:
+                failed = f"{self._describe_absent(what)} after {waited:.0f} seconds"
+        except RuntimeError as error:
+            raise self._broken(f"the store of torch.distributed is gone ({_first_line(error)})") from error
+        if failed is not None:
+            raise self._broken(failed)
+
+    def _describe_absent(self, what: str) -> str:
+        """Return which ranks have not come to ``what``, where this one waits."""
+        absent = []
+        for rank in range(self.size):
+            key = f"waits/{rank}"
+            if rank != self.rank and (not self._messages.check([key]) or self._messages.get(key).decode() != what):
+                absent.append(rank)
+        return f"{describe_ranks(absent)} had not come to {what}" if absent else f"{what} did not end"
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise RankError(f"the ranks of this model cannot go on: {self.failure}; {REMEDY}")
+
+    @contextmanager
+    def _raising(self, name: str) -> Iterator[None]:
+        """A block in which errors of torch.distributed become RankErrors, and others know of whatever else is raised."""
+        try:
+            yield
+        except ZinfError:
+            raise
+        except RuntimeError as error:
+            raise self._broken(f"{name} broke off, since another rank is gone ({_first_line(error)})") from error
+        except BaseException as error:
+            self.fail(f"{name}: {describe(error)}")
+            raise
+
+    def _broken(self, why: str) -> RankError:
+        self.failure = self.failure or why
+        return RankError(f"rank {self.rank} cannot go on: {why}; {REMEDY}")
+
+
+def _timeout_of(mesh: DeviceMesh | None) -> float:
+    """Return how long a rank waits for the others: as long as the process group of the mesh says."""
+    if mesh is None:
+        return math.inf
+    group = mesh.get_group()
+    options = getattr(group._get_backend(torch.device(mesh.device_type)), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return timeout.total_seconds()
+
+
+REMEDY = "restart all ranks, as torchrun does, and load the last checkpoint"
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text: "rank 1", "ranks 1, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def describe(error: BaseException) -> str:
+    """Return an error with its class, since its own text may be empty."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+ALONE = Ranks()

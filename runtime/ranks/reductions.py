@@ -1,0 +1,128 @@
+"""Reduces gradients over ranks on their way home: each rank gets its rows of the sum, divided by a factor.
+
+A gradient passes through two buffers of constant size, in pieces. One piece is in flight at a time, beside the compute
+that follows it::
+
+    gradient of a layer     its rows are copied to the outgoing buffer and go to their ranks; ours of all ranks come in
+    next gradient           waits for the last one, adds up what came in, and sends the shard home
+    end of backward         the same for the last gradient
+
+An ordered reduction adds in the order of ranks. It gives the bits of one process that accumulates the ranks' batches in
+that order. A fast one leaves the order to the backend.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.plan import REDUCED_NBYTES
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.ranks.ranks import Collective, Ranks
+
+Then = Callable[[Tensor], None]  # takes the shard, whose memory is overwritten afterwards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Elements [start, stop) of every rank's rows, which are being reduced."""
+
+    collective: Collective
+    parts: Tensor  # what came in, a row for each that has to be added up
+    start: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """A gradient that is being reduced."""
+
+    total: Tensor | None  # this rank's rows, where they come in several pieces
+    piece: _Piece  # the last one
+    then: Then
+
+
+class Reductions:
+    """The gradient reductions of one store."""
+
+    def __init__(self, ranks: Ranks, *, is_ordered: bool, divide_by: float) -> None:
+        self._ranks = ranks
+        self._is_ordered = is_ordered
+        self._divide_by = divide_by
+        self._buffers = {name: torch.empty(0, dtype=torch.uint8) for name in ("outgoing", "incoming", "total")}
+        self._pending: _Pending | None = None
+
+    def start(self, whole: Slice, grad: Tensor, then: Then) -> None:
+        """Start reducing a gradient; ``then`` gets this rank's rows of it, flat, at the next ``start`` or ``finish``."""
+        self.finish()
+        size, flat = self._ranks.size, grad.reshape(-1)
+        counts = [whole.among(size).of_rank(rank).num_elements for rank in range(size)]
+        firsts = [0, *itertools.accumulate(counts)]
+        step = max(1, REDUCED_NBYTES // grad.dtype.itemsize // size)
+        starts = range(0, max(counts), step)
+        total = self._view("total", counts[self._ranks.rank], grad) if len(starts) > 1 else None
+        piece: _Piece | None = None
+        for start in starts:
+            if piece is not None:
+                self._add_up(piece, into=total)
+            ends = (min(start + step, count) for count in counts)
+            rows = [flat[first + start : first + end] for first, end in zip(firsts, ends, strict=False)]
+            piece = self._send(whole.parameter, rows, start, grad)
+        if piece is not None:
+            self._pending = _Pending(total=total, piece=piece, then=then)
+
+    def _send(self, name: str, rows: list[Tensor], start: int, grad: Tensor) -> _Piece:
+        """Start reducing some elements of each rank's rows."""
+        ranks, counts = self._ranks, [part.numel() for part in rows]
+        what, mine = f"the reduction of the gradient of {name}", counts[ranks.rank]
+        outgoing = self._view("outgoing", sum(counts), grad)
+        torch.cat(rows, out=outgoing)
+        if self._is_ordered:
+            parts = self._view("incoming", mine * ranks.size, grad)
+            collective = ranks.exchange_rows(what, outgoing, counts, parts)
+        else:
+            parts = self._view("incoming", mine, grad)
+            collective = ranks.reduce_rows(what, outgoing, counts, parts)
+        return _Piece(collective=collective, parts=parts.view(-1, mine) if mine else parts.view(1, 0), start=start)
+
+    def _add_up(self, piece: _Piece, *, into: Tensor | None) -> Tensor:
+        """Wait for a piece; return its sum, which is copied to its place in ``into`` if that is given."""
+        self._ranks.wait(piece.collective)
+        total: Tensor
+        total, *others = piece.parts
+        for other in others:
+            total.add_(other)
+        if self._divide_by != 1:
+            total.div_(self._divide_by)
+        if into is not None:
+            into[piece.start : piece.start + total.numel()] = total
+        return total
+
+    def finish(self) -> None:
+        """Wait for the reduction in flight, if there is one, and pass its result on."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            last = self._add_up(pending.piece, into=pending.total)
+            pending.then(last if pending.total is None else pending.total)
+
+    def abandon(self) -> None:
+        """Wait for the reduction in flight and drop its result, after an error."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._ranks.wait(pending.piece.collective)
+
+    def reduced(self, whole: Slice, grad: Tensor) -> Tensor:
+        """Return this rank's rows of a gradient, reduced, in fresh memory; blocks."""
+        results: list[Tensor] = []
+        self.start(whole, grad, lambda shard: results.append(shard.clone()))
+        self.finish()
+        (result,) = results
+        return result.view(whole.among(self._ranks.size).of_rank(self._ranks.rank).sizes)
+
+    def _view(self, buffer: str, num_elements: int, like: Tensor) -> Tensor:
+        """Return a part of a buffer, which grows as needed and stays."""
+        nbytes = num_elements * like.dtype.itemsize
+        if self._buffers[buffer].numel() < nbytes:
+            self._buffers[buffer] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+        return self._buffers[buffer][:nbytes].view(like.dtype)

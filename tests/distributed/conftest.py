@@ -1,0 +1,35 @@
+"""Pools of ranks, shared by the tests of a process."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.rank_pool import RankPool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder."""
+    for item in items:
+        if "distributed" in item.path.parts:
+            item.add_marker(pytest.mark.distributed)
+
+
+@pytest.fixture(scope="session")
+def pool_of() -> Iterator[Callable[[int], RankPool]]:
+    """Return a function from a number of ranks to the pool that has them."""
+    pools: dict[int, RankPool] = {}
+    yield lambda size: pools.setdefault(size, RankPool(size))
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture
+def two(pool_of: Callable[[int], RankPool]) -> RankPool:
+    """Return two ranks."""
+    return pool_of(2)
+
+
+@pytest.fixture
+def three(pool_of: Callable[[int], RankPool]) -> RankPool:
+    """Return three ranks, which divide few things evenly."""
+    return pool_of(3)

@@ -1,0 +1,272 @@
+"""What goes wrong on one rank is an error on every rank, within seconds, that names ranks and what to do."""
+
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zinf_compile
+from tests.distributed.workloads import Loop, batch_of, build_gpt, full, optimize, placements, train_step
+from tests.support.rank_pool import Died, Raised, RankPool
+from tests.support.traces import Trace
+from zinf_compile.ir.errors import StoreError
+from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.store.store import store_of
+
+SOON = 20.0  # seconds; gloo's own timeout is minutes
+
+
+def build_and_close(build: Callable[[], nn.Module], options: Mapping[str, Any]) -> str:
+    """Optimize a model on each rank, take a step, and return how much memory the device has."""
+    model = optimize(build(), options)
+    model(**batch_of(0, dist.get_rank())).backward()
+    budget = str(zinf_compile.report(model).tiers[0].capacity)
+    zinf_compile.close(model)
+    return budget
+
+
+def with_other_option(options: Mapping[str, Any], name: str, value: object) -> str:
+    """Give rank 1 another option."""
+    return build_and_close(build_gpt, {**options, name: value} if dist.get_rank() == 1 else options)
+
+
+def with_other_seed(options: Mapping[str, Any]) -> str:
+    """Give rank 1 other first values."""
+    return build_and_close(lambda: build_gpt(dist.get_rank()), options)
+
+
+def with_other_model(options: Mapping[str, Any]) -> str:
+    """Give rank 1 a head that is not tied, so that it has one parameter more."""
+    model = build_gpt()
+    if dist.get_rank() == 1:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return build_and_close(lambda: model, options)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Mapping[str, Any]:
+    """Return budgets in which parameters are streamed."""
+    return placements(str(tmp_path))["nvme"]
+
+
+def messages(outcomes: list[Any]) -> list[str]:
+    """Return the messages of ranks that all raise RankError."""
+    assert [each.kind for each in outcomes] == ["RankError"] * len(outcomes), outcomes
+    return [each.message for each in outcomes]
+
+
+def test_options_that_differ_are_named(two: RankPool, options: Mapping[str, Any]) -> None:
+    for message in messages(two.outcomes(with_other_option, options, "recompute", True)):
+        assert "options differ: 'recompute' is None on rank 0 and True on rank 1" in message
+
+
+def test_the_smallest_budget_is_used(two: RankPool, options: Mapping[str, Any]) -> None:
+    less = options["device_memory"] - 8192
+    assert two.run(with_other_option, options, "device_memory", less) == [str(less)] * 2
+
+
+def test_first_values_that_differ_are_named(two: RankPool, options: Mapping[str, Any]) -> None:
+    for message in messages(two.outcomes(with_other_seed, options)):
+        assert "first values differ: 'embed.weight' is" in message
+        assert "on rank 1; every rank builds the same model with the same options and seed" in message
+
+
+def test_models_that_differ_are_named(two: RankPool, options: Mapping[str, Any]) -> None:
+    for message in messages(two.outcomes(with_other_model, options)):
+        assert (
+            "parameters differ: 'head.weight' is missing on rank 0 and (51, 60) of torch.float32 on rank 1" in message
+        )
+
+
+def other_loop(options: Mapping[str, Any]) -> None:
+    """Let rank 1 skip a backward."""
+    model = optimize(build_gpt(), options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = model(**batch_of(0, 0))
+    if dist.get_rank() == 0:
+        loss.backward()
+    optimizer.step()
+
+
+def test_loops_that_differ_are_named(two: RankPool, options: Mapping[str, Any]) -> None:
+    for message in messages(two.outcomes(other_loop, options)):
+        assert "ranks do different things at the same time: rank 0: a backward of TinyGPT graph 0" in message
+        assert "rank 1: an optimizer step" in message
+
+
+def other_shapes(options: Mapping[str, Any]) -> None:
+    """Let the last batch of rank 1 be shorter."""
+    model = optimize(build_gpt(), options)
+    for step in range(2):
+        batch = batch_of(step, 0)
+        if (dist.get_rank(), step) == (1, 1):
+            batch = {name: tokens[:1] for name, tokens in batch.items()}
+        model(**batch).backward()
+
+
+def test_batches_of_other_shapes_are_named(two: RankPool, options: Mapping[str, Any]) -> None:
+    for message in messages(two.outcomes(other_shapes, options)):
+        assert "rank 1: capture of TinyGPT graph 1" in message
+        assert "pad the last one" in message
+
+
+def train_until(options: Mapping[str, Any], happens: str, rank: int, count: int) -> float:
+    """Train, until something happens on a rank at a gradient; return the seconds the others took to notice."""
+    model = optimize(build_gpt(), options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    store = next(store_of(record) for each in model.parameters() if (record := record_of(each)) is not None)
+    is_here = dist.get_rank() == rank
+    if happens == "capture" and is_here:
+        assert store.engine is not None
+        store.engine.read = _fail_to_read  # type: ignore[method-assign]
+    try:
+        for step in range(4):
+            batch = batch_of(step, dist.get_rank())
+            if step == count and is_here:
+                if happens == "death":
+                    model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda _: os._exit(3))
+                elif happens == "error":
+                    batch["tokens"][0, 0] = 10**6
+                elif happens == "disk":
+                    assert store.engine is not None
+                    store.engine.read = _fail_to_read  # type: ignore[method-assign]
+                elif happens == "absence":
+                    return 0.0
+            store.ranks.timeout_seconds = 3.0 if happens == "absence" and step == count else math.inf
+            model(**batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except StoreError:
+        with pytest.raises(StoreError):  # and again, at once
+            model(**batch_of(0, 0))
+        raise
+    return 0.0
+
+
+def _fail_to_read(*_: object) -> None:
+    raise StoreError("reading failed: Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("happens", "on_it", "elsewhere"),
+    [
+        ("death", Died, "another rank is gone"),
+        ("error", "IndexError", "rank 1: a forward broke off: IndexError: index out of range"),
+        ("disk", "StoreError", "reading failed: Input/output error"),
+        ("capture", "StoreError", "rank 1: capturing broke off: StoreError: calibration: reading failed"),
+        ("absence", None, "rank 1 had not come to a forward of TinyGPT graph 0"),
+    ],
+)
+def test_what_happens_on_one_rank_ends_all_within_seconds(
+    happens: str, on_it: Any, elsewhere: str, three: RankPool, options: Mapping[str, Any]
+) -> None:
+    start = time.monotonic()
+    outcomes = three.outcomes(train_until, {**options, "overlap_step": False}, happens, 1, 2)
+    assert time.monotonic() - start < SOON + 60  # the processes, and capturing, take most of it
+    if isinstance(on_it, str):
+        assert outcomes[1].kind == on_it
+    elif on_it is None:
+        assert outcomes[1] == 0.0
+    else:
+        assert isinstance(outcomes[1], on_it)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], Raised), outcomes[rank]
+        assert outcomes[rank].kind == "RankError"
+        assert elsewhere in outcomes[rank].message
+        assert "restart all ranks" in outcomes[rank].message
+
+
+def refusals(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the messages of what is refused on every rank alike."""
+    found = {}
+
+    def refused(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except zinf_compile.ZinfError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    refused("mesh", lambda: zinf_compile.optimize(build_gpt(), mesh=mesh, **_without_streams(options)))
+    refused("tiles", lambda: optimize(build_gpt(), {**options, "tiles": {"embed.weight": 2}}))
+    refused("stage", lambda: optimize(build_gpt(), {**options, "stage": 2}))
+    scalar = build_gpt()
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    refused("scalar", lambda: optimize(scalar, options))
+    early = build_gpt()
+    optimizer = torch.optim.AdamW(early.parameters())
+    optimize(early, options)
+    early(**batch_of(0, 0)).backward()
+    refused("optimizer", optimizer.step)
+    refused("whole tensors", torch.optim.Adafactor(early.parameters()).step)
+    zinf_compile.close(early)
+    return found
+
+
+def _without_streams(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "streams"}
+
+
+def test_what_this_version_cannot_do_on_ranks_is_refused_by_name(two: RankPool, options: Mapping[str, Any]) -> None:
+    for found in two.run(refusals, options):
+        assert "mesh has 2 dimensions (replicate, shard)" in found["mesh"]
+        assert "tiles and tile_memory are not supported on several ranks" in found["tiles"]
+        assert "stage=2 is not supported yet" in found["stage"]
+        assert "'scale' has no dimension that ranks could divide" in found["scalar"]
+        assert "AdamW was made before zinf_compile.optimize(model)" in found["optimizer"]
+        assert "Adafactor needs whole tensors, and each of 2 ranks has some rows" in found["whole tensors"]
+
+
+LOOP = Loop(num_steps=4)
+
+
+def train_and_die(options: Mapping[str, Any], folder: str, seed: int, resume: bool) -> Any:
+    """Train with a save after each step; die on a rank at a random operation of the engine if there is a seed."""
+    model = optimize(LOOP.build(), options)
+    optimizer, trace, first = LOOP.make_optimizer(model), Trace(), 0
+    if resume and os.path.isdir(folder):
+        first = zinf_compile.load(folder, model, optimizer)["step"]
+    generator = random.Random(seed)
+    if seed and dist.get_rank() == generator.randrange(dist.get_world_size()):
+        _die_at(model, generator.randrange(20, 260))
+    for step in range(first, LOOP.num_steps):
+        train_step(LOOP, model, optimizer, step, trace)
+        zinf_compile.save(folder, model, optimizer, extra={"step": step + 1})
+    return first, {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+def _die_at(model: nn.Module, count: int) -> None:
+    store = next(store_of(record) for each in model.parameters() if (record := record_of(each)) is not None)
+    left, wait = [count], store.ranks.wait
+
+    def counted(collective: Any) -> None:
+        left[0] -= 1
+        if left[0] <= 0:
+            os._exit(9)
+        wait(collective)
+
+    store.ranks.wait = counted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 21))])
+def test_a_killed_rank_loses_nothing_that_was_saved(
+    seed: int, two: RankPool, options: Mapping[str, Any], tmp_path: Path
+) -> None:
+    whole = two.run(train_and_die, options, str(tmp_path / "whole"), 0, False)[0][1]
+    folder = str(tmp_path / "killed")
+    outcomes = two.outcomes(train_and_die, options, folder, seed, False)
+    killed = [rank for rank, each in enumerate(outcomes) if isinstance(each, Died)]
+    assert len(killed) == 1, outcomes
+    assert [each.kind for each in outcomes if isinstance(each, Raised)] == ["RankError"]
+    (first, values), (other, _) = two.run(train_and_die, options, folder, 0, True)
+    assert first == other < LOOP.num_steps
+    assert all(torch.equal(values[name], value) for name, value in whole.items())

@@ -1,0 +1,209 @@
+"""Models of the tests of ranks, and how they are trained: on ranks, and in one process that accumulates their batches."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zinf_compile
+from tests.support.traces import Trace
+from zinf_compile.passes.planner.placement import homes
+
+KIB = 2**10
+_THRESHOLD = homes.RESIDENT_THRESHOLD
+
+
+class TinyGPT(nn.Module):
+    """Embedding, two blocks of attention and MLP, and a head that shares the embedding's weight. No size is even."""
+
+    def __init__(self, *, width: int = 60, vocabulary: int = 51) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss."""
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        return functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+class Block(nn.Module):
+    """Attention and an MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width + 1), nn.Linear(3 * width + 1, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states after the block."""
+        query, key, value = self.attend(self.norm(hidden)).chunk(3, dim=-1)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.project(attended)
+        return hidden + self.down(functional.gelu(self.up(self.second(hidden))))
+
+
+def build_gpt(seed: int = 0) -> nn.Module:
+    """Return a TinyGPT, the same on every rank."""
+    torch.manual_seed(seed)
+    return TinyGPT()
+
+
+def build_frozen(seed: int = 0) -> nn.Module:
+    """Return one whose first block and embedding are frozen, with adapters of rank 3 beside two layers."""
+    torch.manual_seed(seed)
+    model = TinyGPT()
+    for parameter in (*model.embed.parameters(), *model.blocks[0].parameters()):
+        parameter.requires_grad_(False)
+    return model
+
+
+def batch_of(step: int, rank: int) -> Mapping[str, Tensor]:
+    """Return the tokens of a rank at a step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(0, 51, (2, 9), generator=generator)
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A training loop."""
+
+    build: Callable[[], nn.Module] = build_gpt
+    num_steps: int = 3
+    num_accumulated: int = 1
+    clip: float | None = None
+    optimizer: str = "AdamW"
+    optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "weight_decay": 0.1})
+    divide_by: float | None = None  # None: the number of ranks
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of the trained parameters."""
+        made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(model.parameters(), **self.optimizer_options)
+        return made
+
+
+def train_alone(loop: Loop, num_ranks: int) -> Trace:
+    """Return the numbers of one process in plain PyTorch that accumulates the batches of so many ranks in their order."""
+    torch.set_num_threads(1)
+    model, trace = loop.build(), Trace()
+    optimizer = loop.make_optimizer(model)
+    for step in range(loop.num_steps):
+        sums: dict[str, Tensor] = {}
+        for micro in range(loop.num_accumulated):
+            for rank in range(num_ranks):
+                loss = model(**batch_of(step * loop.num_accumulated + micro, rank))
+                loss.backward()
+                trace.losses.append(loss.detach().clone())
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    reduced = parameter.grad.div_(loop.divide_by or num_ranks)
+                    sums[name] = sums[name] + reduced if name in sums else reduced
+                    parameter.grad = None
+        for name, parameter in model.named_parameters():
+            parameter.grad = sums.get(name)
+        if loop.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), loop.clip)
+        trace.record_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.record_model(model, optimizer)
+    return trace
+
+
+def optimize(model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """Optimize a model on this rank. With the option ``streams`` nothing is resident for being small, as all of it is."""
+    given = dict(options)
+    homes.RESIDENT_THRESHOLD = 0 if given.pop("streams", False) else _THRESHOLD
+    optimized = zinf_compile.optimize(model, **given)
+    assert isinstance(optimized, nn.Module)
+    return optimized
+
+
+def train_on_ranks(loop: Loop, options: Mapping[str, Any]) -> Trace:
+    """Return the numbers of a rank: its own losses, and full gradients, parameters and states. Called on each rank."""
+    model = optimize(loop.build(), options)
+    optimizer = loop.make_optimizer(model)
+    trace = Trace()
+    for step in range(loop.num_steps):
+        looks = not options.get("step_in_backward")
+        train_step(loop, model, optimizer, step, trace, looks_at_gradients=looks)
+    check_at_rest(model)
+    zinf_compile.close(model)
+    return trace
+
+
+def train_step(
+    loop: Loop,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    trace: Trace,
+    *,
+    looks_at_gradients: bool = True,
+) -> None:
+    """Train one step, and record its numbers."""
+    for micro in range(loop.num_accumulated):
+        loss = model(**batch_of(step * loop.num_accumulated + micro, dist.get_rank()))
+        loss.backward()
+        trace.losses.append(loss.detach().clone())
+    if loop.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), loop.clip)
+    if looks_at_gradients:
+        trace.gradients.append({name: full(parameter.grad) for name, parameter in model.named_parameters()})
+    optimizer.step()
+    optimizer.zero_grad()
+    trace.parameters.append({name: full(parameter) for name, parameter in model.named_parameters()})
+    trace.buffers.append({})
+    states = optimizer.state_dict()["state"]
+    trace.states.append(
+        {f"{index} {key}": full(value) for index, state in states.items() for key, value in state.items()}
+    )
+
+
+def check_at_rest(model: nn.Module) -> None:
+    """Check every pool of the store of a model."""
+    from zinf_compile.runtime.params.records import record_of
+    from zinf_compile.runtime.store.store import store_of
+
+    (store, *_) = {store_of(record) for each in model.parameters() if (record := record_of(each)) is not None}
+    store.check_integrity()
+
+
+def full(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy of the full value of a DTensor, or of any other tensor."""
+    if tensor is None:
+        return None
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def of_rank(plain: Trace, rank: int, num_ranks: int) -> Trace:
+    """Return a trace of ``train_alone`` with the losses of one rank."""
+    return replace(copy.copy(plain), losses=plain.losses[rank::num_ranks])
+
+
+def placements(folder: str) -> dict[str, Mapping[str, Any]]:
+    """Return budgets that put parameters on each tier, for a TinyGPT on two or three ranks."""
+    common = {"compute": "aten", "reserve_memory": 0, "nvme": folder}
+    return {
+        "nvme": {**common, "streams": True, "device_memory": 520 * KIB, "host_memory": 560 * KIB},
+        "resident": {**common, "device_memory": 2048 * KIB, "host_memory": 1024 * KIB},
+    }
+
+
+def numbers_of(traces: Sequence[Trace]) -> list[int]:
+    """Return how many records there are, so that a test can see that something was compared."""
+    return [len(trace.losses) for trace in traces]

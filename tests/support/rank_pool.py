@@ -1,0 +1,128 @@
+"""Processes that tests use as ranks: started once, joined by gloo over loopback, and given one function after another.
+
+The pool's own process holds the store of torch.distributed, as torchrun's agent does, so that any rank may die.
+"""
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SECONDS = 180.0  # that a function may take; a hang is an error with a name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """What a function raised on a rank."""
+
+    kind: str  # the name of the class
+    message: str
+    trace: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """A rank whose process ended."""
+
+    code: int | None
+
+
+class RankPool:
+    """Some ranks. ``run`` calls a function of a module on all of them at once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._store: Any = None
+
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = _SECONDS) -> list[Any]:
+        """Return what the function returned on each rank. It must not raise on any."""
+        results = self.outcomes(function, *args, seconds=seconds)
+        failed = {rank: each for rank, each in enumerate(results) if isinstance(each, Raised | Died)}
+        if failed:
+            self.stop()
+            raise AssertionError(
+                "\n".join(f"rank {rank}: {getattr(each, 'trace', each)}" for rank, each in failed.items())
+            )
+        return results
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = _SECONDS) -> list[Any]:
+        """Return what the function returned on each rank, or a Raised or Died in its place."""
+        if not self._processes:
+            self._start()
+        call = pickle.dumps((function.__module__, function.__qualname__, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(call)
+        results: list[Any] = [None] * self.size
+        open_ranks = dict(enumerate(self._pipes))
+        deadline = time.monotonic() + seconds
+        while open_ranks:
+            ready = wait([*open_ranks.values()], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.stop()
+                raise AssertionError(f"ranks {sorted(open_ranks)} hang in {function.__qualname__} for {seconds:.0f} s")
+            for rank, pipe in list(open_ranks.items()):
+                if pipe in ready:
+                    try:
+                        results[rank] = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        self._processes[rank].join()
+                        results[rank] = Died(code=self._processes[rank].exitcode)
+                    del open_ranks[rank]
+        if any(isinstance(each, Raised | Died) for each in results):
+            self.stop()  # the next function gets new processes: a group that broke off is of no use
+        return results
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def stop(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=0.2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes, self._store = [], [], None
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "ZINF_QUIET": "1"}
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_SECONDS))
+    while True:
+        try:
+            module, name, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)  # without the barriers of torch.distributed, which other ranks may not reach
+        pipe.send_bytes(pickle.dumps(_call(module, name, args)))
+
+
+def _call(module: str, name: str, args: Sequence[Any]) -> Any:
+    try:
+        torch._dynamo.reset()
+        return getattr(importlib.import_module(module), name)(*args)
+    except BaseException as error:  # noqa: BLE001  # the test decides
+        return Raised(kind=type(error).__name__, message=str(error), trace=traceback.format_exc())

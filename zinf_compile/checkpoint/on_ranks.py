@@ -1,0 +1,154 @@
+"""Files of a checkpoint that several ranks write and read together: each its own rows, straight at their place.
+
+The files are those that one process writes. So a checkpoint fits any number of ranks, and one process. All ranks need the
+same filesystem.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from zinf_compile.ir.errors import CheckpointError, StoreError
+from zinf_compile.runtime.model.model_state import HomedTensor
+from zinf_compile.runtime.ranks.ranks import Ranks
+from zinf_compile.runtime.storage.safetensors_file import SafetensorsLayout, TensorSpan
+from zinf_compile.runtime.storage.slots import Slot, SlotPart
+from zinf_compile.runtime.transfer.slot_stream import pieces_of, tensor_bytes
+
+T = TypeVar("T")
+_PIECE_NBYTES = 4 * 2**20  # of a read
+_POLYNOMIAL = 0xEDB88320  # of CRC-32, bits reversed, as in zlib
+
+
+class Written(NamedTuple):
+    """What a rank wrote of a tensor."""
+
+    crc32: int
+    nbytes: int
+
+
+def create_file(path: Path, layout: SafetensorsLayout) -> None:
+    """Create a file with its header, and room for the rows of all ranks."""
+    with _reporting(path), open(path, "xb") as file:
+        file.write(layout.header)
+        file.truncate(layout.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_rows(path: Path, layout: SafetensorsLayout, tensors: dict[str, HomedTensor], ranks: Ranks) -> list[Written]:
+    """Write this rank's rows of every tensor of a file; rank 0 also writes what is not divided. Returns when on disk."""
+    written = []
+    with _reporting(path), open(path, "r+b", buffering=0) as file:
+        for span in layout.spans:
+            tensor = tensors[span.name]
+            part: Slot | SlotPart
+            if tensor.is_divided:
+                part, offset = tensor.rows, span.start + _first_byte(tensor, span)
+            elif ranks.rank == 0:
+                part, offset = tensor.slot, span.start
+            else:
+                written.append(Written(0, 0))
+                continue
+            checksum, end = 0, offset
+            for piece in pieces_of(part, tensor.tensor_io):
+                checksum = zlib.crc32(piece, checksum)
+                _write_at(file.fileno(), piece, end)
+                end += len(piece)
+            written.append(Written(checksum, end - offset))
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # written pages should not stay in memory
+    return written
+
+
+def _write_at(descriptor: int, piece: memoryview, offset: int) -> None:
+    while piece:
+        done = os.pwrite(descriptor, piece, offset)
+        piece, offset = piece[done:], offset + done
+
+
+def read_tensor(path: Path, span: TensorSpan, tensor: HomedTensor) -> None:
+    """Fill a tensor, or this rank's rows of it, from a file that was verified."""
+    if not tensor.is_divided:
+        value = torch.empty(span.shape, dtype=span.dtype)
+        _read_at(path, memoryview(tensor_bytes(value)), span.start)
+        tensor.slot.tensor.copy_(value.view(tensor.slot.tensor.shape))
+        return
+    assert tensor.tensor_io is not None
+    rows, offset = tensor.rows, span.start + _first_byte(tensor, span)
+    step = _PIECE_NBYTES // span.dtype.itemsize  # a multiple of 4096 elements, so that pieces begin at whole sectors
+    for part in rows.slice.flat.pieces(step):
+        piece = torch.empty(part.num_elements, dtype=span.dtype)
+        _read_at(path, memoryview(tensor_bytes(piece)), offset)
+        offset += piece.nbytes
+        for slot in (tensor.slot, tensor.compute):
+            if slot is not None:
+                tensor.tensor_io.write_value(slot.part(part), piece)
+
+
+def _first_byte(tensor: HomedTensor, span: TensorSpan) -> int:
+    return tensor.rows.slice.flat.start * span.dtype.itemsize
+
+
+def _read_at(path: Path, view: memoryview, offset: int) -> None:
+    with _reporting(path), open(path, "rb", buffering=0) as file:
+        while view:
+            done = os.preadv(file.fileno(), [view], offset)
+            if done == 0:
+                raise CheckpointError(f"{path} ends at byte {offset}, and has more tensors; load another checkpoint")
+            os.posix_fadvise(file.fileno(), offset, done, os.POSIX_FADV_DONTNEED)
+            view, offset = view[done:], offset + done
+
+
+@contextmanager
+def _reporting(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written or read: {error.strerror or error}") from error
+
+
+def share_of(tensors: Sequence[T], ranks: Ranks) -> Sequence[T]:
+    """Return the tensors of a file that this rank verifies, which lie side by side."""
+    each = -(-len(tensors) // ranks.size)
+    return tensors[ranks.rank * each : (ranks.rank + 1) * each]
+
+
+def combine(written: Sequence[Written]) -> int:
+    """Return the CRC-32 of bytes that lie side by side, from those of the parts."""
+    checksum = 0
+    for part in written:
+        checksum = _advance(checksum, part.nbytes) ^ part.crc32
+    return checksum
+
+
+def _advance(checksum: int, nbytes: int) -> int:
+    """Return what a checksum becomes with so many zero bytes behind, but for the inversions, which cancel out.
+
+    Each zero bit multiplies the remainder by x. Powers of x are squared, as in zlib's ``crc32_combine``.
+    """
+    power, factor = 1 << 31, 1 << 23  # x**0 and x**8
+    while nbytes:
+        if nbytes & 1:
+            power = _multiply(power, factor)
+        factor = _multiply(factor, factor)
+        nbytes >>= 1
+    return _multiply(power, checksum)
+
+
+def _multiply(left: int, right: int) -> int:
+    """Return the product of two polynomials modulo that of CRC-32; the highest bit is x**0."""
+    product = 0
+    while left:
+        if left & (1 << 31):
+            product ^= right
+        left = (left << 1) & 0xFFFFFFFF
+        right = (right >> 1) ^ (_POLYNOMIAL if right & 1 else 0)
+    return product
