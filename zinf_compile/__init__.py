@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zinf_compile.ir.errors import CheckpointError as CheckpointError
     from zinf_compile.ir.errors import ConfigError as ConfigError
     from zinf_compile.ir.errors import PlanFileError as PlanFileError
+    from zinf_compile.ir.errors import RankError as RankError
     from zinf_compile.ir.errors import StoreError as StoreError
     from zinf_compile.ir.errors import UnsupportedError as UnsupportedError
     from zinf_compile.ir.errors import VerifyError as VerifyError
@@ -53,6 +54,7 @@ _HOMES = {
     "ConfigError": "zinf_compile.ir.errors",
     "UnsupportedError": "zinf_compile.ir.errors",
     "CapacityError": "zinf_compile.ir.errors",
+    "RankError": "zinf_compile.ir.errors",
     "StoreError": "zinf_compile.ir.errors",
     "PlanFileError": "zinf_compile.ir.errors",
     "VerifyError": "zinf_compile.ir.errors",

@@ -94,30 +94,39 @@ def _like(stored: Parameter, value: Tensor) -> Parameter:
     with torch._C.DisableTorchFunctionSubclass():
         if stored.grad_dtype != full.grad_dtype:
             full.grad_dtype = stored.grad_dtype
-        if stored.grad is not None:
+        is_plain = not hasattr(stored, "full_tensor")  # ranks keep the gradients that there are: they are of shards
+        if stored.grad is not None and is_plain:
             full.grad = stored.grad if stored.grad.device == full.device else stored.grad.to(full.device)
     return full
 
 
 def _return_gradient(record: StoredParameter, grad: Tensor | None) -> None:
+    if grad is None and not record.store.ranks.is_alone:
+        return
     with torch._C.DisableTorchFunctionSubclass():
         was = record.parameter.grad
-        if grad is None or (was is not None and grad.device == was.device):
-            record.parameter.grad = grad
-            return
-        record.parameter.grad = None  # what comes from the device holds what was there too
+        if record.store.ranks.is_alone:
+            if grad is None or (was is not None and grad.device == was.device):
+                record.parameter.grad = grad
+                return
+            record.parameter.grad = None  # what comes from the device holds what was there too
+    assert grad is not None
     store_gradient(record, grad)
     with record.store.failing_on_error():
+        record.store.reductions.finish()
         record.store.tensor_io.wait_writes()
 
 
 @without_interrupts
 def _full_value(record: StoredParameter, dtype: torch.dtype, *, read: bool, on_host: bool) -> Tensor:
     """Return the whole value where the model computes, or on the host; on a CPU the home tensor itself if it is in RAM."""
-    slot = record.copies.master
-    if store_of(record).device.memory.unified and slot.in_memory and slot.tensor.dtype == dtype:
+    slot, store = record.copies.master, store_of(record)
+    shape, kept = record.shape, slot.tensor.dtype
+    if not store.ranks.is_alone:
+        store.refresh_one(record)
+        return store.full_value(shape, slot).to(dtype, copy=True) if read else torch.empty(shape, dtype=dtype)
+    if store.device.memory.unified and slot.in_memory and slot.tensor.dtype == dtype:
         return slot.tensor
-    shape, kept = slot.tensor.shape, slot.tensor.dtype
     value = torch.empty(shape, dtype=kept) if on_host else record.store.memory.new_value(shape, kept)
     if read:
         with record.store.failing_on_error():
@@ -130,9 +139,12 @@ def check_room(store: Store, records: Sequence[StoredParameter], what: str) -> N
 
     What is at home in RAM takes no room, on a CPU: its home tensor is used.
     """
-    unified = store.device.memory.unified
-    masters = (record.copies.master for record in records)
-    nbytes = sum(master.nbytes for master in masters if not (unified and master.in_memory))
+    is_used_at_home = store.device.memory.unified and store.ranks.is_alone
+    nbytes = sum(
+        record.shape.numel() * record.copies.master.tensor.dtype.itemsize
+        for record in records
+        if not (is_used_at_home and record.copies.master.in_memory)
+    )
     resident, budget = store.held.nbytes_on(Tier.DEVICE), store.config.device_memory
     if resident + nbytes > budget:
         raise CapacityError(

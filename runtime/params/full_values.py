@@ -27,6 +27,14 @@ def write_piece(record: StoredParameter, first: int, values: Tensor) -> None:
                 store.tensor_io.write_value(slot.part(part), elements_of(flat, written, part))
 
 
+def copy_rows(record: StoredParameter, first: int, values: Tensor, rows: Tensor) -> None:
+    """Copy what this rank has of consecutive elements of a value, from ``first`` on, to its place among its rows, flat."""
+    flat = values.reshape(-1)
+    read = Slice.of_whole(record.name, record.shape).flat.part(first, first + flat.numel())
+    if (part := read.intersect(record.shard)) is not None:
+        elements_of(rows, record.shard, part).copy_(elements_of(flat, read, part))
+
+
 @without_interrupts
 def end_writes(record: StoredParameter) -> None:
     """Block until what was written is home; raise the parameter's version, and mark the compute copy as in sync."""

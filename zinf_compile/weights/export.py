@@ -53,6 +53,11 @@ def export(
         raise ConfigError("max_shard_size is 0; a shard holds at least one tensor, such as '5GB'")
     for store in stores_of(model):
         store.check_whole()
+        if not store.ranks.is_alone:
+            raise UnsupportedError(
+                f"export writes what one process has, and each of {store.ranks.size} ranks has some rows; save a checkpoint "
+                "with zinf_compile.save, load it in one process, and export there"
+            )
     sources = _tensors_to_write(model)
     tensors = {name: _converted(tensor, dtype) for name, tensor in sources.items()}
     shards = _cut(tensors, limit)

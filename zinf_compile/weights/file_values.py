@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from zinf_compile.ir.errors import ConfigError
-from zinf_compile.runtime.params.full_values import end_writes, write_piece
+from zinf_compile.runtime.params.full_values import copy_rows, end_writes, write_piece
 from zinf_compile.runtime.store.store import Store
 from zinf_compile.weights.reset_values import MetaBuffers, reset_buffers, resets_of
 from zinf_compile.weights.weight_files import FileTensor, Source, find_tensors, read_tensors
@@ -60,10 +60,18 @@ class FileValues:
         """Write the values home. StoreError when a file cannot be read, ConfigError for a buffer that gets no value."""
         self._recompute_buffers()  # first, since it may touch parameters
         targets = {tensor.span.name: name for name, tensor in self._parameters.items()}
+        rows = torch.empty(0)  # of several ranks: this rank's, which do not begin where pieces do
         for piece in read_tensors(self._parameters.values()):
             record = store.records[targets[piece.name]]
-            write_piece(record, piece.first, piece.values)
-            if piece.first + piece.values.numel() == record.copies.master.tensor.numel():
+            if store.ranks.is_alone:
+                write_piece(record, piece.first, piece.values)
+            else:
+                if piece.first == 0:
+                    rows = torch.empty(record.shard.num_elements, dtype=record.original_dtype)
+                copy_rows(record, piece.first, piece.values, rows)
+            if piece.first + piece.values.numel() == record.shape.numel():
+                if not store.ranks.is_alone:
+                    write_piece(record, record.shard.flat.start, rows)
                 end_writes(record)
         self._fill_buffers()
 
