@@ -160,21 +160,24 @@ def optimize(
     session = Session(config, type(model).__name__, ranks) if shared is None else shared
     if shared is not None:
         parameters = session.prefixed(parameters, type(model).__name__)
+    replaced: list[tuple[Module, str, Parameter]] = []
     try:
         with torch.device("cpu"):  # regardless of the caller's default device
             session.adopt(parameters, as_home=True, with_values=values is None)
+            replaced = _register_replacements(model)
             if values is not None:
                 with session.progress("writing the first values of", parameters.values()):
                     values.fill(session.store)
     except BaseException:
         if shared is None:
             session.close()
+        for module, name, parameter in replaced:
+            module._parameters[name] = parameter
         if values is not None:
             undo(values, on_meta)
         raise
     if kept:
         session.catalog.notes.append(describe(kept))
-    _register_replacements(model)
     forward = Forward(session.store.memory.torch_device)
     session.forwards.append(forward)
     install_accessors(model, forward)
@@ -192,12 +195,15 @@ def optimize(
     return model
 
 
-def _register_replacements(model: Module) -> None:
-    """Register the DTensors of several ranks in the place of the parameters they replace."""
+def _register_replacements(model: Module) -> list[tuple[Module, str, Parameter]]:
+    """Register the DTensors of several ranks in the place of the parameters they replace; return where those were."""
+    replaced = []
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if (replacement := replacement_of(parameter)) is not None:
+            if parameter is not None and (replacement := replacement_of(parameter)) is not None:
+                replaced.append((module, name, parameter))
                 module._parameters[name] = replacement
+    return replaced
 
 
 _SESSION = "_zinf_session"  # the attribute of an optimized model that holds its session
