@@ -1,0 +1,164 @@
+"""Several ranks on one machine: seconds of a step beside FSDP2 and beside one process, memory, and bytes exchanged.
+
+    python -m benchmarks.ranks [--ranks 2] [--layers 8 --hidden 512] [--tokens 1024] [--rounds 2] [--nvme DIR]
+
+Every contestant trains the same GPT in bfloat16 with fp32 AdamW on the same tokens, over gloo, one thread a rank. They run
+one after the other in fresh processes, in turns. Prints one JSON line a contestant, with the median of all steps:
+
+``zinf``    this library, ZeRO stage 3. ``states``: bytes at home on a rank; ``gathered`` and ``reduced``: full bytes a step
+            that passed between ranks, beside what the formula says: two gathers of what is streamed, one of what is
+            resident (after its update), and one reduction, all in the compute dtype.
+``fsdp2``   ``fully_shard`` of every block with ``CPUOffloadPolicy``.
+``alone``   this library in one process with as many threads as there are ranks, on the tokens of all ranks.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.json_lines import command_line
+from benchmarks.out_of_core import load_gpt
+
+_WARM_UP, _STEPS = 2, 6
+_STATE_BYTES = 18  # a parameter: fp32 master and two moments, bfloat16 copy, gradients
+
+
+def _build(args: argparse.Namespace) -> Any:
+    gpt = load_gpt()
+    return gpt.GPT(gpt.GPTConfig(vocab_size=4096, layers=args.layers, hidden=args.hidden, heads=8, seq=256))
+
+
+def _batch(step: int, rank: int, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(4096, (sequences, 257), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _train(model: Any, rank: int, sequences: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    seconds = []
+    for step in range(_WARM_UP + _STEPS):
+        tokens, targets = _batch(step, rank, sequences)
+        start = time.perf_counter()
+        model(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+    return seconds[_WARM_UP:]
+
+
+def _zinf(args: argparse.Namespace, rank: int, num_ranks: int) -> dict[str, Any]:
+    import zinf_compile
+    from zinf_compile.runtime.params.records import record_of
+    from zinf_compile.runtime.store.store import store_of
+
+    model = _build(args)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    budget = int(_STATE_BYTES * num_parameters / num_ranks * args.share)
+    zinf_compile.optimize(
+        model,
+        device_memory=budget // 2 + 2**28,
+        host_memory=budget,
+        nvme=args.nvme,
+        compute_dtype=torch.bfloat16,
+        compute="aten",
+    )
+    store = store_of(record_of(next(model.parameters())))
+    seconds = _train(model, rank, args.total // num_ranks)
+    zinf_compile.synchronize(model)
+    report = zinf_compile.report(model)
+    steps = _WARM_UP + _STEPS
+    resident = sum(item.compute_nbytes for item in report.plans[0].placements if item.compute == "device")
+    streamed = 2 * num_parameters - resident
+    result = {
+        "seconds": seconds,
+        "states": sum(slot.nbytes for record in store.records.values() for slot in record.slots),
+        "device": [report.tiers[0].measured_peak, report.tiers[0].predicted_peak],
+        "stalled": sum(stall.seconds for stall in report.stalls if "all-gather" in stall.transfer) / steps,
+        "gathered": store.meter.collectives["all-gather"] / steps,
+        "gathered by formula": 2 * streamed + resident,
+        "reduced": store.meter.collectives["reduction"] / steps,
+        "reduced by formula": 2 * num_parameters,
+    }
+    zinf_compile.close(model)
+    return result
+
+
+def _fsdp2(args: argparse.Namespace, rank: int, num_ranks: int) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    model = _build(args)
+    policy = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    }
+    for block in model.blocks:
+        fully_shard(block, **policy)
+    fully_shard(model, **policy)
+    return {"seconds": _train(model, rank, args.tokens // 256)}
+
+
+_CONTESTANTS: dict[str, Callable[[argparse.Namespace, int, int], dict[str, Any]]] = {
+    "zinf": _zinf,
+    "fsdp2": _fsdp2,
+    "alone": _zinf,
+}
+
+
+def _run(rank: int, name: str, num_ranks: int, args: argparse.Namespace, results: Any) -> None:
+    torch.set_num_threads(args.ranks if num_ranks == 1 else 1)
+    if num_ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{args.rendezvous}", rank=rank, world_size=num_ranks)
+    result = _CONTESTANTS[name](args, rank, num_ranks)
+    if rank == 0:
+        results.put(result)
+    if num_ranks > 1:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run every contestant in turns, and print what was measured."""
+    parser = argparse.ArgumentParser(description="Several ranks on one machine.")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=1024, help="of each rank, a multiple of 256")
+    parser.add_argument("--share", type=float, default=1.2, help="of the model states that budgets hold")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--nvme", default=".")
+    parser.add_argument("--only", default=",".join(_CONTESTANTS))
+    args = parser.parse_args()
+    args.total = args.tokens * args.ranks // 256
+    os.environ |= {"OMP_NUM_THREADS": "1", "ZINF_QUIET": "1"}
+    found: dict[str, list[dict[str, Any]]] = {}
+    context = mp.get_context("spawn")
+    for turn in range(args.rounds):
+        for name in args.only.split(","):
+            num_ranks = 1 if name == "alone" else args.ranks
+            args.rendezvous = str(Path(args.nvme).resolve() / f".rendezvous-{os.getpid()}-{turn}-{name}")
+            results = context.SimpleQueue()
+            mp.spawn(_run, args=(name, num_ranks, args, results), nprocs=num_ranks)
+            found.setdefault(name, []).append(results.get())
+            Path(args.rendezvous).unlink(missing_ok=True)
+    medians = {
+        name: statistics.median(seconds for run in runs for seconds in run["seconds"]) for name, runs in found.items()
+    }
+    for name, runs in found.items():
+        line = {"command": command_line("ranks"), "contestant": name, "seconds": round(medians[name], 4)}
+        if "zinf" in medians:
+            line["over zinf"] = round(medians[name] / medians["zinf"], 3)
+        line["load"] = round(os.getloadavg()[0], 1)
+        print(json.dumps({**line, **{key: value for key, value in runs[-1].items() if key != "seconds"}}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
