@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +12,16 @@ _THRESHOLD = (
     50_000  # objects between two collections of the young; with Python's own 700 they take a tenth of a capture
 )
 _lock = threading.Lock()
-_open: set[object] = set()  # blocks, of all threads
-_before = (0, 0, 0)
+_before: tuple[int, int, int] | None = None  # the setting to restore; None: it was not changed
+
+
+class _Block:
+    """A block that is open, as long as its frame lives: an interrupt may keep it from saying that it ends."""
+
+    __slots__ = ("__weakref__",)
+
+
+_open: "weakref.WeakSet[_Block]" = weakref.WeakSet()  # of all threads
 
 
 @contextmanager
@@ -21,7 +30,7 @@ def fewer_collections() -> Iterator[None]:
 
     If it is switched off, or already runs less often, nothing changes.
     """
-    block = object()
+    block = _Block()
     try:
         _begin(block)
         yield
@@ -30,21 +39,22 @@ def fewer_collections() -> Iterator[None]:
 
 
 @without_interrupts
-def _begin(block: object) -> None:
+def _begin(block: _Block) -> None:
     global _before
     with _lock:
-        if not _open:
-            _before = gc.get_threshold()
-            if 0 < _before[0] < _THRESHOLD:
-                gc.set_threshold(_THRESHOLD, *_before[1:])
         _open.add(block)
+        found = gc.get_threshold()
+        if _before is None and 0 < found[0] < _THRESHOLD:
+            _before = found
+            gc.set_threshold(_THRESHOLD, *found[1:])
 
 
 @without_interrupts
-def _end(block: object) -> None:
+def _end(block: _Block) -> None:
+    global _before
     with _lock:
-        if block not in _open:  # an interrupt came before it was added
-            return
-        _open.remove(block)
-        if not _open and gc.get_threshold()[0] == _THRESHOLD:  # nothing else has changed it meanwhile
-            gc.set_threshold(*_before)
+        _open.discard(block)
+        if not _open and _before is not None:
+            if gc.get_threshold()[0] == _THRESHOLD:  # nothing else has changed it meanwhile
+                gc.set_threshold(*_before)
+            _before = None

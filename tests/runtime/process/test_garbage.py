@@ -9,6 +9,7 @@ import torch
 
 import zinf_compile
 from zinf_compile.driver import session
+from zinf_compile.runtime.process import garbage
 from zinf_compile.runtime.process.garbage import fewer_collections
 
 
@@ -56,6 +57,20 @@ def test_an_interrupt_while_it_is_set_or_restored_changes_nothing(number: int, m
     assert gc.get_threshold() == (700, 10, 11)
     with fewer_collections():
         assert gc.get_threshold() == (50_000, 10, 11)
+
+
+def test_a_block_that_could_not_say_that_it_ends_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(block: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(garbage, "_end", interrupted)
+    with pytest.raises(KeyboardInterrupt), fewer_collections():
+        pass
+    monkeypatch.undo()
+    gc.collect()
+    with fewer_collections():
+        assert gc.get_threshold() == (50_000, 10, 11)
+    assert gc.get_threshold() == (700, 10, 11)
 
 
 def test_captures_are_such_blocks_and_steps_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
