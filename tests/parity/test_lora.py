@@ -19,7 +19,7 @@ def batches():
 def llama_with_adapters(*, checkpointing: bool = False, tied: bool = False):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=48, max_position_embeddings=16, use_cache=False, tie_word_embeddings=tied,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)

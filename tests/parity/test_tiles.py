@@ -288,7 +288,13 @@ def test_activations_wider_than_the_device_are_made_by_tiles_of_rows(parity):
         whole(torch.zeros(2048, 32, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("options", [{}, {"host_memory": "6MiB", "step_in_backward": True}], ids=["host", "nvme"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="host", marks=pytest.mark.long),
+        pytest.param({"host_memory": "6MiB", "step_in_backward": True}, id="nvme"),
+    ],
+)
 def test_gradients_of_a_chain_by_tiles_do_not_wait_for_each_other(parity, options):
     """Neither weights nor activations fit: each tile of a weight gets a gradient from every tile of the activations."""
 

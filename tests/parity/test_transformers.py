@@ -41,7 +41,10 @@ def test_bitwise(parity, workload, way):
     parity.check(workload, "nvme", **way)
 
 
-@pytest.mark.parametrize(("workload", "placement"), [(mixtral, "host"), (llama, "mixed"), (t5, "mixed")])
+@pytest.mark.parametrize(
+    ("workload", "placement"),
+    [(llama, "mixed"), *(pytest.param(*each, marks=pytest.mark.long) for each in ((mixtral, "host"), (t5, "mixed")))],
+)
 def test_bitwise_in_other_placements(parity, workload, placement):
     """A placement changes transfers but not the graph, so a few different models are enough; test_models.py has six more."""
     parity.check(workload, placement, captured=True)

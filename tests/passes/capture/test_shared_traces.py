@@ -88,7 +88,7 @@ def train(model: nn.Module, x: Tensor | None = None, **options: Any) -> None:
     zinf_compile.close(model)
 
 
-@pytest.mark.parametrize("model", [Net, Checkpointed])
+@pytest.mark.parametrize("model", [Net, pytest.param(Checkpointed, marks=pytest.mark.long)])
 def test_what_is_shared_is_what_would_be_traced(
     model: type[nn.Module], traced: list[str], traces: SharedTraces
 ) -> None:
@@ -106,16 +106,22 @@ def frozen(model: nn.Module) -> None:
     model.get_parameter("second.bias").requires_grad_(False)
 
 
+def without_bias(model: nn.Module) -> None:
+    model.first = nn.Linear(6, 6, bias=False)
+
+
+def strides(model: nn.Module) -> None:
+    model.factor = torch.ones(6, 1).expand(6, 6)[0]
+
+
 @pytest.mark.parametrize(
     "change",
     [
         frozen,
-        lambda model: model.eval(),
-        lambda model: model.double(),
-        lambda model: setattr(model, "first", nn.Linear(6, 6, bias=False)),
-        lambda model: setattr(model, "factor", torch.ones(6, 1).expand(6, 6)[0]),
+        *(pytest.param(each, marks=pytest.mark.long) for each in (nn.Module.eval, nn.Module.double, without_bias)),
+        strides,
     ],
-    ids=["frozen", "eval", "double", "without a bias", "strides"],
+    ids=lambda change: change.__name__,
 )
 def test_another_graph_is_traced(change: Callable[[nn.Module], Any], traces: SharedTraces) -> None:
     train(Net())
@@ -127,8 +133,11 @@ def test_another_graph_is_traced(change: Callable[[nn.Module], Any], traces: Sha
 
 @pytest.mark.parametrize(
     "x",
-    [torch.ones(4, 6), torch.ones(6, 3).t(), torch.ones(3, 6).requires_grad_()],
-    ids=["batch", "strides", "gradient"],
+    [
+        pytest.param(torch.ones(4, 6), id="batch"),
+        pytest.param(torch.ones(6, 3).t(), id="strides", marks=pytest.mark.long),
+        pytest.param(torch.ones(3, 6).requires_grad_(), id="gradient", marks=pytest.mark.long),
+    ],
 )
 def test_another_input_is_traced(x: Tensor, traces: SharedTraces) -> None:
     train(Net())

@@ -65,7 +65,11 @@ def options_of(seed: int) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.parametrize("seed", range(8))
+# Those that always run differ in dtype, recompute, prefetching, and in where and when updates run.
+SEEDS = [seed if seed in (1, 2, 4) else pytest.param(seed, marks=pytest.mark.long) for seed in range(8)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_bits_are_those_of_the_cpu_and_nothing_races(tmp_path: Path, seed: int) -> None:
     options = options_of(seed)
     on_cpu = {name: option for name, option in options.items() if name != "update_on"}

@@ -45,7 +45,11 @@ def options_of(seed: int) -> dict[str, object]:
     return options
 
 
-@pytest.mark.parametrize("seed", range(8))
+# Those that always run differ in dtype, recompute, tiles, prefetching, and in when the step runs.
+SEEDS = [seed if seed in (2, 4, 6) else pytest.param(seed, marks=pytest.mark.long) for seed in range(8)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_run_has_a_race(tmp_path: Path, seed: int) -> None:
     with watching_races() as races:
         train(nvme=tmp_path, **options_of(seed))

@@ -20,11 +20,12 @@ Run = Callable[[Path, int | None], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """Return ``run(folder, kill_at)`` of crash_server.py."""
+    """Return ``run(folder, kill_at)`` of ``tests.support.crash_server``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("crash_server.py")
+    command = [sys.executable, "-m", "tests.support.crash_server"]
+    root = Path(__file__).parents[3]
     with subprocess.Popen(
-        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
