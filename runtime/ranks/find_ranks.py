@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
-from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, is_grouped
 
 
 def find_ranks(mesh: DeviceMesh | None) -> Ranks:
     """Return the ranks of a mesh; without one those of the default process group, or this process alone."""
     if mesh is None:
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if not is_grouped():
             return ALONE
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if mesh.ndim != 1:

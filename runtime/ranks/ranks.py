@@ -276,6 +276,11 @@ def _timeout_of(mesh: DeviceMesh | None) -> float:
 REMEDY = "restart all ranks, as torchrun does, and load the last checkpoint"
 
 
+def is_grouped() -> bool:
+    """Return whether torch.distributed has a default group of more than one process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def describe_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text: "rank 1", "ranks 1, 3"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.copies import COMPUTE, CopyKey
-from zinf_compile.ir.errors import DamageError, StoreError, UnsupportedError
+from zinf_compile.ir.errors import DamageError, RankError, StoreError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.ops import make_anchor
@@ -32,7 +32,7 @@ from zinf_compile.runtime.process.failure import REMEDY, describe_error, describ
 from zinf_compile.runtime.process.forking import has_ended, leave_when_forked, touch_pages
 from zinf_compile.runtime.process.interrupts import uninterrupted, without_interrupts
 from zinf_compile.runtime.process.waiting import holding, wait_future
-from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, is_grouped
 from zinf_compile.runtime.ranks.reductions import Reductions
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import Engine
@@ -124,6 +124,7 @@ class Store:
         self._lock = threading.RLock()  # one captured graph runs at a time: they share the arena
         self._busy: str | None = None  # what the thread that holds the lock does
         self._process = os.getpid()
+        self._is_without_group = not is_grouped()  # when the model was optimized
         self._views: set[int] = set()  # in a forked child: addresses of homes on nvme that were not read yet
         self._failure: str | None = None  # why it refuses to compute until a checkpoint is loaded
         self._unsure: set[str] = set()  # parameters that were not loaded since the failure
@@ -430,6 +431,11 @@ class Store:
         """Raise StoreError if the store was closed, or belongs to another process."""
         if self._closed:
             raise StoreError("the store of this model is closed; build and optimize the model again to train it")
+        if self._is_without_group and is_grouped():
+            raise RankError(
+                "torch.distributed was initialised after this model was optimized, so that it would train by itself on every "
+                "rank; call torch.distributed.init_process_group() before zinf_compile.optimize(model)"
+            )
         self._check_process()
 
     # Forked children

@@ -270,3 +270,15 @@ def test_a_killed_rank_loses_nothing_that_was_saved(
     (first, values), (other, _) = two.run(train_and_die, options, folder, 0, True)
     assert first == other < LOOP.num_steps
     assert all(torch.equal(values[name], value) for name, value in whole.items())
+
+
+def test_a_group_that_comes_after_optimize_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zinf_compile.optimize(nn.Linear(3, 3), device_memory="16MiB", host_memory="16MiB")
+    model(torch.ones(1, 3))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(zinf_compile.RankError, match="before zinf_compile.optimize"):
+        model(torch.ones(1, 3))
+    monkeypatch.undo()
+    model(torch.ones(1, 3))
+    zinf_compile.close(model)
