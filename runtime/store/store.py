@@ -433,7 +433,7 @@ class Store:
             raise StoreError("the store of this model is closed; build and optimize the model again to train it")
         if self._is_without_group and is_grouped():
             raise RankError(
-                "torch.distributed was initialised after this model was optimized, so that each rank would train it by itself; "
+                "torch.distributed was initialised after this model was optimized, so each rank would train it by itself; "
                 "call torch.distributed.init_process_group() before zinf_compile.optimize(model)"
             )
         self._check_process()
