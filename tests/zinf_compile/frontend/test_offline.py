@@ -237,7 +237,7 @@ def test_a_tensor_passed_twice_is_one_input() -> None:
 
 def test_ranks_keep_shards_of_what_one_keeps_in_full() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
-    options = {"hardware": "dgx2", "device_memory": "24MiB", "update_on": "host"}
+    options = {"hardware": "dgx2", "device_memory": "30MiB", "update_on": "host"}
     plans = [zinf_compile.plan(model, torch.zeros(2, 1024), **options, world=ranks) for ranks in (1, 16)]
     assert [plan.num_ranks for plan in plans] == [1, 16]
     pairs = zip(*(plan.placements for plan in plans), strict=True)

@@ -28,7 +28,7 @@ PLAIN = (
 )
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {f"nn.functional.{name}": getattr(F, name) for name in FUNCTIONAL}
 FUNCTIONS |= {name: getattr(torch, name) for name in PLAIN}
-_SOME = 3  # samples per op variant
+_SOME = 6  # samples per op variant
 
 
 @pytest.fixture(scope="module")
