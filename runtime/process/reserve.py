@@ -41,6 +41,7 @@ class ProcessReserve:
         self._looks_left = 0
         self._num_steps = 0  # at the last measurement
         self._found = 0  # before the newest capture
+        self.least = 0  # what the last measurement found, without what steps are expected to add
 
     def expect(self, config: Config) -> int:
         """Return the estimated reserve for a graph that Dynamo has traced and that is being captured."""
@@ -49,6 +50,10 @@ class ProcessReserve:
         self._has_captured = True
         self._found = self._needed()
         return max(config.reserve_memory, _round_up(self._found + _EXPECTED[config.compute]))
+
+    def expect_op_by_op(self, kept_nbytes: int) -> int:
+        """Return the estimate for the same graph if it is not compiled; ``kept_nbytes`` were reserved before."""
+        return max(kept_nbytes, _round_up(self._found + _EXPECTED["aten"]))
 
     def expect_least(self, config: Config) -> int:
         """Return the minimum reserve, for when no plan fits with the estimate: what is held already. It may grow later."""
@@ -64,7 +69,9 @@ class ProcessReserve:
         ahead = _OF_STEPS if self._has_captured else 0
         self._looks_left = _NUM_LOOKS if self._has_captured else self._looks_left - 1
         self._has_captured, self._num_steps = False, num_steps
-        needed = _round_up(self._needed() + ahead + _KEPT)
+        held = self._needed()
+        self.least = _round_up(held + _KEPT)
+        needed = _round_up(held + ahead + _KEPT)
         is_enough = needed <= config.reserve_memory < needed + _LEAST_GAIN
         return config.reserve_memory if is_enough else needed
 

@@ -59,8 +59,13 @@ class Backward(NamedTuple):
 class Program:
     """One captured graph: splits, plans and lowers it. Replans when parameters have moved or inputs have grown."""
 
-    def __init__(self, catalog: StoreCatalog, planner: GraphPlanner, tiled: TiledGraph) -> None:
-        """``tiled`` is the graph that ``planner`` plans, with the parameters that it gathers by tiles."""
+    def __init__(
+        self, catalog: StoreCatalog, planner: GraphPlanner, tiled: TiledGraph, *, op_by_op: str | None = None
+    ) -> None:
+        """``tiled`` is the graph that ``planner`` plans, with the parameters that it gathers by tiles.
+
+        ``op_by_op`` is the reason why it is not compiled, if it is not to be.
+        """
         self._catalog = catalog
         self._store = catalog.store
         self._planner = planner
@@ -68,7 +73,7 @@ class Program:
         self._tiled = tiled.tiled
         self.cut = tiled.cut  # describes what is tiled
         self._captured: CapturedGraph | None = None
-        self._op_by_op: str | None = None  # why it has no segments although they were asked for
+        self._op_by_op = op_by_op  # why it has no segments although they were asked for
         self._shapes: PlannedShapes | None = None
         self._forward: BoxedCallable | None = None
         # Keyed by the indices of token inputs: a plan made after a forward may offload other activations.
@@ -148,9 +153,9 @@ class Program:
 
     def _compute_in_segments(self, graph: JointGraph, ops: Chosen) -> Chosen:
         """Return the graph in compiled segments; ``ops``, with the reason, if that is not possible."""
-        missing = describe_missing_compiler()
-        if missing is not None:
-            return replace(ops, op_by_op=missing)
+        reason = self._op_by_op or describe_missing_compiler()
+        if reason is not None:
+            return replace(ops, op_by_op=reason)
         computed = self._planner.compute_in_segments(graph, ops)
         if computed.op_by_op is not None:
             _log.warning("%s computes op by op: %s", printable(self._name), printable(computed.op_by_op))
@@ -238,7 +243,7 @@ class Program:
             return
         try:
             with self._store.held.planning():
-                planned = self._plan_for(self._shapes.facts)
+                planned = self._plan_for_process()
         except CapacityError as error:
             if not self.last_runs:
                 raise
@@ -251,6 +256,22 @@ class Program:
         if self.last_runs:
             self._store.held.begin_again()  # what is reported is measured under the plan that predicts it
         self._adopt(planned)
+
+    def _plan_for_process(self) -> PlanView:
+        """Return a plan under the current reserve; before the first run, if there is none, under what is held already."""
+        assert self._shapes is not None
+        try:
+            return self._plan_for(self._shapes.facts)
+        except CapacityError as error:
+            wanted, least = self._catalog.config.reserve_memory, self._catalog.process.least
+            if self.last_runs or least >= wanted:
+                raise
+            self._catalog.reserve(least)  # what steps add is measured after them
+            try:
+                return self._plan_for(self._shapes.facts)
+            except CapacityError:
+                self._catalog.reserve(wanted)
+                raise error from None  # its budgets have room for the steps
 
     def _find_open(self, inputs: list[Any]) -> None:
         """Update the most bytes that other open forwards hold before a run."""

@@ -1,5 +1,6 @@
 """One optimized model: its budgets, its store, and the programs of its captured graphs."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ from zinf_compile.driver.tile_search import TiledGraph, check_tiles, fit_by_tile
 from zinf_compile.driver.trial import plan_tiled
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import CapacityError, ConfigError, DeviceCapacityError, StoreError, UnsupportedError
-from zinf_compile.ir.glossary import Phase, format_bytes
+from zinf_compile.ir.glossary import Phase, format_bytes, printable
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture.aot import compile_graph, describe_break, refuse_writes_to_parameters
 from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_elements
@@ -45,6 +46,7 @@ from zinf_compile.runtime.ranks.agreement import agree_on_hardware, check_parame
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, describe
 from zinf_compile.runtime.store.store import Store
 
+_log = logging.getLogger(__name__)
 _LARGE_NBYTES = 2**28  # takes long enough to move to log it
 
 
@@ -181,15 +183,16 @@ class Session:
                     say("measuring what this machine does per second; zinf doctor does so once for all")
                 measured = kept or measure_hardware(self.store, dtypes)
                 self.catalog.hardware = agree_on_hardware(self.store.ranks, measured)
+        before = self.config.reserve_memory
         self.catalog.reserve(self.catalog.process.expect(self.config))
         try:
-            program, compiled = self._fit(graph_module, inputs, where)
+            program, compiled = self._fit(graph_module, inputs, where, kept_nbytes=before)
         except CapacityError:
             expected, least = self.config.reserve_memory, self.catalog.process.expect_least(self.config)
             if least >= expected:
                 raise
             self.catalog.reserve(least)
-            program, compiled = self._fit(graph_module, inputs, where)
+            program, compiled = self._fit(graph_module, inputs, where, kept_nbytes=before)
         self.programs.append(program)
         assert program.plan is not None
         self.catalog.plans[program.plan.name] = program.plan
@@ -209,18 +212,21 @@ class Session:
         return call
 
     def _fit(
-        self, graph_module: fx.GraphModule, inputs: Sequence[Tensor], where: str | None
+        self, graph_module: fx.GraphModule, inputs: Sequence[Tensor], where: str | None, *, kept_nbytes: int
     ) -> tuple[Program, Callable[..., Any]]:
         """Return the program of a graph, tiled if necessary, and its callable. Raises CapacityError if nothing fits.
 
-        ``where`` is the place of the graph break that ends the graph; None if there is none.
+        ``where`` is the place of the graph break that ends the graph; None if there is none. ``kept_nbytes`` was reserved
+        for the process before this capture.
         """
+        may_save = self.config.measures_reserve and self.config.compute == "inductor"
         try:
             return fit_by_tiles(
                 graph_module,
                 self.catalog,
                 partial(self._compile_tiled, inputs),
                 partial(self._predict_tiled, inputs),
+                compile_op_by_op=partial(self._compile_op_by_op, inputs, kept_nbytes) if may_save else None,
             )
         except DeviceCapacityError as error:
             if where is not None:  # the rest is captured after this part has run
@@ -251,6 +257,26 @@ class Session:
         """Return the program of a graph and its callable. Raises DeviceCapacityError if it does not fit."""
         program = Program(self.catalog, self._make_planner(inputs, tiled), tiled)
         return program, compile_graph(tiled.graph_module, inputs, program, added_at_home=tiled.numbers)
+
+    def _compile_op_by_op(
+        self, inputs: Sequence[Tensor], kept_nbytes: int, tiled: TiledGraph, refused: DeviceCapacityError
+    ) -> tuple[Program, Callable[..., Any]]:
+        """Return the program of a graph that is not compiled, so that the process takes less of the device budget."""
+        expected = self.config.reserve_memory
+        self.catalog.reserve(self.catalog.process.expect_op_by_op(kept_nbytes))
+        reason = (
+            f"compiling would leave the process {format_bytes(expected)} of device_memory, and the model the rest, in which "
+            f"it does not fit: {refused}"
+        )
+        try:
+            planner = self._make_planner(inputs, tiled)
+            program = Program(self.catalog, planner, tiled, op_by_op=reason)
+            compiled = compile_graph(tiled.graph_module, inputs, program, added_at_home=tiled.numbers)
+        except BaseException:
+            self.catalog.reserve(expected)
+            raise
+        _log.warning("%s computes op by op: %s", printable(planner.name), printable(reason))
+        return program, compiled
 
     def _predict_tiled(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> float:
         """Return the simulated seconds of a step without compiling. DeviceCapacityError if the graph does not fit."""

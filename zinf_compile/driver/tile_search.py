@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -83,8 +84,12 @@ def fit_by_tiles(
     catalog: Catalog,
     compile_tiled: Callable[[TiledGraph], Made],
     predict_seconds: Callable[[TiledGraph], float],
+    *,
+    compile_op_by_op: Callable[[TiledGraph, DeviceCapacityError], Made] | None = None,
 ) -> Made:
     """Return the result of ``compile_tiled`` for the graph with as few tiles as it takes to fit, possibly none.
+
+    Before the graph is tiled, ``compile_op_by_op`` is tried, which leaves more memory to the model than compiling does.
 
     ``compile_tiled`` captures, plans and lowers one choice (``passes/capture/aot.py``); ``predict_seconds`` only plans it.
 
@@ -94,10 +99,14 @@ def fit_by_tiles(
     """
     search = TileSearch(graph_module, catalog)
     choices = search.finer_and_finer()
+    whole = search.apply(next(choices))
     try:
-        return compile_tiled(search.apply(next(choices)))
+        return compile_tiled(whole)
     except DeviceCapacityError as error:
         search.refused = least = error
+    if compile_op_by_op is not None:
+        with suppress(DeviceCapacityError):
+            return compile_op_by_op(whole, least)
     fitting: tuple[float, TiledGraph] | None = None
     for choice in choices:
         tiled = search.apply(choice)
