@@ -56,7 +56,8 @@ class Ranks:
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.failure: str | None = None  # why no collective can run any more
         self.timeout_seconds = _timeout_of(mesh)
-        self._waits_for = ""  # what the others were told that this rank waits for
+        self._num_waits = 0  # collectives that were waited for: on every rank the same ones, in the same order
+        self._told_waits = 0  # the last one of which the others were told that this rank waits for it
         if mesh is None:
             return
         members = dist.get_process_group_ranks(mesh.get_group())
@@ -123,6 +124,7 @@ class Ranks:
             return True
 
         start = time.monotonic()
+        self._num_waits += 1
 
         def look() -> None:
             waited = time.monotonic() - start
@@ -222,9 +224,9 @@ class Ranks:
         """Raise RankError if a rank has failed, or has not come to the same point for too long."""
         try:
             failed = self._messages.get("failed").decode() if self._messages.check(["failed"]) else None
-            if self._waits_for != what:
-                self._waits_for = what
-                self._messages.set(f"waits/{self.rank}", what)
+            if self._told_waits != self._num_waits:
+                self._told_waits = self._num_waits
+                self._messages.set(f"waits/{self.rank}", str(self._num_waits))
             if failed is None and waited > self.timeout_seconds:
                 failed = f"{self._describe_absent(what)} after {waited:.0f} seconds"
         except RuntimeError as error:
@@ -237,7 +239,9 @@ class Ranks:
         absent = []
         for rank in range(self.size):
             key = f"waits/{rank}"
-            if rank != self.rank and (not self._messages.check([key]) or self._messages.get(key).decode() != what):
+            if rank == self.rank:
+                continue
+            if not self._messages.check([key]) or int(self._messages.get(key)) < self._num_waits:
                 absent.append(rank)
         return f"{describe_ranks(absent)} had not come to {what}" if absent else f"{what} did not end"
 
