@@ -32,7 +32,7 @@ def first_step(name: str) -> dict[str, Any]:
 
     import zinf_compile
     from tests.parity import test_by_default
-    from tests.parity.conftest import plain_loss
+    from tests.support.traces import plain_loss
     from zinf_compile.runtime.execute import segments
 
     torch.manual_seed(0)
