@@ -170,6 +170,9 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
         assert record is not None
         settle_gradient(record)
         _rewrite(record, lambda piece: _UNSCALE([piece], found_inf, inverse_scale))
+    record = _streamed_record(gradients[0]) if gradients else None
+    if record is not None and not record.store.ranks.is_alone:  # each rank has seen its own rows only
+        found_inf.fill_(record.store.ranks.largest("infinities in gradients", int(found_inf.item()))[0])
 
 
 def _rewrite(record: StoredParameter, change: Callable[[Tensor], object]) -> None:
