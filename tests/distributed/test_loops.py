@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import zinf_compile
 from tests.distributed.workloads import (
@@ -116,6 +116,40 @@ def test_an_infinite_gradient_of_one_rank_skips_the_step_of_all(placement: str, 
     options = placements(str(tmp_path))[placement]
     assert two.run(scale, options, 1) == [(2.0, False)] * 2
     assert two.run(scale, options, -1) == [(4.0, True)] * 2
+
+
+class RootOfRows(nn.Module):
+    """Its gradient is infinite in the rows where ``batch`` is 1, and finite in all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1024, 16))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (self.weight - batch).sqrt().sum()
+
+
+def scale_rows(options: Mapping[str, Any], bad_row: int) -> tuple[float, bool]:
+    """Take a step under GradScaler whose gradient is infinite in one row, which one rank keeps."""
+    model = optimize(RootOfRows(), options)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = full(model.weight)
+    scaler.scale(model((torch.arange(1024) == bad_row).float()[:, None])).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    after = full(model.weight)
+    zinf_compile.close(model)
+    return scaler.get_scale(), not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_infinity_in_the_rows_of_one_rank_skips_the_step_of_all(
+    placement: str, two: RankPool, tmp_path: Path
+) -> None:
+    options = placements(str(tmp_path))[placement]
+    for bad_row in (0, 1023):
+        assert two.run(scale_rows, options, bad_row) == [(2.0, False)] * 2
+    assert two.run(scale_rows, options, -1) == [(4.0, True)] * 2
 
 
 def first_values(options: Mapping[str, Any], init: str) -> dict[str, Tensor]:
