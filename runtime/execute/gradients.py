@@ -9,7 +9,13 @@ from zinf_compile.ir.errors import StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.execute.leaves import Delivery, choose_delivery
-from zinf_compile.runtime.params.home_gradient import begin_gradient, note_norms, settle_gradient, show_gradient
+from zinf_compile.runtime.params.home_gradient import (
+    add_unreduced,
+    begin_gradient,
+    note_norms,
+    settle_gradient,
+    show_gradient,
+)
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.params.tiles import StoredTile
 from zinf_compile.runtime.process.interrupts import without_interrupts
@@ -41,6 +47,8 @@ def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
             _store_tile(stored, slot, grad)
         elif store.ranks.is_alone:
             _take_home(record, grad)
+        elif store.config.stage == 1 and (record.parameter.grad is None or slot.is_home_of(record.parameter.grad)):
+            add_unreduced(record, grad)
         else:
             whole = Slice.of_whole(record.name, record.shape)
             store.reductions.start(whole, grad, lambda shard: _take_home(record, shard.view(slot.tensor.shape)))

@@ -18,6 +18,7 @@ from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.shadow import STEP_HOOKS, is_known, placeholder, traits_of
 from zinf_compile.runtime.optim.step_jobs import JobCollector
 from zinf_compile.runtime.optim.supported import check_supported
+from zinf_compile.runtime.params.home_gradient import reduce_unreduced
 from zinf_compile.runtime.params.records import record_of, replacement_of
 from zinf_compile.runtime.process.interrupts import interruptible, without_interrupts
 from zinf_compile.runtime.store.store import Store, store_of
@@ -106,6 +107,7 @@ class _StepInterception:
             for store in self._stores:
                 store.check_usable()
                 store.ranks.meet(f"an optimizer step, number {store.meter.num_steps}")
+                reduce_unreduced(store)
                 early = store.early_step.close(optimizer) if isinstance(store.early_step, BackwardStep) else None
                 jobs = JobCollector(store, optimizer)
                 self._before, self._ledgers = jobs.frozen, [*self._ledgers, jobs.ledger]

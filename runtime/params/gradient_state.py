@@ -43,6 +43,8 @@ class GradientState:
     home_backward: int = -1  # the last backward, by its number, whose gradient went straight home
     handed: Tensor | None = None  # a gradient that a captured backward leaves for autograd
     handed_backward: int = -1  # the backward, by its number, that left it: one that was broken off may leave it behind
+    unreduced: Tensor | None = None  # with stage=1: the whole gradient of this rank's batches, until it is reduced
+    is_at_home: bool = True  # False: all of the gradient is unreduced, and its slot has no value yet
 
     def is_home(self, grad: Tensor) -> bool:
         """Return whether a gradient is the one at home, and not a tensor that the user put there."""
@@ -109,6 +111,24 @@ class GradientState:
         operations = self.deferred.copy()
         self.deferred.clear()
         return operations
+
+    # Reduced once per step
+
+    def add_unreduced(self, grad: Tensor, memory: Callable[[torch.Size, torch.dtype], Tensor]) -> None:
+        """Add a whole gradient of this rank to those that wait to be reduced."""
+        assert self.slot is not None
+        if self.unreduced is None:
+            self.unreduced = memory(grad.shape, self.slot.tensor.dtype)
+            self.unreduced.copy_(grad)
+        else:
+            self.unreduced.add_(grad)
+
+    def take_unreduced(self) -> tuple[Tensor, bool]:
+        """Return what waits to be reduced, and whether its rows are to be added to a value at home; forget it."""
+        assert self.unreduced is not None
+        taken, self.unreduced = self.unreduced, None
+        adds, self.is_at_home = self.is_at_home, True
+        return taken, adds
 
     # Through autograd
 

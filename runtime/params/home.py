@@ -94,6 +94,9 @@ class HomeTensor(AnyTensor):
             slot.shown = shown
         return slot.shown
 
+    def prepare_look(self) -> None:
+        """Called before the values are looked at."""
+
     def plain(self) -> Tensor:
         """Return it as a plain tensor over the same bytes; of several ranks, as a plain DTensor."""
         await_home(self)
@@ -210,6 +213,8 @@ def await_home(tensor: HomeParameter | HomeTensor) -> None:
     record = tensor.record() if isinstance(tensor, HomeTensor) else record_of(tensor)
     if record is None:
         return
+    if isinstance(tensor, HomeTensor):
+        tensor.prepare_look()
     record.store.finish(record)
     if record.store.is_forked:
         with torch._C.DisableTorchFunctionSubclass():

@@ -13,14 +13,17 @@ Any other access applies the deferred operations first, so that results are the 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeTensor, looks_at_values, refuse_gradient
-from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.params.records import RecordStore, StoredParameter
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.storage.slots import Slot
 
@@ -55,6 +58,7 @@ class HomeGradient(HomeTensor):
             for home in homes:
                 if (record := home.record()) is not None and record.store.early_step is not None:
                     raise refuse_gradient(record, "looked at")
+                home.prepare_look()
             if func is _VECTOR_NORM and (norm := _find_norm(args, kwargs)) is not None:
                 return norm
             if func in _ELEMENT_WISE and _defer(func, args, kwargs):
@@ -67,6 +71,11 @@ class HomeGradient(HomeTensor):
                 if (record := _streamed_record(home)) is not None:
                     settle_gradient(record)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def prepare_look(self) -> None:
+        """Reduce what has not been reduced over ranks yet: of all gradients, since every rank looks at the same time."""
+        if (record := self.record()) is not None:
+            reduce_unreduced(record.store)
 
     def plain(self) -> Tensor:
         """See HomeTensor.plain."""
@@ -90,6 +99,8 @@ def show_gradient(record: StoredParameter) -> Tensor:
 def begin_gradient(record: StoredParameter) -> Slot:
     """Return the slot for a new gradient: another one if users still hold a tensor over the last gradient."""
     assert record.gradient.slot is not None
+    if record.gradient.unreduced is not None:  # whether users still hold the last gradient may differ between ranks
+        reduce_unreduced(record.store)
     slot = was = record.gradient.slot
     if not was.is_forgotten:
         settle_gradient(record)
@@ -111,9 +122,55 @@ def note_norms(record: StoredParameter, value: Tensor) -> None:
 @without_interrupts
 def settle_gradient(record: StoredParameter) -> None:
     """Apply deferred operations, since the value will be read; after that nothing is known of it."""
+    if record.gradient.unreduced is not None:
+        reduce_unreduced(record.store)
     if operations := record.gradient.take_deferred():
         with torch.no_grad():
             _rewrite(record, lambda piece: [operation(piece) for operation in operations])
+
+
+@without_interrupts
+def add_unreduced(record: StoredParameter, grad: Tensor) -> None:
+    """Keep a whole gradient of this rank on the device, to be reduced once for all batches of a step (ZeRO stage 1)."""
+    store = record.store
+    if record.parameter.grad is None:
+        begin_gradient(record)
+        record.gradient.is_at_home = False
+        record.parameter.grad = show_gradient(record)
+    record.gradient.add_unreduced(grad, store.memory.new_value)
+    store.unreduced[record.name] = record
+
+
+@without_interrupts
+def reduce_unreduced(store: RecordStore) -> None:
+    """Reduce the gradients that were kept for that, and send this rank's rows home; blocks. All ranks call it at once."""
+    if not store.unreduced:
+        return
+    records = [*store.unreduced.values()]
+    store.unreduced.clear()
+    store.ranks.meet("the reduction of a step's gradients")
+    with torch.no_grad(), store.failing_on_error():
+        for record in records:
+            grad, adds = record.gradient.take_unreduced()
+            whole = Slice.of_whole(record.name, record.shape)
+            store.reductions.start(whole, grad, partial(_take_rows_home, record, adds))
+            store.meter.add_collective("reduction", grad.nbytes)
+        store.reductions.finish()
+        store.tensor_io.wait_writes()
+
+
+def _take_rows_home(record: StoredParameter, adds: bool, shard: Tensor) -> None:
+    store, slot = record.store, record.gradient.slot
+    assert slot is not None
+    rows = shard.view(slot.tensor.shape)
+    if adds:
+        store.await_gradient(record)
+        on_sum = partial(note_norms, record) if store.wanted_norms else None
+        store.tensor_io.add_value(slot, rows, Tier.DEVICE, on_sum=on_sum)
+        return
+    if not slot.in_memory:
+        note_norms(record, rows)
+    store.tensor_io.write_value(slot, rows, Tier.DEVICE)
 
 
 @without_interrupts

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.config import Config
 from zinf_compile.ir.copies import COMPUTE, CopyKey
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
@@ -81,9 +82,11 @@ class RecordStore(Protocol):
     """What a record, and code that finds it from its parameter or gradient, needs of the store that holds it."""
 
     store_id: int
+    config: Config
     session: Owner | None
     early_step: EarlyStep | None
     wanted_norms: set[float]
+    unreduced: dict[str, "StoredParameter"]
     facts: dict[str, ParameterFact]
     placements: dict[str, Placement]
     memory: TierMemory

@@ -91,6 +91,7 @@ class Store:
         )
         self.updates = UpdateQueue(begin_thread=self.meter.set_aside_this_thread)
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
+        self.unreduced: dict[str, StoredParameter] = {}  # whose gradients are reduced once per step, in this order
         self.wanted_norms: set[float] = set()  # orders of gradient norms that were requested, as by clip_grad_norm_
         self.update_order: Mapping[str, int] = {}  # by parameter: the position of its first gather in the next forward
         self.chunk_elements = 2**20  # of the streamed step; set by the plan

@@ -52,7 +52,7 @@ def values_in_one_process(folder: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("placement", ["nvme", "resident"])
+@pytest.mark.parametrize("placement", ["nvme", pytest.param("resident", marks=pytest.mark.long)])
 def test_a_run_that_is_resumed_on_as_many_ranks_goes_on_to_the_bit(
     placement: str, two: RankPool, tmp_path: Path
 ) -> None:
@@ -88,7 +88,7 @@ def load_only(options: Mapping[str, Any], folder: str) -> dict[str, torch.Tensor
     return values
 
 
-@pytest.mark.parametrize("placement", ["nvme", "resident"])
+@pytest.mark.parametrize("placement", ["nvme", pytest.param("resident", marks=pytest.mark.long)])
 def test_from_two_ranks_to_three_to_one_process_and_back(
     placement: str, two: RankPool, three: RankPool, tmp_path: Path
 ) -> None:

@@ -208,7 +208,9 @@ def refusals(options: Mapping[str, Any]) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     refused("mesh", lambda: zinf_compile.optimize(build_gpt(), mesh=mesh, **_without_streams(options)))
     refused("tiles", lambda: optimize(build_gpt(), {**options, "tiles": {"embed.weight": 2}}))
-    refused("stage", lambda: optimize(build_gpt(), {**options, "stage": 2}))
+    refused("stage", lambda: optimize(build_gpt(), {**options, "stage": 0}))
+    refused("room", lambda: optimize(build_gpt(), {**options, "stage": 2, "device_memory": 2**16}))
+    refused("early", lambda: optimize(build_gpt(), {**options, "stage": 1, "step_in_backward": True}))
     scalar = build_gpt()
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     refused("scalar", lambda: optimize(scalar, options))
@@ -230,7 +232,9 @@ def test_what_this_version_cannot_do_on_ranks_is_refused_by_name(two: RankPool, 
     for found in two.run(refusals, options):
         assert "mesh has 2 dimensions (replicate, shard)" in found["mesh"]
         assert "tiles and tile_memory are not supported on several ranks" in found["tiles"]
-        assert "stage=2 is not supported yet" in found["stage"]
+        assert "stage=0 is not a stage of ZeRO" in found["stage"]
+        assert "stage=2 keeps the copies that compute reads on the device, which needs" in found["room"]
+        assert "stage=1 reduces gradients once per step" in found["early"]
         assert "'scale' has no dimension that ranks could divide" in found["scalar"]
         assert "AdamW was made before zinf_compile.optimize(model)" in found["optimizer"]
         assert "Adafactor needs whole tensors, and each of 2 ranks has some rows" in found["whole tensors"]
@@ -267,7 +271,7 @@ def _die_at(model: nn.Module, count: int) -> None:
     store.ranks.wait = counted  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 21))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 21))])
 def test_a_killed_rank_loses_nothing_that_was_saved(
     seed: int, two: RankPool, options: Mapping[str, Any], tmp_path: Path
 ) -> None:

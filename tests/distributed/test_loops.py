@@ -209,6 +209,7 @@ def test_torchs_own_checkpoints(placement: str, two: RankPool, tmp_path: Path) -
     assert two.run(save_with_torch, placements(str(tmp_path))[placement], str(tmp_path / "dcp")) == [True, True]
 
 
+@pytest.mark.long
 def test_compiled_segments_and_fast_reductions_agree_to_rounding(two: RankPool, tmp_path: Path) -> None:
     loop = Loop()
     plain = train_alone(loop, 2)
@@ -226,7 +227,7 @@ def test_more_memory_ahead_of_compute_keeps_the_bits(two: RankPool, tmp_path: Pa
         assert_same(ours, of_rank(plain, rank, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks(tmp_path: Path) -> None:
     pool = RankPool(4)
     try:

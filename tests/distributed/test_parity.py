@@ -1,12 +1,30 @@
 """Bit by bit: N ranks give what one process gives that accumulates their batches in the order of ranks."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.distributed.workloads import Loop, build_frozen, of_rank, placements, train_alone, train_on_ranks
+import zinf_compile
+from tests.distributed.workloads import (
+    KIB,
+    Loop,
+    batch_of,
+    build_frozen,
+    of_rank,
+    optimize,
+    placements,
+    train_alone,
+    train_on_ranks,
+)
 from tests.support.rank_pool import RankPool
 from tests.support.traces import assert_same
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.store.store import store_of
 
 LOOPS = {
     "ordinary": Loop(),
@@ -37,3 +55,50 @@ def test_three_ranks_that_divide_nothing_evenly(options: dict[str, object], thre
         plain.gradients = []
     for rank, ours in enumerate(three.run(train_on_ranks, loop, given)):
         assert_same(ours, of_rank(plain, rank, 3))
+
+
+@pytest.mark.parametrize("loop", ["ordinary", "accumulated", "frozen"])
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_that_keep_more_on_every_rank(stage: int, looks: bool, loop: str, two: RankPool, tmp_path: Path) -> None:
+    """Compute copies stay on the device although they would stream; in stage 1 a step has one reduction."""
+    trained = replace(LOOPS[loop], looks_at_gradients=looks)
+    plain = train_alone(trained, 2, reduces_once=stage == 1)
+    if not looks:
+        plain.gradients = []
+    options = placements(str(tmp_path))["nvme"] | {"device_memory": 1024 * KIB, "stage": stage}
+    for rank, ours in enumerate(two.run(train_on_ranks, trained, options)):
+        assert_same(ours, of_rank(plain, rank, 2))
+
+
+def count_collectives(options: Mapping[str, Any]) -> tuple[dict[str, int], set[Tier], int]:
+    """Return the bytes of each kind of collective in a step of two batches, the tiers of compute copies, and their bytes."""
+    loop = Loop(num_steps=2, num_accumulated=2, looks_at_gradients=False)
+    model = optimize(loop.build(), options)
+    optimizer, counted = loop.make_optimizer(model), []
+    meter = store_of(record_of(next(model.parameters()))).meter
+    for step in range(loop.num_steps):
+        for micro in range(loop.num_accumulated):
+            model(**batch_of(step * loop.num_accumulated + micro, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counted.append(dict(meter.collectives))
+    tiers = {placed.compute for plan in zinf_compile.report(model).plans for placed in plan.placements}
+    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    zinf_compile.close(model)
+    first, second = counted
+    return {kind: second[kind] - first.get(kind, 0) for kind in second}, tiers, nbytes
+
+
+def test_what_stages_exchange(two: RankPool, tmp_path: Path) -> None:
+    streamed = placements(str(tmp_path))["nvme"]
+    kept = {**streamed, "device_memory": 1024 * KIB}
+    (third, tiers, nbytes), _ = two.run(count_collectives, streamed)
+    assert tiers != {Tier.DEVICE}
+    assert third["reduction"] == 2 * nbytes
+    assert third["all-gather"] > 2 * nbytes  # most of it in each forward and each backward
+    for stage, num_reductions in ((2, 2), (1, 1)):
+        for exchanged, tiers, _ in two.run(count_collectives, {**kept, "stage": stage}):
+            assert tiers == {Tier.DEVICE}
+            assert exchanged["reduction"] == num_reductions * nbytes
+            assert nbytes <= exchanged["all-gather"] < 1.1 * nbytes  # once, after the update; rows are padded

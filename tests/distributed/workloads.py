@@ -88,6 +88,7 @@ class Loop:
     optimizer: str = "AdamW"
     optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "weight_decay": 0.1})
     divide_by: float | None = None  # None: the number of ranks
+    looks_at_gradients: bool = True  # before the step
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of the trained parameters."""
@@ -95,23 +96,36 @@ class Loop:
         return made
 
 
-def train_alone(loop: Loop, num_ranks: int) -> Trace:
-    """Return the numbers of one process in plain PyTorch that accumulates the batches of so many ranks in their order."""
+def train_alone(loop: Loop, num_ranks: int, *, reduces_once: bool = False) -> Trace:
+    """Return the numbers of one process in plain PyTorch that accumulates the batches of so many ranks in their order.
+
+    Ranks that reduce once per step have added up their own micro-batches before.
+    """
     torch.set_num_threads(1)
     model, trace = loop.build(), Trace()
     optimizer = loop.make_optimizer(model)
     for step in range(loop.num_steps):
         sums: dict[str, Tensor] = {}
-        for micro in range(loop.num_accumulated):
-            for rank in range(num_ranks):
+        micros, ranks = range(loop.num_accumulated), range(num_ranks)
+        rounds = [[(micro, rank)] for micro in micros for rank in ranks]
+        if reduces_once:
+            rounds = [[(micro, rank) for micro in micros] for rank in ranks]
+        losses: dict[tuple[int, int], Tensor] = {}
+        reduced: dict[str, Tensor] = {}
+        for number, batches in enumerate(rounds):
+            for micro, rank in batches:
                 loss = model(**batch_of(step * loop.num_accumulated + micro, rank))
                 loss.backward()
-                trace.losses.append(loss.detach().clone())
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    reduced = parameter.grad.div_(loop.divide_by or num_ranks)
-                    sums[name] = sums[name] + reduced if name in sums else reduced
-                    parameter.grad = None
+                losses[micro, rank] = loss.detach().clone()
+            own = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+            is_first = number % num_ranks == 0
+            reduced = own if is_first else {name: reduced[name] + grad for name, grad in own.items()}
+            if (number + 1) % num_ranks == 0:
+                for name, total in reduced.items():
+                    divided = total / (loop.divide_by or num_ranks)
+                    sums[name] = sums[name] + divided if name in sums else divided
+            model.zero_grad()
+        trace.losses += [losses[micro, rank] for micro in micros for rank in ranks]
         for name, parameter in model.named_parameters():
             parameter.grad = sums.get(name)
         if loop.clip is not None:
@@ -138,7 +152,7 @@ def train_on_ranks(loop: Loop, options: Mapping[str, Any]) -> Trace:
     optimizer = loop.make_optimizer(model)
     trace = Trace()
     for step in range(loop.num_steps):
-        looks = not options.get("step_in_backward")
+        looks = loop.looks_at_gradients and not options.get("step_in_backward")
         train_step(loop, model, optimizer, step, trace, looks_at_gradients=looks)
     check_at_rest(model)
     zinf_compile.close(model)

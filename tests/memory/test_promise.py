@@ -15,7 +15,7 @@ from tests.support.forks import Forks, forks_of
 
 pytestmark = pytest.mark.slow
 
-MODELS = ("compiled gpt", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt", "conv", "mlp")))
+MODELS = ("mlp", *(pytest.param(name, marks=pytest.mark.long) for name in ("compiled gpt", "gpt", "conv")))
 TIERS = ("device", "host", "nvme")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CLOSE = 1.10  # largest ratio of predicted to measured peak of the device

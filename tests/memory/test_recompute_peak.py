@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.forks import forks_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

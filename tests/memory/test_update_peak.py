@@ -83,7 +83,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "beside-forward": {**LARGE, "optimizer": "Rprop", "dtype": "float32"},
 }
-VARIANTS = ("rprop", "whole-tensors-all-resident")  # of other cases: the same updates of other sizes
+# Of other cases: the same updates of other sizes, or at other times.
+VARIANTS = ("rprop", "whole-tensors-all-resident", "no-kernel-for-float64", "in-backward")
 
 
 @pytest.fixture(scope="module")

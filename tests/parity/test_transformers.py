@@ -25,8 +25,7 @@ from zinf_compile.runtime.native.compiled import find_compiler
         *((workload, "captured") for workload in (llama, mixtral, bert, t5)),
         *(pytest.param(workload, "captured", marks=pytest.mark.long) for workload in (gpt2, qwen3, vit)),
         *((workload, "eager") for workload in (llama, gpt2, qwen3, mixtral, bert, t5, vit)),
-        (t5, "inductor"),  # test_by_default.py compiles the same segments
-        *(pytest.param(each, "inductor", marks=pytest.mark.long) for each in (llama, gpt2, qwen3, mixtral, bert)),
+        *(pytest.param(each, "inductor", marks=pytest.mark.long) for each in (llama, gpt2, qwen3, mixtral, bert, t5)),
         pytest.param(
             *(vit, "inductor"),
             marks=[

@@ -115,6 +115,9 @@ def optimize(
             StoreError names the bytes that a disk changed or lost. Takes about 0.2 s of one core per GB moved, and
             needs the package xxhash.
         capture: False runs the model's own forward eagerly, gathering parameters when they are used.
+        stage: of ZeRO. 3, the default, divides parameters, gradients and optimizer state among ranks. 2 keeps the copies
+            that compute reads whole on the device of every rank. 1 besides keeps gradients there, and reduces them once
+            per step.
         reduce: on several ranks, "ordered", the default, adds gradients in the order of ranks: the same bits every time,
             and those of one process that accumulates the ranks' batches. "fast" leaves the order to torch.distributed.
         gradient_divide_factor: what the sum of gradients over ranks is divided by. By default the number of ranks.

@@ -87,7 +87,7 @@ class Config:
     )
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
     verify_store: bool = False  # True: keep checksums of what is on nvme, and check whatever is read
-    stage: int = 3  # of ZeRO, on several ranks: 3 divides parameters, gradients and optimizer state
+    stage: int = 3  # of ZeRO: 3 divides parameters, gradients and states; 2 keeps compute copies; 1 reduces once a step
     reduce: str = "ordered"  # how gradients of several ranks are added: in the order of ranks, or "fast"
     gradient_divide_factor: float | None = None  # of the sum over ranks; None: their number
     capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
@@ -157,6 +157,11 @@ def make_config(
         sizes["device_memory"] = left if "host_memory" in sizes else left // 2
     if "host_memory" not in sizes:
         sizes["host_memory"] = left - (0 if is_device_stated else left // 2)
+    stage = _check_stage(given.get("stage", 3))
+    if stage == 1 and given.get("step_in_backward") is True:
+        raise ConfigError(
+            "stage=1 reduces gradients once per step, and step_in_backward=True updates parameters before that; say stage=2"
+        )
     return Config(
         device_memory=sizes["device_memory"],
         host_memory=sizes["host_memory"],
@@ -180,7 +185,7 @@ def make_config(
         update_on=_check_update_on(given.get("update_on"), unified=unified),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
-        stage=_check_stage(given.get("stage", 3)),
+        stage=stage,
         reduce=_check_reduce(given.get("reduce", "ordered")),
         gradient_divide_factor=_check_factor(given.get("gradient_divide_factor")),
         capture=_check_bool(given.get("capture"), option="capture") is not False,
@@ -267,9 +272,12 @@ def _check_update_on(where: object, *, unified: bool) -> str | None:
 
 
 def _check_stage(stage: object) -> int:
-    if stage != 3:
-        raise ConfigError(f"stage={stage!r} is not supported yet: ranks divide everything, which is stage=3")
-    return 3
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        raise ConfigError(
+            f"stage={stage!r} is not a stage of ZeRO: say 3 to divide parameters, gradients and optimizer state over ranks, "
+            "2 to keep whole compute copies on the device of each, 1 to reduce gradients once per step besides"
+        )
+    return int(stage)
 
 
 def _check_reduce(reduce: object) -> str:

@@ -20,6 +20,12 @@ def check_budgets(parameters: Sequence[ParameterFact], placements: Sequence[Plac
     """
     if _least_device_memory(placements, config) > config.device_memory:
         needed = _search_device_memory(parameters, config)
+        if config.stage < 3:
+            raise CapacityError(
+                f"device_memory is {format_bytes(config.device_memory)}, and stage={config.stage} keeps the copies that "
+                f"compute reads on the device, which needs {format_bytes(needed)} before any activations; raise "
+                f"device_memory to {size_option(needed)} plus activation memory, or say stage=3"
+            )
         streamed = [item for item in placements if item.compute is not Tier.DEVICE]
         largest = sorted(streamed, key=lambda item: -item.compute_nbytes)[:3]
         names = ", ".join(f"{item.parameter} {format_bytes(item.compute_nbytes)}" for item in largest)

@@ -115,14 +115,17 @@ class Placer:
         """Return the homes of all parameters, in the order given. Equal homes are the same object.
 
         ``resident_nbytes`` is the room of the device for resident compute copies; None before a graph is known, when only
-        small parameters become resident. ``spare_nbytes`` is room of the device for copies that the host cannot hold.
+        small parameters become resident. Below stage 3 all compute copies are, whatever the room. ``spare_nbytes`` is room
+        of the device for copies that the host cannot hold.
         Raises CapacityError when all tiers together cannot hold the rest.
         """
         device_left = config.device_memory // _SMALL_SHARE if resident_nbytes is None else resident_nbytes
         host_left = config.host_memory - config.staging_memory
         homes = bytearray([_NVME]) * (len(ROLES) * len(self._parameters))
-        for index in self._small if resident_nbytes is None else self._smallest_first:
-            if self._full_nbytes[index] <= device_left and self._may_reside(index, self._read[index], config):
+        keeps_all = config.stage < 3
+        for index in self._small if resident_nbytes is None and not keeps_all else self._smallest_first:
+            fits = keeps_all or self._full_nbytes[index] <= device_left
+            if fits and self._may_reside(index, self._read[index], config):
                 device_left -= self._full_nbytes[index]
                 homes[len(ROLES) * index + self._read[index]] = _DEVICE
         if not config.memory.unified:  # state that lives on the device is updated there, and crosses no link

@@ -388,14 +388,20 @@ def _count_leaving(request: Request, graph: GraphFacts) -> int:
 
 
 def _count_reductions(request: Request, graph: GraphFacts) -> int:
-    """Return the device bytes of what gradients of several ranks pass through: two buffers, and a shard in pieces."""
+    """Return the device bytes of what gradients of several ranks pass through: two buffers, and a shard in pieces.
+
+    In stage 1 all gradients wait there, whole, for the end of the step.
+    """
     if request.num_ranks == 1:
         return 0
     trained = {gradient.parameter for gradient in graph.gradients}
     shards = (item.among(request.num_ranks).gradient_nbytes for item in request.parameters if item.name in trained)
     shard = max(shards, default=0)
     whole = request.num_ranks * shard
-    return 2 * min(whole, REDUCED_NBYTES) + (shard if whole > REDUCED_NBYTES else 0)
+    waiting = (
+        sum(item.gradient_nbytes for item in request.parameters if item.trainable) if request.config.stage == 1 else 0
+    )
+    return waiting + 2 * min(whole, REDUCED_NBYTES) + (shard if whole > REDUCED_NBYTES else 0)
 
 
 def _part_if_any(part: TierPart, nbytes: int) -> tuple[tuple[TierPart, int], ...]:

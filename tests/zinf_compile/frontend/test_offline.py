@@ -120,9 +120,9 @@ def check_plans_agree(
     ("make", "device_memory", "options"),
     [
         (mlp, "900KiB", {}),
-        (gpt, "1500KiB", {"recompute": True, "compute_dtype": torch.bfloat16}),
+        pytest.param(gpt, "1500KiB", {"recompute": True, "compute_dtype": torch.bfloat16}, marks=pytest.mark.long),
         (gpt, "1500KiB", {"compute_dtype": torch.bfloat16}),
-        pytest.param(llama, "1000KiB", {}, marks=pytest.mark.slow),
+        pytest.param(llama, "1000KiB", {}, marks=pytest.mark.long),
     ],
 )
 def test_the_plan_is_the_one_that_the_model_itself_gets(
@@ -455,6 +455,7 @@ def test_what_few_blocks_do_not_fit_is_refused_before_the_whole_is_planned(monke
     assert len(asked) <= 3, "only the tiling that fits, the next finer one, and the better of the two in full"
 
 
+@pytest.mark.long
 def test_a_deep_model_that_nothing_helps_is_told_the_bytes_of_all_its_blocks() -> None:
     model, given = LanguageModel(64, 8), torch.zeros(8, 64, dtype=torch.int64)
     options = {"hardware": "laptop-16g", "host_memory": "64MiB", "recompute": False}
