@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 
 from zinf_compile.ir.errors import UnsupportedError
@@ -110,6 +110,8 @@ class ShardViews:
 
     def _dtensor(self, local: Tensor, shape: torch.Size) -> DTensor:
         stride = torch.empty(shape, device="meta").stride()
-        made = DTensor.from_local(local, self._ranks.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        mesh = self._ranks.mesh
+        placements = [Shard(0)] if mesh is None or mesh.ndim == 1 else [Replicate(), Shard(0)]
+        made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
         made._local_tensor = local  # from_local makes a view, whose base would count as an alias that a user holds
         return made

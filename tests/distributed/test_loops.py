@@ -65,13 +65,13 @@ def look_around(options: Mapping[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def look_alone() -> dict[str, float]:
+def look_alone(num_ranks: int = 2) -> dict[str, float]:
     """Return the same of one process."""
     torch.set_num_threads(1)
     model = build_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for rank in range(2):
-        (model(**batch_of(0, rank)) / 2).backward()
+    for rank in range(num_ranks):
+        (model(**batch_of(0, rank)) / num_ranks).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
     optimizer.step()
     halved = model(**batch_of(1, 0)).item()
@@ -227,11 +227,7 @@ def test_more_memory_ahead_of_compute_keeps_the_bits(two: RankPool, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_four_ranks(tmp_path: Path) -> None:
-    pool = RankPool(4)
-    try:
-        plain = train_alone(Loop(), 4)
-        for rank, ours in enumerate(pool.run(train_on_ranks, Loop(), placements(str(tmp_path))["nvme"])):
-            assert_same(ours, of_rank(plain, rank, 4))
-    finally:
-        pool.stop()
+def test_four_ranks(four: RankPool, tmp_path: Path) -> None:
+    plain = train_alone(Loop(), 4)
+    for rank, ours in enumerate(four.run(train_on_ranks, Loop(), placements(str(tmp_path))["nvme"])):
+        assert_same(ours, of_rank(plain, rank, 4))
