@@ -108,6 +108,12 @@ class ShardViews:
         """See Views.of_shard."""
         return self._dtensor(shard, record.parameter.shape)
 
+    def of_norm(self, norm: Tensor, order: float) -> Tensor:
+        """See Views.of_norm. It is the norm of the norms of all shards; of order 0, which counts elements, their sum."""
+        norms = self._dtensor(norm.view(1), torch.Size([self._ranks.size]))
+        whole: Tensor = torch.linalg.vector_norm(norms, order) if order else norms.sum()
+        return whole
+
     def _dtensor(self, local: Tensor, shape: torch.Size) -> DTensor:
         stride = torch.empty(shape, device="meta").stride()
         mesh = self._ranks.mesh
