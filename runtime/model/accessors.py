@@ -345,8 +345,8 @@ def gather_eagerly(record: StoredParameter, leaves: dict[int, Tensor]) -> Tensor
     if not record.store.ranks.is_alone:
         if is_transformed:
             raise UnsupportedError(
-                f"'{record.name}' is divided among {record.store.ranks.size} ranks, and transforms of torch.func need it "
-                "whole; apply them inside zinf_compile.full_parameters(model)"
+                f"'{record.name}' is divided among {record.store.ranks.mesh_size} ranks, and transforms of torch.func need "
+                "it whole; apply them inside zinf_compile.full_parameters(model)"
             )
         if record.param not in leaves:
             make_leaf: Callable[..., Tensor] = WholeLeaf.apply

@@ -163,8 +163,8 @@ class JobCollector:
         """Return a job for every parameter with a gradient: first those that ``step()`` waits for, then in gather order."""
         if not (self.is_element_wise or self._store.ranks.is_alone):
             raise UnsupportedError(
-                f"{type(self._optimizer).__name__} needs whole tensors, and each of {self._store.ranks.size} ranks has some "
-                "rows of each; use an optimizer that updates element by element, such as AdamW"
+                f"{type(self._optimizer).__name__} needs whole tensors, and each of {self._store.ranks.mesh_size} ranks has "
+                "some rows of each; use an optimizer that updates element by element, such as AdamW"
             )
         self._store.await_compute()  # attributes of the optimizer, such as a gradient scaler's, may come from the device
         wanted: list[tuple[StoredParameter, Tensor]] = []

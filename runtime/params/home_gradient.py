@@ -192,7 +192,8 @@ def _find_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | Non
         with record.store.failing_on_error():
             record.store.tensor_io.read_value(slot, value)
         record.gradient.note_norm(order, _VECTOR_NORM(value, order))
-    return record.gradient.norms[order].to(slot.tensor.device, copy=True)  # the device of the gradient that users see
+    norm = record.gradient.norms[order].to(slot.tensor.device, copy=True)  # the device of the gradient that users see
+    return record.store.views.of_norm(norm, order)
 
 
 @without_interrupts

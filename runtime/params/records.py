@@ -77,6 +77,9 @@ class Views(Protocol):
     def of_shard(self, shard: Tensor, record: "StoredParameter") -> Tensor:
         """Return this rank's part of a gradient as autograd expects it for the parameter."""
 
+    def of_norm(self, norm: Tensor, order: float) -> Tensor:
+        """Return the norm of a gradient, given that of what this rank has of it."""
+
 
 class RecordStore(Protocol):
     """What a record, and code that finds it from its parameter or gradient, needs of the store that holds it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 
 from zinf_compile.ir.errors import UnsupportedError
@@ -108,8 +108,16 @@ class ShardViews:
         """See Views.of_shard."""
         return self._dtensor(shard, record.parameter.shape)
 
+    def of_norm(self, norm: Tensor, order: float) -> Tensor:
+        """See Views.of_norm. It is the norm of the norms of all shards; of order 0, which counts elements, their sum."""
+        norms = self._dtensor(norm.view(1), torch.Size([self._ranks.size]))
+        whole: Tensor = torch.linalg.vector_norm(norms, order) if order else norms.sum()
+        return whole
+
     def _dtensor(self, local: Tensor, shape: torch.Size) -> DTensor:
         stride = torch.empty(shape, device="meta").stride()
-        made = DTensor.from_local(local, self._ranks.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        mesh = self._ranks.mesh
+        placements = [Shard(0)] if mesh is None or mesh.ndim == 1 else [Replicate(), Shard(0)]
+        made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
         made._local_tensor = local  # from_local makes a view, whose base would count as an alias that a user holds
         return made

@@ -36,6 +36,10 @@ class PlainViews:
         """See Views.of_shard."""
         return shard
 
+    def of_norm(self, norm: Tensor, order: float) -> Tensor:
+        """See Views.of_norm."""
+        return norm
+
 
 def make_views(ranks: Ranks) -> Views:
     """Return what shows parameters to the users of one of some ranks."""

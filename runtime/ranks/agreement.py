@@ -82,7 +82,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def agree_on_hardware(ranks: Ranks, mine: Hardware) -> Hardware:
-    """Return rates that all ranks plan with: the median of each route, and the links between ranks, which are timed."""
+    """Return rates that all ranks plan with: the median of each route, and the links of a shard group, which are timed."""
     if ranks.is_alone:
         return mine
     link = _measure_links(ranks)
@@ -99,7 +99,8 @@ def agree_on_hardware(ranks: Ranks, mine: Hardware) -> Hardware:
         for route in first.routes
     )
     slowest = min(links)
-    each = ranks.size // len(set(nodes))
+    groups = [nodes[first : first + ranks.size] for first in range(0, ranks.mesh_size, ranks.size)]
+    each = min(ranks.size // len(set(group)) for group in groups)
     agreed = replace(
         first,
         routes=routes,
@@ -111,7 +112,9 @@ def agree_on_hardware(ranks: Ranks, mine: Hardware) -> Hardware:
 
 
 def _measure_links(ranks: Ranks) -> float:
-    """Return the bytes per second that a rank receives in an all-gather."""
+    """Return the bytes per second that a rank receives in an all-gather; 0 where each has all of everything."""
+    if ranks.size == 1:
+        return 0.0
     shard = torch.zeros(_PROBE_NBYTES // ranks.size, dtype=torch.uint8)
     whole = torch.empty(shard.numel() * ranks.size, dtype=torch.uint8)
     seconds = []

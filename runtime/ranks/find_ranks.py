@@ -19,24 +19,32 @@ def find_ranks(mesh: DeviceMesh | None) -> Ranks:
         if not is_grouped():
             return ALONE
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
+        names = f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
         raise ConfigError(
-            f"mesh has {mesh.ndim} dimensions ({', '.join(mesh.mesh_dim_names or ())}); this version takes a mesh of one, "
-            "whose ranks have a shard each: give one dimension of it, such as mesh['shard']"
+            f"mesh has {mesh.ndim} dimensions{names}; this version takes a mesh of one, whose ranks have a shard each, or "
+            "of two, (replicate, shard): give two dimensions of it, such as mesh['replicate', 'shard']"
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(
             f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; call optimize() on its ranks only"
         )
-    return ALONE if mesh.size() == 1 else Ranks(mesh)
+    if mesh.size() == 1:
+        return ALONE
+    if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(mesh.ndim)):
+        raise ConfigError(
+            f"mesh has its ranks in the order {mesh.mesh.tolist()}, and torch.distributed sorts the ranks of a group; give "
+            "a mesh whose ranks ascend along each dimension"
+        )
+    return Ranks(mesh)
 
 
 def folder_of_rank(nvme: object, ranks: Ranks) -> object:
     """Return the folder of this rank, where its path names the rank: "/nvme{local_rank}"."""
     if not isinstance(nvme, str | os.PathLike):
         return nvme
-    local = os.environ.get("LOCAL_RANK", str(ranks.rank))
-    return os.fspath(nvme).replace("{local_rank}", local).replace("{rank}", str(ranks.rank))
+    local = os.environ.get("LOCAL_RANK", str(ranks.mesh_rank))
+    return os.fspath(nvme).replace("{local_rank}", local).replace("{rank}", str(ranks.mesh_rank))
 
 
 def check_for_ranks(config: Config, parameters: Mapping[str, Tensor]) -> Config:

@@ -1,7 +1,17 @@
 """The ranks that train one model together, as one of them sees them, and the collectives between them.
 
+A mesh of two dimensions has *replicas* of *shard groups*, as FSDP2's HSDP. The ranks of a shard group divide everything
+among them. Ranks with the same rows in other replicas keep the same values::
+
+    mesh [[0, 1],     replica 0: ranks 0 and 1 have half of the rows each
+          [2, 3]]     replica 1: ranks 2 and 3 have them again
+
+Parameters are gathered inside a shard group. Gradients are reduced there and then between replicas. Control messages go to
+all ranks.
+
 Only the thread that computes starts collectives, in the order of the program. So every rank starts them in the same
-order. Parameter gathers, gradient reductions and control messages have a process group each.
+order. Parameter gathers, gradient reductions, what passes between replicas, and control messages have a process group
+each.
 """
 
 import itertools
@@ -9,7 +19,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -48,30 +58,42 @@ class Collective:
 
 
 class Ranks:
-    """The ranks of a one-dimensional mesh; a process that trains alone has a mesh of None."""
+    """The ranks of a mesh of one or two dimensions; a process that trains alone has a mesh of None.
+
+    ``size`` and ``rank`` are those of the shard group: they say which rows this rank has. ``mesh_size`` and ``mesh_rank``
+    count all ranks, replica by replica: errors and checkpoints use these numbers.
+    """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self.mesh = mesh
-        self.size = 1 if mesh is None else mesh.size()
-        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        self.size = 1 if mesh is None else mesh.size(mesh.ndim - 1)
+        self.rank = 0 if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
+        self.num_replicas = 1 if mesh is None else mesh.size() // self.size
+        self.replica = 0 if mesh is None or mesh.ndim == 1 else mesh.get_local_rank(0)
+        self.mesh_size = self.num_replicas * self.size
+        self.mesh_rank = self.replica * self.size + self.rank
         self.failure: str | None = None  # why no collective can run any more
         self.timeout_seconds = _timeout_of(mesh)
         self._num_waits = 0  # collectives that were waited for: on every rank the same ones, in the same order
         self._told_waits = 0  # the last one of which the others were told that this rank waits for it
         if mesh is None:
             return
-        members = dist.get_process_group_ranks(mesh.get_group())
+        members: list[int] = mesh.mesh.flatten().tolist()  # replica by replica
+        self._places = [sorted(members).index(each) for each in members]  # groups sort their ranks
         self._number = next(_numbers)
-        make = partial(dist.new_group, members, use_local_synchronization=True)
-        self._gathers = make(group_desc=f"zinf gathers {self._number}")
-        self._reductions = make(group_desc=f"zinf reductions {self._number}")
-        self._control = make(backend="gloo", group_desc=f"zinf control {self._number}")
+        make = partial(dist.new_group, use_local_synchronization=True)
+        sharing = members[self.replica * self.size :][: self.size]
+        self._gathers = make(sharing, group_desc=f"zinf gathers {self._number}")
+        self._reductions = make(sharing, group_desc=f"zinf reductions {self._number}")
+        if self.num_replicas > 1:
+            self._replicas = make(members[self.rank :: self.size], group_desc=f"zinf replicas {self._number}")
+        self._control = make(members, backend="gloo", group_desc=f"zinf control {self._number}")
         self._messages = PrefixStore(f"zinf/{'-'.join(map(str, members))}/{self._number}", _get_default_store())
 
     @property
     def is_alone(self) -> bool:
         """Return whether this process trains the model by itself."""
-        return self.size == 1
+        return self.mesh_size == 1
 
     def shard_of(self, whole: Slice) -> Slice:
         """Return this rank's rows of a whole parameter; a slice that is not whole is a shard already."""
@@ -80,7 +102,7 @@ class Ranks:
     # Collectives of parameters and gradients
 
     def all_gather(self, name: str, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> Collective:
-        """Start gathering flat shards, of equal sizes on all ranks, into flat wholes of ``size`` times as many elements."""
+        """Start gathering flat shards, of equal sizes in the shard group, into wholes of ``size`` times as many elements."""
         self._check()
         group = self._gathers
         with self._raising(name), _coalescing_manager(group, async_ops=True) as manager:
@@ -91,7 +113,7 @@ class Ranks:
     def exchange_rows(self, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
         """Start sending to each rank its elements of a flat ``value``, so many to each, and receiving ours of all ranks.
 
-        ``received`` has our elements of rank 0, then those of rank 1, and so on.
+        ``received`` has our elements of rank 0 of the shard group, then those of rank 1, and so on.
         """
         self._check()
         with self._raising(name):
@@ -100,7 +122,7 @@ class Ranks:
         return Collective(name=name, works=(work,), tensors=(value, received))
 
     def reduce_rows(self, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
-        """Start summing a flat ``value`` over ranks, in any order, and receiving our elements of the sum."""
+        """Start summing a flat ``value`` over the shard group, in any order, and receiving our elements of the sum."""
         self._check()
         with self._raising(name):
             if len(set(counts)) == 1:
@@ -109,6 +131,39 @@ class Ranks:
                 parts = list(value.split(list(counts)))
                 work = dist.reduce_scatter(received, parts, group=self._reductions, async_op=True)
         return Collective(name=name, works=(work,), tensors=(value, received))
+
+    def pass_on(self, name: str, total: Tensor, sender: int) -> Collective:
+        """Start sending a flat ``total`` from replica ``sender`` to the next one, which receives it in its own ``total``.
+
+        Every replica calls this; on the others it moves nothing.
+        """
+        self._check()
+        nothing, counts = total[:0], [0] * self.num_replicas
+        sent, received = (nothing, counts), (nothing, counts)
+        if self.replica == sender:
+            sent = total, [total.numel() if each == sender + 1 else 0 for each in range(self.num_replicas)]
+        elif self.replica == sender + 1:
+            received = total, [total.numel() if each == sender else 0 for each in range(self.num_replicas)]
+        with self._raising(name):
+            work = dist.all_to_all_single(
+                received[0], sent[0], received[1], sent[1], group=self._replicas, async_op=True
+            )
+        return Collective(name=name, works=(work,), tensors=(total,))
+
+    def broadcast_last(self, name: str, total: Tensor) -> Collective:
+        """Start copying a ``total`` from the last replica to all others."""
+        self._check()
+        with self._raising(name):
+            last = self.num_replicas - 1
+            work = dist.broadcast(total, group=self._replicas, group_src=last, async_op=True)
+        return Collective(name=name, works=(work,), tensors=(total,))
+
+    def sum_replicas(self, name: str, total: Tensor) -> Collective:
+        """Start summing a ``total`` over replicas, in any order and in place."""
+        self._check()
+        with self._raising(name):
+            work = dist.all_reduce(total, group=self._replicas, async_op=True)
+        return Collective(name=name, works=(work,), tensors=(total,))
 
     def wait(self, collective: Collective) -> None:
         """Block until a collective is done. RankError if another rank has failed, or cannot be reached."""
@@ -132,7 +187,7 @@ class Ranks:
                 self._look_for_others(collective.name, waited)
 
         with self._raising(collective.name):
-            wait_for(is_done, f"{collective.name} on rank {self.rank}", look=look)
+            wait_for(is_done, f"{collective.name} on rank {self.mesh_rank}", look=look)
 
     # Control messages
 
@@ -180,11 +235,11 @@ class Ranks:
 
     def _all_gather_now(self, what: str, mine: Tensor) -> Tensor:
         self._check()
-        given = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
+        given = torch.empty(self.mesh_size, mine.numel(), dtype=mine.dtype, device="cpu")
         with self._raising(what):
             work = _all_gather(given.view(-1), mine, group=self._control, async_op=True)
         self.wait(Collective(name=what, works=(work,), tensors=(mine, given)))
-        return given
+        return given[self._places]
 
     def do_alike(self, what: str, call: Callable[[], T]) -> T:
         """Call what may raise on some ranks only. If it does, every rank raises: its own error, or RankError with theirs."""
@@ -214,11 +269,13 @@ class Ranks:
         """Tell the other ranks that this one cannot go on: those that wait for it raise RankError."""
         if self.is_alone or self.failure is not None:
             return
-        self.failure = f"rank {self.rank}: {why}"
-        try:
-            self._messages.compare_set("failed", "", self.failure)
-        except RuntimeError:  # whoever holds the store is gone: the others learn of it from their connections
-            return
+        self.failure = f"rank {self.mesh_rank}: {why}"
+        self._tell(self.failure)
+
+    def _tell(self, failure: str) -> None:
+        """Give the other ranks a failure, unless they know of one."""
+        with suppress(RuntimeError):  # whoever holds the store is gone: the others learn of it from their connections
+            self._messages.compare_set("failed", "", failure)
 
     def _look_for_others(self, what: str, waited: float) -> None:
         """Raise RankError if a rank has failed, or has not come to the same point for too long."""
@@ -226,7 +283,7 @@ class Ranks:
             failed = self._messages.get("failed").decode() if self._messages.check(["failed"]) else None
             if self._told_waits != self._num_waits:
                 self._told_waits = self._num_waits
-                self._messages.set(f"waits/{self.rank}", str(self._num_waits))
+                self._messages.set(f"waits/{self.mesh_rank}", str(self._num_waits))
             if failed is None and waited > self.timeout_seconds:
                 failed = f"{self._describe_absent(what)} after {waited:.0f} seconds"
         except RuntimeError as error:
@@ -237,9 +294,9 @@ class Ranks:
     def _describe_absent(self, what: str) -> str:
         """Return which ranks have not come to ``what``, where this one waits."""
         absent = []
-        for rank in range(self.size):
+        for rank in range(self.mesh_size):
             key = f"waits/{rank}"
-            if rank == self.rank:
+            if rank == self.mesh_rank:
                 continue
             if not self._messages.check([key]) or int(self._messages.get(key)) < self._num_waits:
                 absent.append(rank)
@@ -263,15 +320,17 @@ class Ranks:
             raise
 
     def _broken(self, why: str) -> RankError:
-        self.failure = self.failure or why
-        return RankError(f"rank {self.rank} cannot go on: {why}; {REMEDY}")
+        if self.failure is None:
+            self.failure = why
+            self._tell(f"rank {self.mesh_rank}: {why}")  # some ranks have no connection to the one that is gone
+        return RankError(f"rank {self.mesh_rank} cannot go on: {why}; {REMEDY}")
 
 
 def _timeout_of(mesh: DeviceMesh | None) -> float:
     """Return how long a rank waits for the others: as long as the process group of the mesh says."""
     if mesh is None:
         return math.inf
-    group = mesh.get_group()
+    group = mesh.get_group(mesh.ndim - 1)
     options = getattr(group._get_backend(torch.device(mesh.device_type)), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout.total_seconds()

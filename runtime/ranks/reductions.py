@@ -9,6 +9,13 @@ that follows it::
 
 An ordered reduction adds in the order of ranks. It gives the bits of one process that accumulates the ranks' batches in
 that order. A fast one leaves the order to the backend.
+
+Where the mesh has several replicas, what came in is added to the total of the replicas before, in the same order::
+
+    replica 0     p0 + p1                                     p0 to p3: the pieces of ranks 0 to 3
+    replica 1     ((p0 + p1) + p2) + p3                       goes back to replica 0
+
+The total is in the outgoing buffer then, which is free again, so that no buffer is added.
 """
 
 import itertools
@@ -31,6 +38,7 @@ class _Piece:
 
     collective: Collective
     parts: Tensor  # what came in, a row for each that has to be added up
+    carried: Tensor  # for the total of the replicas before this one
     start: int
 
 
@@ -84,19 +92,35 @@ class Reductions:
         else:
             parts = self._view("incoming", mine, grad)
             collective = ranks.reduce_rows(what, outgoing, counts, parts)
-        return _Piece(collective=collective, parts=parts.view(-1, mine) if mine else parts.view(1, 0), start=start)
+        parts = parts.view(-1, mine) if mine else parts.view(1, 0)
+        return _Piece(collective=collective, parts=parts, carried=outgoing[:mine], start=start)
 
     def _add_up(self, piece: _Piece, *, into: Tensor | None) -> Tensor:
         """Wait for a piece; return its sum, which is copied to its place in ``into`` if that is given."""
         self._ranks.wait(piece.collective)
-        total: Tensor
-        total, *others = piece.parts
-        for other in others:
-            total.add_(other)
+        total = self._add_replicas(piece) if self._ranks.num_replicas > 1 else _add_rows(piece.parts)
         if self._divide_by != 1:
             total.div_(self._divide_by)
         if into is not None:
             into[piece.start : piece.start + total.numel()] = total
+        return total
+
+    def _add_replicas(self, piece: _Piece) -> Tensor:
+        """Return the sum of a piece over all ranks: the same bits on every replica."""
+        ranks, what = self._ranks, f"{piece.collective.name} between replicas"
+        if not self._is_ordered:
+            total = _add_rows(piece.parts)
+            ranks.wait(ranks.sum_replicas(what, total))
+            return total
+        total = piece.carried
+        if ranks.replica == 0:
+            total.copy_(_add_rows(piece.parts))
+        for sender in range(ranks.num_replicas - 1):  # all wait for each, so that all ranks count the same waits
+            ranks.wait(ranks.pass_on(what, total, sender))
+            if ranks.replica == sender + 1:
+                for part in piece.parts:
+                    total.add_(part)
+        ranks.wait(ranks.broadcast_last(what, total))
         return total
 
     def finish(self) -> None:
@@ -126,3 +150,12 @@ class Reductions:
         if self._buffers[buffer].numel() < nbytes:
             self._buffers[buffer] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
         return self._buffers[buffer][:nbytes].view(like.dtype)
+
+
+def _add_rows(parts: Tensor) -> Tensor:
+    """Return the sum of some rows, in their order; it is in the first one."""
+    total: Tensor
+    total, *others = parts
+    for other in others:
+        total.add_(other)
+    return total

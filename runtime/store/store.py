@@ -87,7 +87,7 @@ class Store:
         )
         self.io_pool, self.tensor_io = self.transfers.pool, self.transfers.tensors
         self.reductions = Reductions(
-            ranks, is_ordered=config.reduce == "ordered", divide_by=config.gradient_divide_factor or ranks.size
+            ranks, is_ordered=config.reduce == "ordered", divide_by=config.gradient_divide_factor or ranks.mesh_size
         )
         self.updates = UpdateQueue(begin_thread=self.meter.set_aside_this_thread)
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
@@ -295,7 +295,7 @@ class Store:
 
     def _is_behind(self, record: StoredParameter) -> bool:
         """Return whether other ranks have updated their rows of a copy that is whole here since they were gathered."""
-        return not self.ranks.is_alone and record.copies.is_behind(record.update.count)
+        return self.ranks.size > 1 and record.copies.is_behind(record.update.count)
 
     def _spread(self, records: Sequence[StoredParameter]) -> None:
         """Gather the updated rows of copies that every rank has whole. Every rank calls this with the same parameters."""

@@ -99,7 +99,7 @@ class Transfers:
         slots = [record.copy_in(dtype) for record, dtype in zip(records, dtypes, strict=True)]
         first, end = offsets[0], offsets[-1] + whole_sectors(slots[-1].nbytes)
         targets, shared = offsets, []
-        if not self._ranks.is_alone:
+        if self._ranks.size > 1:
             shapes = [record.shape for record in records]
             shared = share_arena(self._ranks, slots, shapes, offsets)
             targets, end = [each.shard_offset for each in shared], shared[-1].end

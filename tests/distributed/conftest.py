@@ -33,3 +33,9 @@ def two(pool_of: Callable[[int], RankPool]) -> RankPool:
 def three(pool_of: Callable[[int], RankPool]) -> RankPool:
     """Return three ranks, which divide few things evenly."""
     return pool_of(3)
+
+
+@pytest.fixture
+def four(pool_of: Callable[[int], RankPool]) -> RankPool:
+    """Return four ranks, as two replicas of two."""
+    return pool_of(4)

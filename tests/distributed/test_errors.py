@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zinf_compile
 from tests.distributed.workloads import (
@@ -205,8 +205,10 @@ def refusals(options: Mapping[str, Any]) -> dict[str, str]:
         except zinf_compile.ZinfError as error:
             found[name] = f"{type(error).__name__}: {error}"
 
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pipe", "replicate", "shard"))
     refused("mesh", lambda: zinf_compile.optimize(build_gpt(), mesh=mesh, **_without_streams(options)))
+    turned = DeviceMesh("cpu", [1, 0])
+    refused("turned", lambda: zinf_compile.optimize(build_gpt(), mesh=turned, **_without_streams(options)))
     refused("tiles", lambda: optimize(build_gpt(), {**options, "tiles": {"embed.weight": 2}}))
     refused("stage", lambda: optimize(build_gpt(), {**options, "stage": 0}))
     refused("room", lambda: optimize(build_gpt(), {**options, "stage": 2, "device_memory": 2**16}))
@@ -230,7 +232,9 @@ def _without_streams(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def test_what_this_version_cannot_do_on_ranks_is_refused_by_name(two: RankPool, options: Mapping[str, Any]) -> None:
     for found in two.run(refusals, options):
-        assert "mesh has 2 dimensions (replicate, shard)" in found["mesh"]
+        assert "mesh has 3 dimensions (pipe, replicate, shard)" in found["mesh"]
+        assert "such as mesh['replicate', 'shard']" in found["mesh"]
+        assert "mesh has its ranks in the order [1, 0]" in found["turned"]
         assert "tiles and tile_memory are not supported on several ranks" in found["tiles"]
         assert "stage=0 is not a stage of ZeRO" in found["stage"]
         assert "stage=2 keeps the copies that compute reads on the device, which needs" in found["room"]

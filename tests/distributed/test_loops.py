@@ -28,6 +28,7 @@ from tests.distributed.workloads import (
 )
 from tests.support.rank_pool import RankPool
 from tests.support.traces import assert_same
+from zinf_compile.runtime.params.records import record_of
 
 PLACEMENTS = ["nvme", "resident"]
 
@@ -65,13 +66,13 @@ def look_around(options: Mapping[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def look_alone() -> dict[str, float]:
+def look_alone(num_ranks: int = 2) -> dict[str, float]:
     """Return the same of one process."""
     torch.set_num_threads(1)
     model = build_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for rank in range(2):
-        (model(**batch_of(0, rank)) / 2).backward()
+    for rank in range(num_ranks):
+        (model(**batch_of(0, rank)) / num_ranks).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
     optimizer.step()
     halved = model(**batch_of(1, 0)).item()
@@ -95,6 +96,34 @@ def test_what_a_rank_sees(placement: str, two: RankPool, tmp_path: Path) -> None
         assert math.isclose(seen["loss"], alone["loss"], rel_tol=1e-5)
         assert math.isclose(seen["halved"], alone["halved"], rel_tol=1e-5)
         assert math.isclose(seen["evaluated"], alone["halved"], rel_tol=1e-5)
+
+
+def clip_on_disk(options: Mapping[str, Any]) -> list[Any]:
+    """Return the tiers of gradients, their norms as they are found, and after clipping to 0.1, with the true ones."""
+    torch.manual_seed(0)
+    model = optimize(TinyGPT(width=160), {**options, "capture": False, "device_memory": 6000 * KIB})
+    seen: list[Any] = []
+    for order in (2.0, math.inf, 1.0):
+        for step in range(2):  # norms that were asked for before are noted on the way home
+            model(**batch_of(step, dist.get_rank())).backward()
+            gradients = [each.grad for each in model.parameters() if each.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients, order)
+            true = torch.cat([full(each).view(-1) for each in gradients]).norm(order)
+            seen.append([norm.full_tensor().item(), true.item()])
+            if (order, step) == (2.0, 1):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                seen.append([torch.cat([full(each).view(-1) for each in gradients]).norm().item(), 0.1])
+            for parameter in model.parameters():
+                parameter.grad = None
+    tiers = {record.gradient.slot.tier for each in model.parameters() if (record := record_of(each)) is not None}
+    zinf_compile.close(model)
+    return [sorted(map(str, tiers)), seen]
+
+
+def test_norms_of_gradients_on_disk_are_those_of_all_ranks(two: RankPool, tmp_path: Path) -> None:
+    for tiers, seen in two.run(clip_on_disk, placements(str(tmp_path))["nvme"]):
+        assert tiers == ["host", "nvme"]
+        assert all(math.isclose(found, true, rel_tol=1e-4) for found, true in seen), seen
 
 
 def scale(options: Mapping[str, Any], bad_rank: int) -> tuple[float, bool]:
@@ -228,11 +257,7 @@ def test_more_memory_ahead_of_compute_keeps_the_bits(two: RankPool, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_four_ranks(tmp_path: Path) -> None:
-    pool = RankPool(4)
-    try:
-        plain = train_alone(Loop(), 4)
-        for rank, ours in enumerate(pool.run(train_on_ranks, Loop(), placements(str(tmp_path))["nvme"])):
-            assert_same(ours, of_rank(plain, rank, 4))
-    finally:
-        pool.stop()
+def test_four_ranks(four: RankPool, tmp_path: Path) -> None:
+    plain = train_alone(Loop(), 4)
+    for rank, ours in enumerate(four.run(train_on_ranks, Loop(), placements(str(tmp_path))["nvme"])):
+        assert_same(ours, of_rank(plain, rank, 4))

@@ -67,8 +67,8 @@ def _random_states(model: Module) -> list[Tensor] | None:
 def set_random_states(objects: Objects, model: Module) -> None:
     """Restore the random states of the checkpoint, on the host and on the model's GPU."""
     ranks, states = ranks_of(model), objects.rank_random_states
-    is_same_world = states is not None and len(states) == ranks.size
-    torch.set_rng_state(states[ranks.rank] if states is not None and is_same_world else objects.random_state)
+    is_same_world = states is not None and len(states) == ranks.mesh_size
+    torch.set_rng_state(states[ranks.mesh_rank] if states is not None and is_same_world else objects.random_state)
     if objects.device_random_state is not None and (gpu := _gpu_of(model)) is not None:
         torch.cuda.set_rng_state(objects.device_random_state, gpu)
 

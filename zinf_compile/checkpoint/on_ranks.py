@@ -42,7 +42,12 @@ def create_file(path: Path, layout: SafetensorsLayout) -> None:
 
 
 def write_rows(path: Path, layout: SafetensorsLayout, tensors: dict[str, HomedTensor], ranks: Ranks) -> list[Written]:
-    """Write this rank's rows of every tensor of a file; rank 0 also writes what is not divided. Returns when on disk."""
+    """Write this rank's rows of every tensor of a file; rank 0 also writes what is not divided. Returns when on disk.
+
+    Only the first of several replicas writes.
+    """
+    if ranks.replica > 0:
+        return [Written(0, 0)] * len(layout.spans)
     written = []
     with _reporting(path), open(path, "r+b", buffering=0) as file:
         for span in layout.spans:
@@ -117,8 +122,8 @@ def _reporting(path: Path) -> Iterator[None]:
 
 def share_of(tensors: Sequence[T], ranks: Ranks) -> Sequence[T]:
     """Return the tensors of a file that this rank verifies, which lie side by side."""
-    each = -(-len(tensors) // ranks.size)
-    return tensors[ranks.rank * each : (ranks.rank + 1) * each]
+    each = -(-len(tensors) // ranks.mesh_size)
+    return tensors[ranks.mesh_rank * each : (ranks.mesh_rank + 1) * each]
 
 
 def combine(written: Sequence[Written]) -> int:

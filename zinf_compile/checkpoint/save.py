@@ -120,7 +120,7 @@ def _save_on_ranks(
 ) -> None:
     """Save what several ranks have: rank 0 makes the folder and publishes it, and each rank writes its rows."""
     before: list[Manifest | None] = []
-    is_first = ranks.rank == 0
+    is_first = ranks.mesh_rank == 0
     with ExitStack() as stack:
 
         def begin() -> str:

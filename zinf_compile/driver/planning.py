@@ -57,6 +57,7 @@ class GraphPlanner:
         kernel_cache_nbytes: int = 0,
         open_nbytes: int = 0,
         num_ranks: int = 1,
+        num_replicas: int = 1,
         every_policy: bool = False,
     ) -> None:
         """``open_nbytes`` are the device bytes that open forwards hold, not counting the graph's inputs.
@@ -71,7 +72,7 @@ class GraphPlanner:
         self._catalog = catalog
         self._notes = notes
         self._kernel_cache_nbytes = kernel_cache_nbytes
-        self._num_ranks = num_ranks
+        self._num_ranks, self._num_replicas = num_ranks, num_replicas
         self._every_policy = every_policy
 
     def choose(self, graph: Splitter, reads: Mapping[int, torch.dtype]) -> Chosen:
@@ -162,6 +163,7 @@ class GraphPlanner:
             config=catalog.config,
             hardware=self.hardware,
             num_ranks=self._num_ranks,
+            num_replicas=self._num_replicas,
             kernel_cache_nbytes=self._kernel_cache_nbytes,
             open_nbytes=self.open_nbytes,
         )

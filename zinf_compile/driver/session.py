@@ -73,6 +73,11 @@ class Session:
         self._captured: list[_Captured] = []  # in the order of ``programs``
         self.graph_breaks: list[str] = []
         self.catalog = StoreCatalog(self.store)
+        if ranks.num_replicas > 1:
+            self.catalog.notes.append(
+                f"{ranks.num_replicas} replicas of {ranks.size} ranks each train the model: this is the plan of every rank, "
+                "without the seconds that gradients take between replicas"
+            )
 
     @property
     def config(self) -> Config:
@@ -296,6 +301,7 @@ class Session:
             kernel_cache_nbytes=kernel_cache_nbytes() if self.config.memory.unified else 0,  # of oneDNN
             open_nbytes=self.store.open_forwards.nbytes_beside(storages_of(inputs)),
             num_ranks=self.store.ranks.size,
+            num_replicas=self.store.ranks.num_replicas,
         )
 
     def _next_name(self) -> str:

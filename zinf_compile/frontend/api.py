@@ -72,8 +72,9 @@ def optimize(
     parameters are prefixed with its class. Reports cover both models, and closing one closes both.
 
     With an initialised process group of torch.distributed of more than one rank, all its ranks train the model together
-    (ZeRO stage 3): each keeps its rows of every parameter, gradient and optimizer state. ``mesh`` is a one-dimensional
-    DeviceMesh of other ranks. Registered parameters are then DTensors: create the optimizer after ``optimize``.
+    (ZeRO stage 3): each keeps its rows of every parameter, gradient and optimizer state. ``mesh`` is a DeviceMesh of other
+    ranks. One of two dimensions, (replicate, shard), divides everything over the second and replicates it over the
+    first, as FSDP2's HSDP. Registered parameters are then DTensors: create the optimizer after ``optimize``.
 
     Options, all with defaults:
         device: where compute runs: "cpu", "cuda" or "cuda:1". By default the GPU that the model is on, else the CPU.

@@ -55,8 +55,8 @@ def export(
         store.check_whole()
         if not store.ranks.is_alone:
             raise UnsupportedError(
-                f"export writes what one process has, and each of {store.ranks.size} ranks has some rows; save a checkpoint "
-                "with zinf_compile.save, load it in one process, and export there"
+                f"export writes what one process has, and each of {store.ranks.mesh_size} ranks has some rows; save a "
+                "checkpoint with zinf_compile.save, load it in one process, and export there"
             )
     sources = _tensors_to_write(model)
     tensors = {name: _converted(tensor, dtype) for name, tensor in sources.items()}

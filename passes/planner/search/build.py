@@ -60,6 +60,7 @@ class Request:
     hardware: Hardware
     captured: tuple[GraphFacts[Size], ...] = ()  # the candidates with symbolic sizes, for what-if questions
     num_ranks: int = 1  # each has its shard of the parameters, which are given in full
+    num_replicas: int = 1  # of so many ranks, which reduce gradients together
     placements: tuple[Placement, ...] | None = None  # fixed by other plans of the model
     # Size of the kernel caches on the planned machine, which fill up if the shapes of kernels depend on values.
     kernel_cache_nbytes: int = 0
@@ -392,7 +393,7 @@ def _count_reductions(request: Request, graph: GraphFacts) -> int:
 
     In stage 1 all gradients wait there, whole, for the end of the step.
     """
-    if request.num_ranks == 1:
+    if request.num_ranks * request.num_replicas == 1:
         return 0
     trained = {gradient.parameter for gradient in graph.gradients}
     shards = (item.among(request.num_ranks).gradient_nbytes for item in request.parameters if item.name in trained)

@@ -12,7 +12,7 @@ from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import CapacityError, VerifyError
 from zinf_compile.ir.facts import GradientFact, GraphFacts, ParameterFact, ValueFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Tier
-from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.passes.planner.search.planner import Request, does_fit, make_plan, minimum_device_memory
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
@@ -52,6 +52,17 @@ def test_with_more_ranks_each_keeps_less(request_of: Callable[..., Request], see
     homes = [sum(item.nbytes_on(Tier.HOST) + item.nbytes_on(Tier.NVME) for item in plan.placements) for plan in plans]
     assert homes == sorted(homes, reverse=True)
     assert homes[-1] < homes[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_plans_of_replicas_have_room_for_reductions(
+    parameter: Callable[..., ParameterFact], graph: Callable[..., GraphFacts], num_ranks: int
+) -> None:
+    request = make_transformer(parameter, graph, 2, 1024, num_ranks)
+    alone, replicated = (make_plan(replace(request, num_replicas=number)) for number in (1, 2))
+    largest = max(item.gradient_nbytes for item in request.parameters)
+    assert replicated.tier(Tier.DEVICE).nbytes_of(TierPart.REDUCTIONS) == 2 * largest
+    assert alone.tier(Tier.DEVICE).nbytes_of(TierPart.REDUCTIONS) == (0 if num_ranks == 1 else 2 * largest)
 
 
 def test_an_arena_that_holds_only_shards_is_refused(

@@ -1,0 +1,207 @@
+"""Hybrid sharding: a mesh of two dimensions, whose replicas divide everything among their ranks, as FSDP2's HSDP."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import zinf_compile
+from tests.distributed.test_checkpoints import load_only, resume, train_and_save, values_in_one_process
+from tests.distributed.test_errors import SOON, train_until
+from tests.distributed.test_loops import clip_on_disk, look_alone, look_around, save_with_torch, scale, scale_rows
+from tests.distributed.workloads import Loop, of_rank, placements, train_alone, train_on_ranks
+from tests.support.rank_pool import Raised, RankPool
+from tests.support.traces import assert_same
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.ranks import reductions
+from zinf_compile.runtime.ranks.ranks import Ranks
+from zinf_compile.runtime.ranks.reductions import Reductions
+
+PLACEMENTS = ["nvme", "resident"]
+SHAPES = [(7, 3), (1, 5), (4,), (64, 9)]
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """Return the options of two replicas of two ranks, by placement."""
+    return {name: {**given, "mesh": (2, 2)} for name, given in placements(str(tmp_path)).items()}
+
+
+@pytest.fixture
+def eager(options: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the same without capturing, which takes four ranks many seconds."""
+    return {name: {**given, "capture": False} for name, given in options.items()}
+
+
+def piece_of(shape: Sequence[int], rank: int, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of a rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def reduce(mesh: list[Any], dtype: torch.dtype, is_ordered: bool) -> list[Any]:
+    """Return this rank's place in a mesh, and what it gets of gradients that pass in one piece and in many."""
+    ranks, whole = Ranks(DeviceMesh("cpu", mesh)), reductions.REDUCED_NBYTES
+    ours = Reductions(ranks, is_ordered=is_ordered, divide_by=1)
+    results = []
+    for nbytes in (whole, 64):
+        reductions.REDUCED_NBYTES = nbytes  # type: ignore[misc]
+        results.append(
+            [ours.reduced(Slice.of_whole("w", shape), piece_of(shape, ranks.mesh_rank, dtype)) for shape in SHAPES]
+        )
+    reductions.REDUCED_NBYTES = whole
+    (largest,) = ranks.largest("the largest rank", dist.get_rank())
+    assert largest == 3
+    assert ranks.exchange("ranks", ranks.mesh_rank) == [0, 1, 2, 3]
+    return [ranks.size, ranks.rank, ranks.mesh_rank, results]
+
+
+@pytest.mark.parametrize("mesh", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_in_the_order_of_the_mesh(mesh: list[Any], dtype: torch.dtype, four: RankPool) -> None:
+    flat = [rank for row in mesh for rank in row]
+    for is_ordered in (True, False):
+        for global_rank, (size, rank, mesh_rank, results) in enumerate(four.run(reduce, mesh, dtype, is_ordered)):
+            assert (size, flat[mesh_rank]) == (len(mesh[0]), global_rank)
+            for shape, *reduced in zip(SHAPES, *results, strict=True):
+                total = piece_of(shape, 0, dtype)
+                for other in range(1, 4):
+                    total.add_(piece_of(shape, other, dtype))
+                rows = total[Slice.of_whole("w", shape).among(size).of_rank(rank).start :]
+                for ours in reduced:
+                    if is_ordered:
+                        assert torch.equal(ours, rows[: len(ours)])
+                    else:
+                        torch.testing.assert_close(ours, rows[: len(ours)], rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_two_replicas_of_two(placement: str, four: RankPool, options: dict[str, dict[str, Any]]) -> None:
+    loop = Loop(num_steps=2, num_accumulated=2)
+    plain = train_alone(loop, 4)
+    for rank, ours in enumerate(four.run(train_on_ranks, loop, options[placement])):
+        assert_same(ours, of_rank(plain, rank, 4))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placement", "capture"),
+    [
+        ((4, 1), "nvme", True),
+        ((4, 1), "resident", False),
+        ((1, 4), "nvme", False),
+        pytest.param((4, 1), "resident", True, marks=pytest.mark.long),
+        pytest.param((1, 4), "nvme", True, marks=pytest.mark.long),
+        pytest.param((1, 4), "resident", True, marks=pytest.mark.long),
+    ],
+)
+def test_a_dimension_of_one(
+    mesh: tuple[int, ...], placement: str, capture: bool, four: RankPool, options: dict[str, dict[str, Any]]
+) -> None:
+    loop = Loop(num_steps=2)
+    plain = train_alone(loop, 4)
+    given = {**options[placement], "mesh": mesh, "capture": capture}
+    for rank, ours in enumerate(four.run(train_on_ranks, loop, given)):
+        assert_same(ours, of_rank(plain, rank, 4))
+
+
+def test_eager_forwards(four: RankPool, eager: dict[str, dict[str, Any]]) -> None:
+    loop = Loop(num_steps=2)
+    plain = train_alone(loop, 4)
+    for rank, ours in enumerate(four.run(train_on_ranks, loop, eager["nvme"])):
+        assert_same(ours, of_rank(plain, rank, 4))
+
+
+def test_fast_reductions_agree_to_rounding(four: RankPool, eager: dict[str, dict[str, Any]]) -> None:
+    loop = Loop(num_steps=2)
+    plain = train_alone(loop, 4)
+    for rank, ours in enumerate(four.run(train_on_ranks, loop, {**eager["nvme"], "reduce": "fast"})):
+        for mine, theirs in zip(ours.losses, of_rank(plain, rank, 4).losses, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_a_rank_sees(placement: str, four: RankPool, eager: dict[str, dict[str, Any]]) -> None:
+    alone = look_alone(4)
+    for rank, seen in enumerate(four.run(look_around, eager[placement])):
+        assert seen["shape"] == (181, 60)
+        assert seen["rows"] == (91, 90, 91, 90)[rank]
+        assert seen["written"]
+        assert seen["whole"] == [(181, 60), True]
+        assert math.isclose(seen["norm"], alone["norm"], rel_tol=1e-5)
+        assert math.isclose(seen["clipped"], 0.1, rel_tol=1e-3)
+        assert math.isclose(seen["loss"], alone["loss"], rel_tol=1e-5)
+        assert math.isclose(seen["halved"], alone["halved"], rel_tol=1e-5)
+
+
+def test_norms_of_gradients_on_disk_are_those_of_all_ranks(four: RankPool, eager: dict[str, dict[str, Any]]) -> None:
+    for tiers, seen in four.run(clip_on_disk, eager["nvme"]):
+        assert tiers == ["host", "nvme"]
+        assert all(math.isclose(found, true, rel_tol=1e-4) for found, true in seen), seen
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_infinite_gradient_skips_the_step_of_all(
+    placement: str, four: RankPool, eager: dict[str, dict[str, Any]]
+) -> None:
+    assert four.run(scale, eager[placement], 3) == [(2.0, False)] * 4
+    assert four.run(scale, eager[placement], -1) == [(4.0, True)] * 4
+    assert four.run(scale_rows, eager[placement], 1023) == [(2.0, False)] * 4
+
+
+def test_checkpoints_fit_one_process_and_other_meshes(
+    four: RankPool, two: RankPool, eager: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, again = tmp_path / "checkpoint", tmp_path / "of one process"
+    losses, saved, numbers = zip(*four.run(train_and_save, eager["nvme"], str(folder)), strict=True)
+    alone = values_in_one_process(folder)
+    assert all(torch.equal(alone[name], value) for name, value in saved[0].items())
+    on_two = two.run(load_only, {**eager["nvme"], "mesh": (2,)}, str(folder))
+    assert all(torch.equal(on_two[1][name], value) for name, value in saved[0].items())
+    resumed = four.run(resume, eager["resident"], str(folder))
+    assert all(torch.equal(resumed[rank][2], numbers[rank]) for rank in range(4))  # each its own random numbers
+    plain = train_alone(Loop(num_steps=4), 4)
+    for rank, (later, values, _) in enumerate(resumed):
+        assert [*losses[rank], *later] == plain.losses[rank::4]
+        assert all(torch.equal(values[name], value) for name, value in plain.parameters[-1].items())
+    save_in_one_process(folder, again)
+    back = four.run(load_only, eager["nvme"], str(again))
+    assert all(torch.equal(each[name], value) for each in back for name, value in saved[0].items())
+
+
+def save_in_one_process(folder: Path, again: Path) -> None:
+    """Load a checkpoint in one process, and save it again."""
+    model = Loop().build()
+    optimizer = Loop().make_optimizer(model)
+    zinf_compile.load(folder, model, optimizer)
+    zinf_compile.save(again, model, optimizer)
+
+
+def test_torchs_own_checkpoints(four: RankPool, eager: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    assert four.run(save_with_torch, eager["nvme"], str(tmp_path / "dcp")) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("happens", "elsewhere"),
+    [
+        ("death", "another rank is gone"),  # rank 0 has no connection to rank 3 but that of control messages
+        pytest.param("error", "rank 3: a forward broke off: IndexError: index out of range", marks=pytest.mark.long),
+        pytest.param("absence", "rank 3 had not come to a forward of TinyGPT graph 0", marks=pytest.mark.long),
+    ],
+)
+def test_what_happens_on_one_rank_ends_all(
+    happens: str, elsewhere: str, four: RankPool, options: Mapping[str, Any]
+) -> None:
+    start = time.monotonic()
+    given = {**options["nvme"], "overlap_step": False, "capture": happens != "death"}
+    outcomes = four.outcomes(train_until, given, happens, 3, 1)
+    assert time.monotonic() - start < SOON + 60
+    for each in outcomes[:3]:
+        assert isinstance(each, Raised), each
+        assert each.kind == "RankError"
+        assert elsewhere in each.message
