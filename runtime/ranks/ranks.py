@@ -56,6 +56,7 @@ class Ranks:
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.failure: str | None = None  # why no collective can run any more
         self.timeout_seconds = _timeout_of(mesh)
+        self.waited_seconds = 0.0  # for collectives and control messages so far, of which a slow rank waits the least
         self._num_waits = 0  # collectives that were waited for: on every rank the same ones, in the same order
         self._told_waits = 0  # the last one of which the others were told that this rank waits for it
         if mesh is None:
@@ -133,6 +134,7 @@ class Ranks:
 
         with self._raising(collective.name):
             wait_for(is_done, f"{collective.name} on rank {self.rank}", look=look)
+        self.waited_seconds += time.monotonic() - start
 
     # Control messages
 
