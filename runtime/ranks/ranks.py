@@ -119,9 +119,11 @@ class Ranks:
                 try:
                     work.wait(_LOOK)
                 except RuntimeError as error:
-                    if _TIMED_OUT in str(error) and not work.is_completed():
+                    if _TIMED_OUT not in str(error):
+                        raise
+                    if not work.is_completed():
                         return False
-                    raise
+                    work.wait()  # it was done right after the time: this returns, or raises what is wrong with it
             return True
 
         start = time.monotonic()

@@ -178,7 +178,7 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _print_ranks(found: TheseRanks, console: Console) -> None:
-    table = _table("measured between ranks", "what", "a typical rank", "the slowest", "all together")
+    table = _table("measured between ranks", "what", "typical", "slowest", "together")
     for link in found.links:
         name = f"{link.collective} of {format_bytes(link.nbytes)}"
         table.add_row(name, *_typical_and_slowest(link.bytes_per_second), "")
