@@ -43,7 +43,9 @@ class Meter:
     Work on a device's streams is timed by events, which are read when a result is requested.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waited_seconds: Callable[[], float] = float) -> None:
+        """``waited_seconds`` says how long this rank has waited for others so far."""
+        self.waited_seconds = waited_seconds
         self._lock = threading.Lock()
         self._moved: dict[str, int] = defaultdict(int)
         self._stalls: dict[str, tuple[float, int]] = {}
@@ -56,6 +58,7 @@ class Meter:
         self.num_eager_gathers = 0  # outside of captured graphs
         self._phase_seconds: dict[Phase, list[float]] = defaultdict(list)
         self._step_starts: list[float] = []
+        self._waited_at_starts: list[float] = []  # seconds waited for other ranks when each step began
         self._num_steps = 0
         self.recorder: Recorder | None = None  # while events are recorded
         self._timed: deque[_Timed] = deque()
@@ -204,6 +207,7 @@ class Meter:
         start = time.perf_counter()
         if phase is Phase.STEP:
             self._step_starts.append(start)
+            self._waited_at_starts.append(self.waited_seconds())
             self._num_steps += 1
         with profiled(str(phase)):
             yield
@@ -219,6 +223,7 @@ class Meter:
         self.settle()
         self._phase_seconds.clear()
         self._step_starts.clear()
+        self._waited_at_starts.clear()
 
     @property
     def moved(self) -> tuple[tuple[str, int], ...]:
@@ -264,3 +269,8 @@ class Meter:
     def step_seconds(self) -> tuple[float, ...]:
         """Return the seconds from each optimizer step to the next, in order."""
         return tuple(after - before for before, after in itertools.pairwise(self._step_starts))
+
+    @property
+    def step_waits(self) -> tuple[float, ...]:
+        """Return the seconds of each of these that this rank waited for others."""
+        return tuple(after - before for before, after in itertools.pairwise(self._waited_at_starts))

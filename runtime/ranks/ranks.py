@@ -74,6 +74,7 @@ class Ranks:
         self.mesh_rank = self.replica * self.size + self.rank
         self.failure: str | None = None  # why no collective can run any more
         self.timeout_seconds = _timeout_of(mesh)
+        self.waited_seconds = 0.0  # for collectives and control messages so far, of which a slow rank waits the least
         self._num_waits = 0  # collectives that were waited for: on every rank the same ones, in the same order
         self._told_waits = 0  # the last one of which the others were told that this rank waits for it
         if mesh is None:
@@ -173,9 +174,11 @@ class Ranks:
                 try:
                     work.wait(_LOOK)
                 except RuntimeError as error:
-                    if _TIMED_OUT in str(error) and not work.is_completed():
+                    if _TIMED_OUT not in str(error):
+                        raise
+                    if not work.is_completed():
                         return False
-                    raise
+                    work.wait()  # it was done right after the time: this returns, or raises what is wrong with it
             return True
 
         start = time.monotonic()
@@ -188,6 +191,7 @@ class Ranks:
 
         with self._raising(collective.name):
             wait_for(is_done, f"{collective.name} on rank {self.mesh_rank}", look=look)
+        self.waited_seconds += time.monotonic() - start
 
     # Control messages
 

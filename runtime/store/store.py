@@ -65,7 +65,7 @@ class Store:
         self.facts: dict[str, ParameterFact] = {}
         self.placements: dict[str, Placement] = {}
         self._tiles: dict[tuple[int, int, Slice], StoredTile] = {}  # by parameter, number and rows
-        self.meter = Meter()
+        self.meter = Meter(waited_seconds=lambda: ranks.waited_seconds)
         self.device = make_device(config.device)
         self.memory = TierMemory(self.device)
         self.staging = StagingPool(max(config.staging_memory, 0), self.memory.allocate)

@@ -1,14 +1,21 @@
-"""``zinf doctor``: measures this machine, and prints its limits and rates, what is missing and what that costs."""
+"""``zinf doctor``: measures this machine, and prints its limits and rates, what is missing and what that costs.
+
+On several ranks it measures what they share instead: links between them, and disks that all of them read at once.
+"""
 
 import argparse
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from zinf_compile.driver.this_machine import LEAST_DISK, is_busy, look_at_machine
+from zinf_compile.cli.ranks import add_ranks_argument, as_rank, must_start, start_ranks
+from zinf_compile.driver.this_machine import LEAST_DISK, TheseRanks, is_busy, look_at_machine, look_at_ranks
 from zinf_compile.hardware.profile_io import save_hardware
+from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.records import to_json
@@ -42,10 +49,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="measure, even if this machine was measured before")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--save", type=Path, metavar="FILE", help="also write the profile as a hardware file")
+    add_ranks_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis and return 0; 1 if something makes training impossible. ConfigError if DIR cannot be used."""
+    if must_start(args.ranks):
+        _check_for_ranks(args)
+        return start_ranks(args.ranks, args.words)
+    with as_rank(args.ranks) as world:
+        if world.size == 1:
+            return _run_alone(args)
+        _check_for_ranks(args)
+        found = look_at_ranks(args.nvme)
+        if args.json:
+            print(to_json(found), end="")
+        else:
+            _print_ranks(found, Console())
+    return 0
+
+
+def _check_for_ranks(args: argparse.Namespace) -> None:
+    if args.save is not None:
+        raise ConfigError("--save writes the profile of one machine; leave it out, or run zinf doctor without ranks")
+
+
+def _run_alone(args: argparse.Namespace) -> int:
     diagnosis = diagnose(args.nvme, again=args.again)
     if args.save is not None:
         save_hardware(diagnosis.hardware, args.save)
@@ -146,6 +175,41 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
         for lack in diagnosis.lacks:
             lacks.add_row(lack.what, f"[bold red]{lack.costs}[/]" if lack.is_fatal else lack.costs)
         console.print(lacks)
+
+
+def _print_ranks(found: TheseRanks, console: Console) -> None:
+    table = _table("measured between ranks", "what", "typical", "slowest", "together")
+    for link in found.links:
+        name = f"{link.collective} of {format_bytes(link.nbytes)}"
+        table.add_row(name, *_typical_and_slowest(link.bytes_per_second), "")
+    disks = found.disks
+    for name, rates in (("disk reads, one by one", disks.alone), ("disk reads, all at once", disks.together)):
+        together = "" if rates is disks.alone else _rate(sum(rates))
+        table.add_row(name, *_typical_and_slowest(rates), together)
+    console.print(table)
+    num_ranks, nodes = len(found.nodes), len(set(found.nodes))
+    slowest = _slowest(disks.together)
+    print(
+        f"{num_ranks} ranks on {nodes} machine{'s' if nodes > 1 else ''}; when all read, they get {disks.share:.0%} of what "
+        "each gets alone"
+    )
+    print(
+        f"slowest: rank {slowest} on {found.nodes[slowest]}, which then reads {_rate(disks.together[slowest])}; alone it "
+        f"reads {_rate(disks.alone[slowest])}"
+    )
+
+
+def _typical_and_slowest(rates: Sequence[float]) -> tuple[str, str]:
+    slowest = _slowest(rates)
+    return _rate(statistics.median(rates)), f"{_rate(rates[slowest])}, rank {slowest}"
+
+
+def _slowest(rates: Sequence[float]) -> int:
+    return min(range(len(rates)), key=rates.__getitem__)
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.2f} GB/s"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: Sequence[str]) -> int:
     args = _make_parser(words).parse_args(words)
+    args.words = words  # for ranks, which run the same command
     try:
         status: int = args.run(args)
     except ZinfError as error:

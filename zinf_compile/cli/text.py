@@ -75,17 +75,22 @@ class Batch(NamedTuple):
 
 
 class Batches(Iterator[Batch]):
-    """Random windows of a row of tokens, without end. ``position`` can be saved, and set to go on from there."""
+    """Random windows of a row of tokens, without end. ``position`` can be saved, and set to go on from there.
 
-    def __init__(self, tokens: Tensor, *, batch: int, seq: int, seed: int) -> None:
+    Ranks deal out the batches of one process: rank 0 gets the first one, rank 1 the next one. Positions are the same on
+    all of them.
+    """
+
+    def __init__(self, tokens: Tensor, *, batch: int, seq: int, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
         self._tokens, self._batch = tokens, batch
+        self._rank, self._num_ranks = rank, num_ranks
         self._window = torch.arange(seq + 1)
         self._generator = torch.Generator().manual_seed(seed)
 
     def __next__(self) -> Batch:
         num_starts = len(self._tokens) - len(self._window) + 1
-        starts = torch.randint(num_starts, (self._batch, 1), generator=self._generator)
-        rows = self._tokens[starts + self._window].long()
+        drawn = [torch.randint(num_starts, (self._batch, 1), generator=self._generator) for _ in range(self._num_ranks)]
+        rows = self._tokens[drawn[self._rank] + self._window].long()
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
     @property
@@ -105,14 +110,14 @@ class TokenStream:
     vocabulary: Vocabulary
     source: str
 
-    def batches(self, *, batch: int, seq: int, seed: int) -> Batches:
+    def batches(self, *, batch: int, seq: int, seed: int, rank: int = 0, num_ranks: int = 1) -> Batches:
         """Random windows without end, the same for the same seed; ConfigError when no window fits."""
         if len(self.tokens) <= seq:
             raise ConfigError(
                 f"{self.source} has {len(self.tokens)} tokens, a sequence needs {seq + 1}: "
                 "give more text with --text, or lower --seq"
             )
-        return Batches(self.tokens, batch=batch, seq=seq, seed=seed)
+        return Batches(self.tokens, batch=batch, seq=seq, seed=seed, rank=rank, num_ranks=num_ranks)
 
 
 def read_text(paths: Sequence[Path], vocabulary: Vocabulary, *, max_bytes: int = MAX_TEXT_BYTES) -> TokenStream:

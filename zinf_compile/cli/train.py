@@ -4,6 +4,7 @@ import argparse
 import tempfile
 import time
 import zlib
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,17 +13,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zinf_compile
-from zinf_compile.cli.checkpoints import CheckpointFolder
+from zinf_compile.checkpoint.objects import ranks_of
+from zinf_compile.cli.checkpoints import CheckpointFolder, Setting
 from zinf_compile.cli.models import Built, ExampleGPT, Subject
 from zinf_compile.cli.optimizers import find_optimizer, make_optimizer, measure_state
 from zinf_compile.cli.presets import PRESETS, STATE_BYTES, Preset, load_example, parse_count
 from zinf_compile.cli.progress import process_peak, show_progress
+from zinf_compile.cli.ranks import World, add_ranks_argument, as_rank, must_start, start_ranks
 from zinf_compile.cli.text import ByteVocabulary, TokenizerVocabulary, TokenStream, read_text
 from zinf_compile.cli.training import Schedule, Training
 from zinf_compile.cli.transformers_model import TransformersModel, parse_folder
 from zinf_compile.ir.config import parse_size
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import format_bytes
+from zinf_compile.runtime.ranks.agreement import check_alike
 
 _CHECKPOINT = Path("zinf-checkpoint")
 
@@ -54,12 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the process; 0: they are for the model (default: auto for budgets that are given, 0 for those of presets)",
     )
     budget.add_argument("--nvme", type=Path, metavar="FOLDER", help="for the rest (default: a temporary folder here)")
+    add_ranks_argument(budget)
     budget.add_argument("--plain", action="store_true", help="train the same model in memory with plain PyTorch")
     loop = parser.add_argument_group("training")
     loop.add_argument("--steps", type=int, help="optimizer steps in all, those before a --resume too")
     loop.add_argument("--batch", type=int, help="sequences per micro-batch")
     loop.add_argument("--seq", type=int, help="tokens per sequence")
-    loop.add_argument("--accumulate", type=int, default=1, metavar="N", help="gradient accumulation steps (default: 1)")
+    loop.add_argument(
+        "--accumulate",
+        type=int,
+        metavar="N",
+        help="gradient accumulation steps, which ranks share (default: 1, or one for each rank)",
+    )
     loop.add_argument("--optimizer", default="adamw", metavar="NAME", help="a class of torch.optim (default: adamw)")
     loop.add_argument("--lr", type=float, help="peak learning rate")
     loop.add_argument("--clip", type=float, metavar="NORM", help="clip the gradient norm (default: off)")
@@ -86,20 +96,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train with these arguments and return 0. Raises ZinfError if it cannot, KeyboardInterrupt that says how to resume."""
     _check_plain(args)
+    if must_start(args.ranks):
+        _check_for_ranks(args, args.ranks)
+        return start_ranks(args.ranks, args.words)
+    with as_rank(args.ranks) as world:
+        _run(args, world)
+    return 0
+
+
+def _run(args: argparse.Namespace, world: World) -> None:
+    if world.size > 1:
+        _check_for_ranks(args, world.size)
+    if args.accumulate is None:
+        args.accumulate = world.size
     _fill_from_preset(args, PRESETS[args.preset])
     _check(args)
     kind = find_optimizer(args.optimizer, args.lr)
     stream = _read_stream(args)
-    checkpoint = _choose_checkpoint(args, stream)
+    settings = _settings_of(args, stream)
+    checkpoint = _choose_checkpoint(args, settings)
     subject = _choose_model(args, stream.vocabulary.size)
-    print(_describe_run(args, subject, stream, kind), flush=True)
+    print(_describe_run(args, subject, stream, kind, world), flush=True)
     try:
-        _train(args, subject, stream, kind, checkpoint)
+        _train(args, subject, stream, kind, checkpoint, settings, world)
     except KeyboardInterrupt:
         if checkpoint is None:
             raise KeyboardInterrupt("nothing is saved; with --save-every N it can be resumed") from None
         raise KeyboardInterrupt(checkpoint.tell_how_to_resume()) from None
-    return 0
 
 
 def _train(
@@ -108,14 +131,20 @@ def _train(
     stream: TokenStream,
     kind: type[Optimizer],
     checkpoint: CheckpointFolder | None,
+    settings: Mapping[str, Setting],
+    world: World,
 ) -> None:
-    batches = stream.batches(batch=args.batch, seq=args.seq, seed=args.seed)
-    schedule = Schedule(steps=args.steps, accumulate=args.accumulate, clip=args.clip)
+    batches = stream.batches(batch=args.batch, seq=args.seq, seed=args.seed, rank=world.rank, num_ranks=world.size)
+    schedule = Schedule(steps=args.steps, accumulate=args.accumulate // world.size, clip=args.clip)
     started = time.perf_counter()
     with ExitStack() as stack:
         built = _build(subject, args, stack)
+        ranks = ranks_of(built.trunk)
+        if not ranks.is_alone:
+            same = ("steps", "optimizer", "save_every", "resume", "sample")
+            check_alike(ranks, "settings of zinf train", {**settings, **{name: getattr(args, name) for name in same}})
         trained = [parameter for parameter in built.trunk.parameters() if parameter.requires_grad]
-        torch.manual_seed(args.seed)
+        torch.manual_seed(args.seed + world.rank)
         training = Training(built.trunk, make_optimizer(kind, trained, args.lr), batches, schedule)
         if checkpoint is not None and args.resume:
             checkpoint.resume(training)
@@ -123,6 +152,7 @@ def _train(
         results = training.run(
             lambda batch: subject.loss(built.forward, batch),
             save=None if checkpoint is None else lambda: checkpoint.save_when_due(training),
+            mean=lambda loss: sum(ranks.exchange("the loss of a step", loss)) / ranks.size,
         )
         losses = [
             result.loss
@@ -138,14 +168,31 @@ def _train(
         print(
             f"loss: {losses[0]:.3f} at first, {sum(last) / len(last):.3f} on average over the last {len(last)} step(s)"
         )
-        print(f"elapsed: {elapsed:.1f} s; peak memory of the process, with Python and torch: {_peak()}")
+        whose = "the process" if world.size == 1 else "rank 0"
+        print(f"elapsed: {elapsed:.1f} s; peak memory of {whose}, with Python and torch: {_peak()}")
         if checkpoint is not None:
             print(f"checkpoint: {checkpoint.folder}, after step {training.step}")
         if not args.plain:
-            print(zinf_compile.report(built.trunk))
-            _save_plans(built.trunk, args.save_plan)
+            print(zinf_compile.report(built.trunk, all_ranks=True))
+            _save_plans(built.trunk, args.save_plan if world.is_first else None)
         if args.sample:
             print(f"sample:\n{_sample(subject, built, stream, args)}")
+
+
+def _check_for_ranks(args: argparse.Namespace, num_ranks: int) -> None:
+    """Refuse what several ranks cannot do."""
+    if args.plain:
+        raise ConfigError("--plain trains in one process, for comparison; leave it out, or run it without ranks")
+    if args.lora is not None:
+        raise ConfigError(
+            "--lora is not supported on several ranks: each of them would train adapters of its own; leave it out, or run "
+            "it without ranks"
+        )
+    if args.accumulate is not None and args.accumulate % num_ranks:
+        raise ConfigError(
+            f"--accumulate {args.accumulate}: {num_ranks} ranks share the micro-batches of a step evenly; pass a multiple "
+            f"of {num_ranks}"
+        )
 
 
 def _check_plain(args: argparse.Namespace) -> None:
@@ -196,12 +243,17 @@ def _read_stream(args: argparse.Namespace) -> TokenStream:
     return read_text(args.text, ByteVocabulary() if tokenizer is None else TokenizerVocabulary(tokenizer))
 
 
-def _choose_checkpoint(args: argparse.Namespace, stream: TokenStream) -> CheckpointFolder | None:
+def _settings_of(args: argparse.Namespace, stream: TokenStream) -> dict[str, Setting]:
+    """The options that determine the numbers of a run."""
+    names = ("batch", "seq", "accumulate", "lr", "clip", "seed", "compute_dtype")
+    settings: dict[str, Setting] = {name.replace("_", "-"): getattr(args, name) for name in names}
+    settings["text"] = f"of {len(stream.tokens)} tokens with checksum {zlib.crc32(stream.tokens.numpy().tobytes()):08x}"
+    return settings
+
+
+def _choose_checkpoint(args: argparse.Namespace, settings: Mapping[str, Setting]) -> CheckpointFolder | None:
     if args.checkpoint is None and args.save_every is None and not args.resume:
         return None
-    names = ("batch", "seq", "accumulate", "lr", "clip", "seed", "compute_dtype")
-    settings = {name.replace("_", "-"): getattr(args, name) for name in names}
-    settings["text"] = f"of {len(stream.tokens)} tokens with checksum {zlib.crc32(stream.tokens.numpy().tobytes()):08x}"
     checkpoint = CheckpointFolder(folder=args.checkpoint or _CHECKPOINT, every=args.save_every, settings=settings)
     checkpoint.check(resume=args.resume)
     return checkpoint
@@ -222,7 +274,9 @@ def _choose_model(args: argparse.Namespace, vocab_size: int) -> Subject:
     return ExampleGPT(example=example, config=config, seed=args.seed)
 
 
-def _describe_run(args: argparse.Namespace, subject: Subject, stream: TokenStream, kind: type[Optimizer]) -> str:
+def _describe_run(
+    args: argparse.Namespace, subject: Subject, stream: TokenStream, kind: type[Optimizer], world: World
+) -> str:
     # plain casts anew in every step; adapters are fp32 whatever the rest computes in
     dtype = "float32" if args.plain or subject.num_frozen else args.compute_dtype
     parts = {**STATE_BYTES[dtype], f"{kind.__name__} state": measure_state(kind, args.lr)}
@@ -241,9 +295,12 @@ def _describe_run(args: argparse.Namespace, subject: Subject, stream: TokenStrea
     if args.plain:
         lines.append("budget: none, plain PyTorch in memory")
     else:
-        factor = f"{states / budget:.1f} times the budget" if budget else "there is no budget"
+        factor = f"{states / world.size / budget:.1f} times the budget" if budget else "there is no budget"
+        is_of, share = "budget", "the model states are"
+        if world.size > 1:
+            is_of, share = f"budget of each of {world.size} ranks", "its share of the model states is"
         lines.append(
-            f"budget: {args.device_memory} device + {args.host_memory} host; the model states are {factor}; "
+            f"{is_of}: {args.device_memory} device + {args.host_memory} host; {share} {factor}; "
             f"the rest goes to {args.nvme or 'a temporary folder here'}"
         )
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from zinf_compile.cli.text import Batch, Batches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How many steps there are in all, and what one does; ``clip`` is the largest norm of all gradients."""
+    """How many steps there are in all, and what one does on a rank; ``clip`` is the largest norm of all gradients."""
 
     steps: int
     accumulate: int
@@ -31,9 +31,14 @@ class Training:
         self.rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_up_cosine(step, schedule.steps))
         self.step = 0
 
-    def run(self, loss_of: Callable[[Batch], Tensor], save: Callable[[], None] | None = None) -> Iterator[StepResult]:
+    def run(
+        self,
+        loss_of: Callable[[Batch], Tensor],
+        save: Callable[[], None] | None = None,
+        mean: Callable[[float], float] = float,
+    ) -> Iterator[StepResult]:
         """Train to the last step, one result a step; ``save`` is called behind each. A step's loss is the mean over its
-        micro-batches."""
+        micro-batches, and ``mean`` takes that over ranks."""
         accumulate, clip = self.schedule.accumulate, self.schedule.clip
         while self.step < self.schedule.steps:
             started = time.perf_counter()
@@ -48,6 +53,7 @@ class Training:
             self.optimizer.zero_grad()
             self.rate.step()
             self.step += 1
+            total = mean(total)
             seconds = time.perf_counter() - started
             if save is not None:
                 save()

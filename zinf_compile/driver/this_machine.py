@@ -1,5 +1,6 @@
 """This machine: its memory and disk, and its rates, which are measured once and stored."""
 
+import os
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from zinf_compile.ir.hardware import Hardware, TierSize
 from zinf_compile.runtime.calibration.calibrate import measure_hardware
 from zinf_compile.runtime.calibration.machine import Machine, inspect_machine
 from zinf_compile.runtime.calibration.measured import find_measured, keep_measured
+from zinf_compile.runtime.calibration.rank_rates import DiskRates, LinkRate, measure_disks, measure_links
 from zinf_compile.runtime.execute.op_bodies import register
+from zinf_compile.runtime.ranks.find_ranks import find_ranks, folder_of_rank
 from zinf_compile.runtime.store.store import Store
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -57,6 +60,40 @@ def look_at_machine(folder: Path, *, again: bool = False) -> ThisMachine:
     finally:
         store.close()
     return ThisMachine(machine=machine, hardware=hardware)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TheseRanks:
+    """The ranks of the default process group, their links and disks."""
+
+    nodes: tuple[str, ...]  # by rank
+    links: tuple[LinkRate, ...]
+    disks: DiskRates
+
+
+def look_at_ranks(folder: Path) -> TheseRanks:
+    """Return the rates of all ranks, which each of them measures now, with the disk of a folder of its own or of all.
+
+    Every rank calls this, and gets the same result. ConfigError, or RankError on the others, for a folder that cannot be
+    used.
+    """
+    register()
+    ranks = find_ranks(None)
+    nvme = str(Path(str(folder_of_rank(folder, ranks))).resolve())
+    nodes = ranks.exchange("names of machines", os.uname().nodename)
+
+    def open_store() -> Store:
+        config = make_config({"device_memory": 0, "host_memory": _HOST_MEMORY, "nvme": nvme})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Store(config)
+
+    store = ranks.do_alike("opening the folders of --nvme", open_store)
+    try:
+        links = measure_links(ranks)
+        return TheseRanks(nodes=tuple(nodes), links=links, disks=measure_disks(ranks, store))
+    finally:
+        store.close()
 
 
 def is_busy(machine: Machine) -> bool:

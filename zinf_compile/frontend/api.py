@@ -1,5 +1,6 @@
 """What users call: ``optimize`` a model, ask for its ``report``, ``close`` it."""
 
+import os
 import statistics
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from zinf_compile.inspect.recordings import Recording
 from zinf_compile.inspect.reports import (
     PhaseReport,
     ProcessReport,
+    RankReport,
     Report,
     RouteReport,
     StallReport,
@@ -29,6 +31,7 @@ from zinf_compile.inspect.reports import (
 from zinf_compile.ir.config import make_config
 from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes
+from zinf_compile.ir.hardware import route_name
 from zinf_compile.passes.planner.simulator.several_graphs import phases_of_step, share_updates
 from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.runtime.device.make_device import free_device_memory
@@ -45,7 +48,7 @@ from zinf_compile.runtime.observe.recorder import Recorder
 from zinf_compile.runtime.params.records import owner_of, record_of, replacement_of
 from zinf_compile.runtime.ranks.agreement import agree_on_config
 from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, find_ranks, folder_of_rank
-from zinf_compile.runtime.store.store import store_of
+from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.weights.initialize import Init, choose_values, undo
 
 
@@ -245,8 +248,14 @@ def _check_kept(kept: Mapping[str, Parameter], init: Init, share: Module | None)
         )
 
 
-def report(model: Module) -> Report:
+def report(model: Module, *, all_ranks: bool = False) -> Report:
     """Return what was planned for ``model`` next to what was measured so far.
+
+    On several ranks these are the numbers of the rank that asks. It may be the only one that does, so nothing is
+    exchanged, and nobody waits. With ``all_ranks`` every rank has to call this, at the same point of its loop. ``ranks``
+    of the result then has peaks, disk reads, and seconds of a step and of waiting of each, and the slowest rank is named.
+    It is the one that waits least: seconds of a step are about the same on all ranks, since all wait for the slowest. A
+    rank that does something else meanwhile is named in a RankError on all of them.
 
     Raises ConfigError for a model that neither ``optimize`` nor ``torch.compile(backend="zinf")`` has seen.
     """
@@ -285,8 +294,12 @@ def report(model: Module) -> Report:
                     count=len(runs),
                 )
             )
+    ranks = store.ranks
+    mine = [] if ranks.is_alone else [_rank_of(store, measured)]
     return Report(
         model=session.model_name,
+        ranks=tuple(ranks.exchange("report(model, all_ranks=True)", mine[0]) if mine and all_ranks else mine),
+        num_ranks=ranks.size,
         plans=plans,
         step_plans=step_plans,
         tiers=tuple(
@@ -309,6 +322,24 @@ def report(model: Module) -> Report:
         replanned=tuple(sentence for program in session.programs for sentence in program.replanned),
         num_eager_gathers=meter.num_eager_gathers,
         fallbacks=tuple(sentence for program in session.programs for sentence in program.fallbacks),
+    )
+
+
+def _rank_of(store: Store, peaks: Mapping[Tier, int]) -> RankReport:
+    """Return what this rank tells the others of itself."""
+    meter = store.meter
+    reads = {route_name(Tier.NVME, tier) for tier in (Tier.DEVICE, Tier.HOST)}
+    arrived = sum(nbytes for route, nbytes in meter.arrived if route in reads)
+    busy = sum(seconds for routes, seconds in meter.busy if not reads.isdisjoint(routes))
+    return RankReport(
+        rank=store.ranks.rank,
+        node=os.uname().nodename,
+        peaks=tuple(peaks.items()),
+        nbytes_read=sum(nbytes for route, nbytes in meter.moved if route in reads),
+        read_bytes_per_second=arrived / busy if arrived and busy else None,
+        step_seconds=statistics.median(meter.step_seconds) if meter.step_seconds else None,
+        waited_seconds=statistics.median(meter.step_waits) if meter.step_waits else None,
+        waited_seconds_in_all=meter.waited_seconds(),
     )
 
 

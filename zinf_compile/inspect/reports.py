@@ -76,6 +76,20 @@ class ProcessReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One of several ranks: measured peaks in bytes, reads of its disk so far, and medians over its steps."""
+
+    rank: int
+    node: str
+    peaks: tuple[tuple[Tier, int], ...]
+    nbytes_read: int
+    read_bytes_per_second: float | None  # while it reads; None if it has read nothing
+    step_seconds: float | None  # None before the second step
+    waited_seconds: float | None  # of these, for the collectives and control messages of all ranks
+    waited_seconds_in_all: float  # since optimize, with captures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What ``zinf_compile.report`` returns; ``print(report)`` shows all of it, ``repr(report)`` one line."""
 
@@ -92,6 +106,14 @@ class Report:
     replanned: tuple[str, ...]  # why a graph was planned again: larger inputs, or measured times
     num_eager_gathers: int  # parameters gathered outside captured graphs, in eager code
     fallbacks: tuple[str, ...] = ()  # "graph, blocks: what does not run as compiled, and why"
+    ranks: tuple[RankReport, ...] = ()  # of several: this one, or with ``all_ranks`` each, in order
+    num_ranks: int = 1
+
+    @property
+    def slowest_rank(self) -> RankReport | None:
+        """Return the rank that waits least for the others, since they wait for it; None if only one is known."""
+        timed = [each for each in self.ranks if each.waited_seconds is not None]
+        return min(timed, key=lambda each: each.waited_seconds or 0.0) if len(timed) > 1 else None
 
     def __repr__(self) -> str:
         peaks = ", ".join(
@@ -114,6 +136,7 @@ class Report:
                 lines.append(f"{tier.tier}: exceeded by {format_bytes(tier.measured_peak - tier.predicted_peak)}")
         if self.process is not None:
             lines.append(str(self.process))
+        lines += self._tell_ranks()
         if self.phases:
             lines += ["", f"{'phase':10}{'predicted':>11}{'measured':>11}{'ratio':>8}   runs"]
         lines += [_format_seconds(phase.phase, phase) for phase in self.phases]
@@ -144,6 +167,35 @@ class Report:
                 "TORCH_LOGS=graph_breaks tells what Dynamo could not capture",
             ]
         return "\n".join(map(printable, lines))
+
+    def _tell_ranks(self) -> list[str]:
+        """Return a table of the ranks, and which one is the slowest; nothing for a process that trains alone."""
+        if not self.ranks:
+            return []
+        tiers = [tier for tier, _ in self.ranks[0].peaks]
+        width = max(4, *(len(each.node) for each in self.ranks))
+        heads = "".join(f"{tier:>12}" for tier in tiers)
+        lines = ["", f"{'rank':>4}  {'node':{width}}{heads}{'disk reads':>12}{'rate':>11}{'step':>10}{'waits':>10}"]
+        for each in self.ranks:
+            peaks = "".join(f"{format_bytes(nbytes):>12}" for _, nbytes in each.peaks)
+            rate = "-" if each.read_bytes_per_second is None else f"{each.read_bytes_per_second / 1e9:.2f} GB/s"
+            seconds = ("-" if value is None else f"{value:.3f}s" for value in (each.step_seconds, each.waited_seconds))
+            times = "".join(f"{text:>10}" for text in seconds)
+            lines.append(
+                f"{each.rank:4}  {each.node:{width}}{peaks}{format_bytes(each.nbytes_read):>12}{rate:>11}{times}"
+            )
+        slowest = self.slowest_rank
+        if slowest is not None:
+            most = max(self.ranks, key=lambda each: each.waited_seconds or 0.0)
+            lines.append(
+                f"slowest: rank {slowest.rank}, which waits {slowest.waited_seconds or 0.0:.3f} s of a step for other "
+                f"ranks; rank {most.rank} waits {most.waited_seconds or 0.0:.3f} s"
+            )
+        elif len(self.ranks) < self.num_ranks:
+            lines.append(
+                f"one of {self.num_ranks} ranks; report(model, all_ranks=True), called on every rank, tells of all"
+            )
+        return lines
 
 
 def sum_runs(seconds: Sequence[float], num_graphs: int) -> tuple[float, ...]:
