@@ -5,19 +5,23 @@ from zinf_compile.ir.glossary import Tier, format_bytes, format_seconds
 from zinf_compile.ir.timeline import Timeline
 from zinf_compile.passes.planner.simulator.critical_path import LaneShare, critical_path, share_path
 from zinf_compile.passes.planner.simulator.memory import live_set
-from zinf_compile.passes.planner.simulator.summary import measure_wear, tell_bound
+from zinf_compile.passes.planner.simulator.summary import measure_links, measure_wear, tell_bound
 
 _NUM_LIVE = 5
 _NUM_LANES = 3  # of the critical path
 
 
 def dump_summary(timeline: Timeline) -> list[str]:
-    """Return lines on what bounds the step, its critical path, and its writes to nvme."""
+    """Return lines on what bounds the step, its critical path, the links between ranks, and its writes to nvme."""
     lines = [f"bound by     {tell_bound(timeline)}"]
     head = "critical"
     for share in share_path(critical_path(timeline))[:_NUM_LANES]:
         lines.append(f"{head:<13}{_tell_share(share)}")
         head = ""
+    links = measure_links(timeline)
+    if links.seconds:
+        busy, exposed = map(format_seconds, (links.seconds, links.exposed_seconds))
+        lines.append(f"links        busy {busy}, while compute waits for {exposed} of it")
     wear = measure_wear(timeline)
     if wear.nbytes_per_step:
         lines.append(

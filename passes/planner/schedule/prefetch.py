@@ -286,6 +286,16 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
     return issues, launches
 
 
+def _arrival(residency: Residency, issue: int, pace: Pace) -> int:
+    """Return the tick nearest to the arrival of a gather's shards, if compute never waits and their lane is free."""
+    shards, *_ = pace.world.gather_legs(residency.source, residency.nbytes)
+    reached, arrival = pace.reached_seconds, pace.reached_seconds[issue] + shards.seconds
+    tick = bisect.bisect_left(reached, arrival, lo=issue)
+    if tick > issue and (tick == len(reached) or arrival - reached[tick - 1] < reached[tick] - arrival):
+        return tick - 1
+    return tick
+
+
 def plan_transfers(
     residencies: Sequence[Residency],
     *,
@@ -319,6 +329,8 @@ def plan_issues(residencies: Sequence[Residency], *, prefetch_nbytes: int, pace:
     if pace is not None:
         latest, launches = _latest_issues(residencies, pace)
         issues = [max(pair) for pair in zip(issues, latest, strict=True)]
+        arrivals = (_arrival(residency, issue, pace) for residency, issue in zip(residencies, issues, strict=True))
+        launches = [max(pair) for pair in zip(arrivals, launches, strict=True)]  # a launch waits for its shards
     launches = list(itertools.accumulate(launches, max))  # in the order in which they are needed
     launches = [
         min(residency.need_by, max(pair)) for residency, *pair in zip(residencies, issues, launches, strict=True)

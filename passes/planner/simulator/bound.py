@@ -45,6 +45,7 @@ class _BusyLanes:
         for transfer in plan.transfers:
             _add(self.phases[phase_of(transfer.issue)], ways.legs(transfer))
         if plan.schedule.is_training:
+            _add(self.phases[Phase.FORWARD], ways.spread)
             self._add_updates(timing)
 
     def _add_updates(self, timing: StepTiming) -> None:

@@ -4,7 +4,9 @@ Compute runs its spans in order. A route moves one transfer at a time, in the or
 turns on it, like reads and writes of one disk. At the need-by tick of a transfer compute waits until it has ended; that
 wait is a stall. What leaves the device starts after the op that computes it; backward ends when the last gradient is home.
 A reload starts after its offload has ended. All ranks do the same, so one of them is simulated: its shards move over its
-routes, full values and gradients over the links.
+routes, full values and gradients over the links. Compute starts what moves over the links: at the launch tick of a gather
+it waits until the shards are there, and before a gradient is reduced until the last one was. Before forward it waits for
+the rows of residents that other ranks have updated.
 
 The simulated step is one of many equal ones. With an overlapped optimizer step, forward therefore runs beside the updates
 of the step before. These use the disk whenever nothing else does, in the order of first use. A gather waits for the
@@ -69,6 +71,9 @@ class _Walk:
         self._journeys = Journeys(self.lanes)
         self._offloads: dict[str, int] = {}  # the journey of each activation that has left
         self._sinks: list[int] = []  # journeys of gradients, which backward waits for at its end
+        self._launches: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by tick: need-by ticks and journeys
+        self._held: set[int] = set()  # gathers whose shards the ranks do not exchange yet
+        self._reduction: int | None = None  # the last one: they have the same buffers
         self._updates = Updates(plan, self.lanes)
         self._read: dict[int, list[str]] = defaultdict(list)  # residents that are updated beside forward, by first use
         self._timing = plan.step.timing
@@ -81,12 +86,16 @@ class _Walk:
             for use in plan.uses:
                 if use.parameter in self._ways.resident:
                     self._read[use.ticks[0]].append(use.parameter)
+        if plan.schedule.is_training:
+            self._spread_residents()
         self._placements = {placement.parameter: placement for placement in plan.placements}
         self._awaited: dict[int, list[int]] = defaultdict(list)  # by tick, the journeys that compute waits for there
         visits = set(self._read)
         for transfer in plan.transfers:
             if transfer.what is not Moved.GRADIENT:
                 visits.update((transfer.issue, transfer.need_by))
+                if transfer.launch is not None:
+                    visits.add(transfer.launch)
             elif not transfer.stays or self._timing is StepTiming.IN_BACKWARD or plan.num_ranks > 1:
                 visits.add(transfer.issue)  # others neither move nor are taken by an update
         self._visits = sorted(visits, reverse=True)
@@ -146,17 +155,21 @@ class _Walk:
     def _visit(self, tick: int) -> bool:
         """Issue what is due at a tick, and wait for what is needed there; return whether compute was held up."""
         self.ticks.append(TickTime(tick, self.clock))
+        start = self.clock
         issued = self._plan.by_tick.issued_at(tick)
         calls = sum(map(_num_calls, issued)) * self._plan.hardware.op_overhead_seconds
         if calls:
             self._compute("transfers", self.clock + calls)
         for transfer in issued:
             self._start(transfer)
-        has_waited = calls > 0
         for node in self._updates.finish(self._read.get(tick, ())):
-            has_waited |= self._wait(node)
+            self._wait(node)
         for journey in self._awaited.get(tick, ()):
-            has_waited |= self._wait(self._journeys.finish(journey))
+            self._launch(journey)
+            self._wait(self._journeys.finish(journey))
+        for _, journey in sorted(self._launches.get(tick, ())):
+            self._launch(journey)
+        has_waited = calls > 0 or self.clock > start
         if has_waited:
             self.ticks.append(TickTime(tick, self.clock))
         return has_waited
@@ -171,33 +184,53 @@ class _Walk:
             after = (*after, *self._updates.finish(transfer.parameters))
         elif transfer.is_reload:
             after = (*after, self._journeys.finish(self._offloads[transfer.name]))
-        journey = self._journeys.start(transfer.label, self._ways.legs(transfer), after)
+        is_held = transfer.what is Moved.PARAMETERS and self._plan.num_ranks > 1
+        journey = self._journeys.start(transfer.label, self._ways.legs(transfer), after, is_held=is_held)
         self._awaited[transfer.need_by].append(journey)
+        if is_held:
+            self._held.add(journey)
+            self._launches[transfer.launched_at].append((transfer.need_by, journey))
         if transfer.is_offload:
             self._offloads[transfer.name] = journey
+
+    def _spread_residents(self) -> None:
+        """Wait for the updates of residents, and until every rank has what the others have updated of them."""
+        updated = self._ways.updated_residents
+        for node in self._updates.finish(placement.parameter for placement in updated):
+            self._wait(node)
+        for leg in self._ways.spread:
+            self._wait(self.lanes.travel(leg, "updated residents", self._after))
+
+    def _launch(self, journey: int) -> None:
+        """Let the ranks exchange the shards of a gather, once those of this one have arrived; nothing for other transfers."""
+        if journey in self._held:
+            self._held.remove(journey)
+            self._wait(self._journeys.last_of(journey))
+            self._journeys.launch(journey, self.clock, self._after)
 
     def _start_sink(self, sink: Transfer) -> None:
         """Start moving a gradient home, and queue the update in backward that takes it."""
         taken_by = self._placements.get(sink.name) if self._timing is StepTiming.IN_BACKWARD else None
-        after = self._after
         legs = self._ways.legs(sink)
+        if self._reduction is not None and legs:
+            self._wait(self._reduction)
+        after = self._after
         if legs:
             journey = self._journeys.start(sink.label, legs, after)
+            self._reduction = self._journeys.last_of(journey) if self._plan.num_ranks > 1 else None
             self._sinks.append(journey)
             if taken_by is not None:
                 after = (self._journeys.finish(journey),)
         if taken_by is not None:
             self._updates.queue(taken_by, after, with_gradient=False)
 
-    def _wait(self, node: int) -> bool:
-        """Let compute go on after a node; return whether it has to wait for it."""
+    def _wait(self, node: int) -> None:
+        """Let compute go on after a node, for which it may have to wait."""
         self._after = (*self._after, node)
         awaited = self.lanes.nodes[node]
-        if awaited.end_seconds <= self.clock:
-            return False
-        start, self.clock = self.clock, awaited.end_seconds
-        self._stall(awaited.name, start)
-        return True
+        if awaited.end_seconds > self.clock:
+            start, self.clock = self.clock, awaited.end_seconds
+            self._stall(awaited.name, start)
 
     def _stall(self, name: str, start: float) -> None:
         """Append a wait of compute until now. The updates that begin meanwhile take nothing from it."""

@@ -4,7 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from zinf_compile.ir.glossary import Tier, format_seconds
-from zinf_compile.ir.timeline import Timeline
+from zinf_compile.ir.hardware import DEVICE_LINKS, NODE_LINKS
+from zinf_compile.ir.timeline import Event, Timeline
 
 _SECONDS_PER_DAY = 86_400
 
@@ -65,6 +66,35 @@ def tell_bound(timeline: Timeline) -> str:
         return "nothing: the step does nothing"
     lane, step = lanes[0], timeline.step_seconds
     return f"{lane.name}, busy {format_seconds(lane.seconds)} of {format_seconds(step)} ({lane.seconds / step:.0%})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkUse:
+    """How long the links between ranks are busy in a step, and how much of that compute waits meanwhile."""
+
+    seconds: float
+    exposed_seconds: float  # not hidden behind compute
+
+
+def measure_links(timeline: Timeline) -> LinkUse:
+    """Return the use of the links between ranks. What compute waits for meanwhile may also be a disk."""
+    busy = sorted(
+        (node for node in timeline.nodes if node.lane in (DEVICE_LINKS, NODE_LINKS)),
+        key=lambda node: node.start_seconds,
+    )
+    exposed, first = 0.0, 0
+    for stall in sorted(timeline.stalls, key=lambda stall: stall.start_seconds):
+        while first < len(busy) and busy[first].end_seconds <= stall.start_seconds:
+            first += 1
+        for node in busy[first:]:
+            if node.start_seconds >= stall.end_seconds:
+                break
+            exposed += _common_seconds(stall, node)
+    return LinkUse(seconds=sum(node.seconds for node in busy), exposed_seconds=exposed)
+
+
+def _common_seconds(one: Event, other: Event) -> float:
+    return min(one.end_seconds, other.end_seconds) - max(one.start_seconds, other.start_seconds)
 
 
 def measure_wear(timeline: Timeline) -> Wear:

@@ -1,5 +1,7 @@
 """The way of each transfer of a plan: which routes and links it takes, given when its updates run."""
 
+from functools import cached_property
+
 from zinf_compile.hardware.world import Leg, World
 from zinf_compile.ir.glossary import StepTiming, Tier
 from zinf_compile.ir.plan import Plan
@@ -12,13 +14,24 @@ class Ways:
     def __init__(self, plan: Plan) -> None:
         self.world = World(hardware=plan.hardware, num_ranks=plan.num_ranks)
         self.resident = {use.parameter for use in plan.uses} - plan.by_tick.gathered
+        self.updated_residents = [  # every rank has them whole and updates its rows
+            placement
+            for placement in plan.placements
+            if plan.num_ranks > 1 and placement.compute is Tier.DEVICE and placement.gradient_nbytes
+        ]
         self._taken = set[str]()  # gradients that updates inside backward take on their way home
         if plan.step.timing is StepTiming.IN_BACKWARD:
             self._taken = {item.parameter for item in plan.placements if item.update_nbytes_written}
+
+    @cached_property
+    def spread(self) -> tuple[Leg, ...]:
+        """Return the way on which ranks get the rows of residents that others have updated; () where there are none."""
+        nbytes = sum(placement.compute_nbytes for placement in self.updated_residents)
+        return (Leg(self.world.links, nbytes),) if nbytes else ()
 
     def legs(self, transfer: Transfer) -> tuple[Leg, ...]:
         """Return the legs of a transfer, in order; () where nothing moves."""
         if transfer.what is not Moved.GRADIENT:
             return self.world.legs(transfer)
         home = Tier.DEVICE if transfer.name in self._taken else transfer.destination
-        return self.world.gradient_legs(home, transfer.nbytes, is_resident=transfer.name in self.resident)
+        return self.world.gradient_legs(home, transfer.nbytes, is_resident=False)  # ``spread`` brings updates back

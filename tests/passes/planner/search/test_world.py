@@ -16,6 +16,7 @@ from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.passes.planner.search.planner import Request, does_fit, make_plan, minimum_device_memory
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
+from zinf_compile.passes.planner.simulator.summary import measure_links
 
 DGX2 = load_hardware("dgx2")
 SIZES = {tier.tier: tier.nbytes for tier in DGX2.tiers}
@@ -194,6 +195,32 @@ def test_a_rank_keeps_what_zero_says(
     zero = float(ZERO_NBYTES[ZeroStage.PARAMETERS].subs({PARAMETERS: elements, RANKS: num_ranks}))
     kept = sum(item.nbytes_on(tier) for item in plan.placements for tier in Tier)
     assert kept == pytest.approx(zero, rel=1e-6)
+
+
+@pytest.mark.parametrize("room", [1.5, 2.0])
+def test_links_that_are_as_busy_as_compute_are_hidden_behind_it(
+    parameter: Callable[..., ParameterFact], graph: Callable[..., GraphFacts], room: float
+) -> None:
+    """Two gathers and a reduction of each parameter take as long as all of compute; an op takes a millisecond."""
+    request = make_transformer(parameter, graph, 16, 1024, 4)
+    rates = tuple(replace(rate, per_second=1e9) for rate in DGX2.flops)
+    request = replace(request, hardware=replace(request.hardware, flops=rates, optimizer_elements_per_second=1e15))
+    seconds = sum(span.seconds for span in make_plan(request).spans)
+    nbytes = 3 * 2 * sum(item.num_elements for item in request.parameters)
+    speed = nbytes * 3 / 4 / seconds  # a rank has a fourth of what it receives
+    routes = tuple(
+        route if Tier.NVME in route.name.split() else replace(route, bytes_per_second=1e12)
+        for route in request.hardware.routes
+    )
+    balanced = replace(request.hardware, device_link_bytes_per_second=speed, routes=routes)
+    request = replace(request, hardware=balanced)
+    config = replace(request.config, device_memory=int(room * minimum_device_memory(request)))
+    plan = make_plan(replace(request, config=config))
+    timeline = simulate(plan)
+    links = measure_links(timeline)
+    assert len(plan.gathers) > 2 * 16  # it does stream
+    assert links.seconds >= 0.95 * seconds
+    assert 0 < links.exposed_seconds <= 0.15 * timeline.step_seconds
 
 
 def streamed_plan(request: Request) -> Plan:

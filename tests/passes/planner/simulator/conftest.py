@@ -64,6 +64,7 @@ def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False, 
                         nbytes=nbytes,
                         issue=issue,
                         need_by=need_by,
+                        launch=random.randint(issue, need_by) if num_ranks > 1 else None,
                         release=random.randint(need_by + 1, end),
                     )
                 )
