@@ -332,7 +332,7 @@ def _rank_of(store: Store, peaks: Mapping[Tier, int]) -> RankReport:
     arrived = sum(nbytes for route, nbytes in meter.arrived if route in reads)
     busy = sum(seconds for routes, seconds in meter.busy if not reads.isdisjoint(routes))
     return RankReport(
-        rank=store.ranks.rank,
+        rank=store.ranks.mesh_rank,
         node=os.uname().nodename,
         peaks=tuple(peaks.items()),
         nbytes_read=sum(nbytes for route, nbytes in meter.moved if route in reads),
