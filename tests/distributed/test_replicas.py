@@ -94,7 +94,7 @@ def test_two_replicas_of_two(placement: str, four: RankPool, options: dict[str, 
     [
         ((4, 1), "nvme", True),
         ((4, 1), "resident", False),
-        ((1, 4), "nvme", False),
+        pytest.param((1, 4), "nvme", False, marks=pytest.mark.long),
         pytest.param((4, 1), "resident", True, marks=pytest.mark.long),
         pytest.param((1, 4), "nvme", True, marks=pytest.mark.long),
         pytest.param((1, 4), "resident", True, marks=pytest.mark.long),
@@ -107,13 +107,6 @@ def test_a_dimension_of_one(
     plain = train_alone(loop, 4)
     given = {**options[placement], "mesh": mesh, "capture": capture}
     for rank, ours in enumerate(four.run(train_on_ranks, loop, given)):
-        assert_same(ours, of_rank(plain, rank, 4))
-
-
-def test_eager_forwards(four: RankPool, eager: dict[str, dict[str, Any]]) -> None:
-    loop = Loop(num_steps=2)
-    plain = train_alone(loop, 4)
-    for rank, ours in enumerate(four.run(train_on_ranks, loop, eager["nvme"])):
         assert_same(ours, of_rank(plain, rank, 4))
 
 
@@ -139,6 +132,7 @@ def test_what_a_rank_sees(placement: str, four: RankPool, eager: dict[str, dict[
         assert math.isclose(seen["halved"], alone["halved"], rel_tol=1e-5)
 
 
+@pytest.mark.long
 def test_norms_of_gradients_on_disk_are_those_of_all_ranks(four: RankPool, eager: dict[str, dict[str, Any]]) -> None:
     for tiers, seen in four.run(clip_on_disk, eager["nvme"]):
         assert tiers == ["host", "nvme"]
