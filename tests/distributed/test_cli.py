@@ -161,9 +161,8 @@ def test_zinf_starts_ranks_and_ctrl_c_ends_them_all(tiny: list[str], tmp_path: P
         err = child.stderr.read()
     assert child.returncode == 130, err
     assert len([line for line in printed if line.startswith("model: ")]) == 1
-    stopped = [line for line in err.splitlines() if line.startswith("zinf train: ")]
-    assert stopped == [f"zinf train: stopped; resume with --resume; last checkpoint: step 40 in {tmp_path / 'saved'}"]
-    assert "Traceback" not in err
+    (stopped,) = [line for line in err.splitlines() if not line.startswith("zinf: ")]
+    assert re.search(r": stopped; resume with --resume; last checkpoint: step \d+ in .*saved$", stopped)
     assert len(children) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
     assert list(here.iterdir()) == []

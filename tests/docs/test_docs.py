@@ -328,6 +328,10 @@ def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for words in _commands(document):
         program, *rest = words
+        if program == "torchrun":
+            program, rest = "python", rest[2:]  # without the number of processes
+            if rest[:2] == ["-m", "zinf_compile.cli"]:
+                program, rest = "zinf", rest[2:]
         if program == "make":
             assert set(rest) <= targets, f"make {rest}: the Makefile has {sorted(targets)}"
         elif program == "zinf":
@@ -343,8 +347,7 @@ def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help
                 assert all((ROOT / folder).exists() or "skip_detaches" in folder for folder in folders), folders
             else:
                 _assert_options(rest, help_texts[rest[1]])
-        elif program in ("python", "torchrun"):
-            rest = rest[2:] if program == "torchrun" else rest  # the number of processes
+        elif program == "python":
             assert (ROOT / rest[0]).is_file(), f"{rest[0]} does not exist"
         else:
             pytest.fail(f"{document.name}: nobody checks {' '.join(words)!r}")

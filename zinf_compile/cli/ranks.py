@@ -28,7 +28,6 @@ from zinf_compile.ir.errors import ConfigError, ZinfError
 _LOOPBACK = "127.0.0.1"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the variables that torch.distributed needs
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-_SHUTDOWN_SECONDS = 30  # that ranks have to end after a signal: a save in progress ends first
 
 
 class World(NamedTuple):
@@ -72,7 +71,9 @@ def start_ranks(number: int, words: Sequence[str]) -> int:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say themselves what is wrong
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed."):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks say themselves what is wrong
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -83,7 +84,6 @@ def start_ranks(number: int, words: Sequence[str]) -> int:
         local_addr=_LOOPBACK,
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        shutdown_timeout=_SHUTDOWN_SECONDS,
     )
     try:
         elastic_launch(config, sys.executable)("-m", "zinf_compile.cli", *words)

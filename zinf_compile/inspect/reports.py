@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 
+_NOTICEABLE = 0.05  # of a step: ranks whose waits differ by less are about equally fast
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierReport:
@@ -187,9 +189,13 @@ class Report:
         slowest = self.slowest_rank
         if slowest is not None:
             most = max(self.ranks, key=lambda each: each.waited_seconds or 0.0)
+            least, longest, step = (
+                seconds or 0.0 for seconds in (slowest.waited_seconds, most.waited_seconds, slowest.step_seconds)
+            )
+            remark = ": none of them is slow" if longest - least < _NOTICEABLE * step else ""
             lines.append(
-                f"slowest: rank {slowest.rank}, which waits {slowest.waited_seconds or 0.0:.3f} s of a step for other "
-                f"ranks; rank {most.rank} waits {most.waited_seconds or 0.0:.3f} s"
+                f"slowest: rank {slowest.rank}, which waits {least:.3f} s of a step for other ranks; "
+                f"rank {most.rank} waits {longest:.3f} s{remark}"
             )
         elif len(self.ranks) < self.num_ranks:
             lines.append(

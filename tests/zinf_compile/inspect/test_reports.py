@@ -1,7 +1,12 @@
 """The report as text: predicted and measured values, and exceeded budgets."""
 
+from dataclasses import replace
+
+import pytest
+
 from tests.support.hand_made_plans import make_report
-from zinf_compile.inspect.reports import sum_runs
+from zinf_compile.inspect.reports import RankReport, sum_runs
+from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Plan
 
 
@@ -31,3 +36,41 @@ def test_its_repr_is_a_line(small_plan: Plan) -> None:
 def test_the_runs_of_several_graphs_in_a_step_are_one() -> None:
     assert sum_runs((9.0, 1.0, 2.0, 3.0, 4.0), 2) == (7.0, 3.0)
     assert sum_runs((1.0,), 2) == ()
+
+
+def rank_of(number: int, waited: float | None) -> RankReport:
+    """Return what a rank says that waits so long of a step of one second."""
+    return RankReport(
+        rank=number,
+        node=f"node{number}",
+        peaks=((Tier.DEVICE, 2**20), (Tier.HOST, 2**21)),
+        nbytes_read=2**30,
+        read_bytes_per_second=None if waited is None else 1.5e9,
+        step_seconds=None if waited is None else 1.0,
+        waited_seconds=waited,
+        waited_seconds_in_all=3.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("waits", "told"),
+    [
+        ((0.4, 0.1, 0.5), "slowest: rank 1, which waits 0.100 s of a step for other ranks; rank 2 waits 0.500 s"),
+        (
+            (0.4, 0.41),
+            "slowest: rank 0, which waits 0.400 s of a step for other ranks; rank 1 waits 0.410 s: none of them",
+        ),
+        ((0.4,), "one of 3 ranks; report(model, all_ranks=True), called on every rank, tells of all"),
+        ((None, None, None), "rank  node       device        host  disk reads       rate      step     waits"),
+    ],
+)
+def test_the_rank_that_waits_least_is_the_slowest(waits: tuple[float | None, ...], told: str, small_plan: Plan) -> None:
+    ranks = tuple(rank_of(number, waited) for number, waited in enumerate(waits))
+    text = str(replace(make_report(small_plan), ranks=ranks, num_ranks=3))
+    assert f"\n{told}" in text
+    assert "   0  node0     1.0 MiB     2.0 MiB    1.00 GiB" in text
+    assert ("slowest" in text) is (len(waits) > 1 and waits[0] is not None)
+
+
+def test_a_process_that_trains_alone_has_no_ranks(small_plan: Plan) -> None:
+    assert "rank" not in str(make_report(small_plan))
