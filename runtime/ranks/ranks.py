@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -81,15 +80,13 @@ class Ranks:
             return
         members: list[int] = mesh.mesh.flatten().tolist()  # replica by replica
         self._places = [sorted(members).index(each) for each in members]  # groups sort their ranks
-        self._number = next(_numbers)
-        make = partial(dist.new_group, use_local_synchronization=True)
         sharing = members[self.replica * self.size :][: self.size]
-        self._gathers = make(sharing, group_desc=f"zinf gathers {self._number}")
-        self._reductions = make(sharing, group_desc=f"zinf reductions {self._number}")
+        self._gathers = _group_of("gathers", sharing)
+        self._reductions = _group_of("reductions", sharing)
         if self.num_replicas > 1:
-            self._replicas = make(members[self.rank :: self.size], group_desc=f"zinf replicas {self._number}")
-        self._control = make(members, backend="gloo", group_desc=f"zinf control {self._number}")
-        self._messages = PrefixStore(f"zinf/{'-'.join(map(str, members))}/{self._number}", _get_default_store())
+            self._replicas = _group_of("replicas", members[self.rank :: self.size])
+        self._control = _group_of("control", members, backend="gloo")
+        self._messages = PrefixStore(f"zinf/{'-'.join(map(str, members))}/{next(_numbers)}", _get_default_store())
 
     @property
     def is_alone(self) -> bool:
@@ -208,6 +205,7 @@ class Ranks:
                 for one in dict.fromkeys(met)
             )
             self.failure = f"ranks do different things at the same time: {doing}"
+            _groups.made.clear()
             raise RankError(
                 f"{self.failure}; give every rank the same loop, and as many batches, of the same shapes (pad the last one)"
             )
@@ -274,6 +272,7 @@ class Ranks:
         if self.is_alone or self.failure is not None:
             return
         self.failure = f"rank {self.mesh_rank}: {why}"
+        _groups.made.clear()
         self._tell(self.failure)
 
     def _tell(self, failure: str) -> None:
@@ -326,6 +325,7 @@ class Ranks:
     def _broken(self, why: str) -> RankError:
         if self.failure is None:
             self.failure = why
+            _groups.made.clear()
             self._tell(f"rank {self.mesh_rank}: {why}")  # some ranks have no connection to the one that is gone
         return RankError(f"rank {self.mesh_rank} cannot go on: {why}; {REMEDY}")
 
@@ -341,6 +341,31 @@ def _timeout_of(mesh: DeviceMesh | None) -> float:
 
 
 REMEDY = "restart all ranks, as torchrun does, and load the last checkpoint"
+
+
+class _Groups:
+    """The process groups of this process, which each take threads and connections: models share them.
+
+    After a failure, of which a collective may be left behind, and with another default group, models get new ones.
+    """
+
+    def __init__(self) -> None:
+        self.default: object = None
+        self.made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+_groups = _Groups()
+
+
+def _group_of(purpose: str, members: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """Return the group of some ranks for one kind of collectives. Every member calls this in the same order."""
+    if _groups.default is not dist.group.WORLD:
+        _groups.default, _groups.made = dist.group.WORLD, {}
+    key = purpose, tuple(members)
+    if key not in _groups.made:
+        made = dist.new_group([*members], use_local_synchronization=True, group_desc=f"zinf {purpose}", **options)
+        _groups.made[key] = made
+    return _groups.made[key]
 
 
 def is_grouped() -> bool:
