@@ -59,6 +59,12 @@ def losses_of(printed: str) -> list[str]:
     return re.findall(r"^step .* loss (\d+\.\d{3})", printed, flags=re.MULTILINE)
 
 
+def contents_of(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of the tensor files of the checkpoint in a folder."""
+    (data,) = folder.glob("data-*")
+    return {path.name: path.read_bytes() for path in data.glob("*.safetensors")}
+
+
 def test_ranks_deal_out_the_batches_of_one_process() -> None:
     tokens = torch.arange(1000, dtype=torch.int32)
     alone = Batches(tokens, batch=2, seq=8, seed=3)
@@ -72,7 +78,7 @@ def test_ranks_deal_out_the_batches_of_one_process() -> None:
 def test_ranks_train_as_one_process_that_accumulates_and_each_resumes_the_other(
     tiny: list[str], two: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*tiny, "--nvme", str(tmp_path), "--steps", "2", "--clip", "1"]
+    words = [*tiny, "--nvme", str(tmp_path), "--steps", "2"]
     first, second = two.run(run_zinf, [*words, "--checkpoint", str(tmp_path / "ranks")])
     assert (first.status, second.status) == (0, 0), first.err + second.err
     assert second.out == second.err == ""
@@ -83,6 +89,7 @@ def test_ranks_train_as_one_process_that_accumulates_and_each_resumes_the_other(
     torch.set_num_threads(1)
     assert main([*shared, "--checkpoint", str(tmp_path / "alone")]) == 0
     assert losses_of(first.out) == losses_of(capsys.readouterr().out) != []
+    assert contents_of(tmp_path / "ranks") == contents_of(tmp_path / "alone") != {}
 
     longer = [*shared, "--steps", "3", "--resume"]
     assert main([*longer, "--checkpoint", str(tmp_path / "ranks")]) == 0
@@ -90,6 +97,7 @@ def test_ranks_train_as_one_process_that_accumulates_and_each_resumes_the_other(
     assert "after step 2" in alone
     on_ranks, _ = two.run(run_zinf, [*longer, "--checkpoint", str(tmp_path / "alone")])
     assert losses_of(on_ranks.out) == losses_of(alone) != []
+    assert contents_of(tmp_path / "ranks") == contents_of(tmp_path / "alone")
 
 
 def test_a_sentence_is_printed_by_one_rank(tiny: list[str], two: RankPool) -> None:
