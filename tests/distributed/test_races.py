@@ -86,7 +86,7 @@ def options(tmp_path: Path) -> Mapping[str, Any]:
     return {**placements(str(tmp_path))["nvme"], "device_memory": 480 * KIB}
 
 
-@pytest.mark.parametrize("changes", [{}, {"reduce": "fast"}, {"step_in_backward": True}])
+@pytest.mark.parametrize("changes", [{}, {"reduce": "fast"}, {"step_in_backward": True, "device_memory": 640 * KIB}])
 def test_no_run_has_a_race(two: RankPool, options: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     for found, touched in two.run(train_watched, {**options, **changes}):
         assert found == []
