@@ -1,15 +1,15 @@
 """A happens-before race detector for the runtime: which actor accesses which bytes, and what orders the accesses.
 
-Compute and every task of a thread pool are actors with vector clocks. A synchronisation (a submission, a finished future, a
-returned staging buffer) carries the clock of the actor that did it to the actor that continues after it. Two actors that
-access the same bytes of memory or of the file, at least one of them writing, race unless a chain of synchronisations orders
-them, even if they happened to run one after the other.
+Compute, every task of a thread pool and every collective between ranks are actors with vector clocks. A synchronisation
+(a submission, a finished future, a returned staging buffer) carries the clock of the actor that did it to the actor that
+continues after it. Two actors that access the same bytes of memory or of the file, at least one of them writing, race
+unless a chain of synchronisations orders them, even if they happened to run one after the other.
 """
 
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from zinf_compile.runtime.device.cpu import CpuBlock
 from zinf_compile.runtime.optim import optimizer
 from zinf_compile.runtime.optim.backward_step import JobFeed
 from zinf_compile.runtime.optim.step_chunks import Chunk
+from zinf_compile.runtime.ranks.ranks import Collective, Ranks
 from zinf_compile.runtime.storage import futures
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.staging import StagingPool
@@ -91,6 +92,16 @@ class Races:
             self._actor.number = self._streams[stream]
             self.join(clock)
         yield
+        self._actor.number = me
+
+    @contextmanager
+    def beside(self, carrier: object) -> Iterator[None]:
+        """Act inside as something that the caller starts: whoever observes ``carrier`` later is ordered after it."""
+        clock = self.fork()
+        me = self._actor.number
+        self.begin(clock)
+        yield
+        self.publish(carrier)
         self._actor.number = me
 
     def _me(self) -> int:
@@ -179,6 +190,7 @@ def watching_races() -> Iterator[Races]:
         _watch_order(races, replace)
         _watch_memory(races, replace)
         _watch_bytes(races, replace)
+        _watch_collectives(races, replace)
         watch_streams(races, replace)
         yield races
 
@@ -397,6 +409,43 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
     replace(Transfers, "wait_gather", wait_gather)
     replace(Transfers, "release", release)
     replace(Arena, "strided_view", strided_view)
+
+
+def _watch_collectives(races: Races, replace: Replace) -> None:
+    """Follow collectives between ranks: each is an actor from its start to the end of a wait for it."""
+
+    def start(collective: Collective, read: Sequence[Tensor], written: Sequence[Tensor]) -> Collective:
+        with races.beside(collective):
+            for tensor in read:
+                touch_tensor_of(races, tensor, f"{collective.name}, reading", write=False)
+            for tensor in written:
+                touch_tensor_of(races, tensor, f"{collective.name}, writing", write=True)
+        return collective
+
+    def all_gather(original: Any) -> Any:
+        def call(ranks: Ranks, name: str, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> Collective:
+            return start(original(ranks, name, shards, wholes), shards, wholes)
+
+        return call
+
+    def reduce(original: Any) -> Any:
+        def call(ranks: Ranks, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
+            touch_tensor_of(races, value, f"what fills the buffer of {name}", write=True)
+            return start(original(ranks, name, value, counts, received), [value], [received])
+
+        return call
+
+    def wait(original: Any) -> Any:
+        def call(ranks: Ranks, collective: Collective) -> None:
+            original(ranks, collective)
+            races.observe(collective)
+
+        return call
+
+    replace(Ranks, "all_gather", all_gather)
+    replace(Ranks, "exchange_rows", reduce)
+    replace(Ranks, "reduce_rows", reduce)
+    replace(Ranks, "wait", wait)
 
 
 @contextmanager

@@ -202,7 +202,7 @@ class _Walk:
             self._wait(self.lanes.travel(leg, "updated residents", self._after))
 
     def _launch(self, journey: int) -> None:
-        """Let the ranks exchange the shards of a gather, once those of this one have arrived; nothing for others."""
+        """Let the ranks exchange the shards of a gather, once those of this one have arrived; of others, do nothing."""
         if journey in self._held:
             self._held.remove(journey)
             self._wait(self._journeys.last_of(journey))

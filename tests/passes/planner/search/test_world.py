@@ -1,5 +1,6 @@
 """Plans of many ranks: shards in homes, full values in the arena, and the largest models on the papers' nodes."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -221,6 +222,19 @@ def test_links_that_are_as_busy_as_compute_are_hidden_behind_it(
     assert len(plan.gathers) > 2 * 16  # it does stream
     assert links.seconds >= 0.95 * seconds
     assert 0 < links.exposed_seconds <= 0.15 * timeline.step_seconds
+
+
+def test_planning_for_many_ranks_takes_no_longer(
+    parameter: Callable[..., ParameterFact], graph: Callable[..., GraphFacts]
+) -> None:
+    """In seconds of this process on a processor, which others on the machine do not change much."""
+    seconds = []
+    for num_ranks in (1, 512):
+        request = make_transformer(parameter, graph, 24, 4096, num_ranks)
+        start = time.process_time()
+        assert make_plan(request).num_ranks == num_ranks
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < seconds[0] + 2.0
 
 
 def streamed_plan(request: Request) -> Plan:
