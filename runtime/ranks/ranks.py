@@ -277,6 +277,8 @@ class Ranks:
 
     def _tell(self, failure: str) -> None:
         """Give the other ranks a failure, unless they know of one."""
+        if self.is_alone:
+            return
         with suppress(RuntimeError):  # whoever holds the store is gone: the others learn of it from their connections
             self._messages.compare_set("failed", "", failure)
 

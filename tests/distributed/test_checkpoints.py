@@ -52,7 +52,8 @@ def values_in_one_process(folder: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("placement", ["nvme", pytest.param("resident", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("placement", ["nvme", "resident"])
 def test_a_run_that_is_resumed_on_as_many_ranks_goes_on_to_the_bit(
     placement: str, two: RankPool, tmp_path: Path
 ) -> None:

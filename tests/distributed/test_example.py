@@ -12,7 +12,7 @@ from zinf_compile.checkpoint.checkpoint_folder import read_manifest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_cli.py starts processes, too
 def test_the_example_trains_and_its_checkpoint_is_there(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

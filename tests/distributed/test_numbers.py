@@ -148,7 +148,9 @@ FOUR = pytest.param(4, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("size", [2, FOUR])
-@pytest.mark.parametrize("placement", ["nvme", "host", "resident"])
+@pytest.mark.parametrize(
+    "placement", ["nvme", *(pytest.param(each, marks=pytest.mark.long) for each in ("host", "resident"))]
+)
 def test_a_rank_keeps_its_share(placement: str, size: int, pool_of: Callable[[int], RankPool], tmp_path: Path) -> None:
     options = placements(str(tmp_path))[placement]
     (alone,) = pool_of(1).run(train, options)

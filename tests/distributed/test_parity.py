@@ -35,7 +35,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("placement", ["nvme", "resident"])
+@pytest.mark.parametrize("placement", ["nvme", pytest.param("resident", marks=pytest.mark.long)])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_two_ranks(loop: str, placement: str, two: RankPool, tmp_path: Path) -> None:
     options = dict(placements(str(tmp_path))[placement])
@@ -46,7 +46,14 @@ def test_two_ranks(loop: str, placement: str, two: RankPool, tmp_path: Path) -> 
         assert_same(ours, of_rank(plain, rank, 2))
 
 
-@pytest.mark.parametrize("options", [{}, {"capture": False}, {"overlap_step": False}, {"step_in_backward": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"capture": False},
+        {"step_in_backward": True},
+        *(pytest.param(each, marks=pytest.mark.long) for each in ({}, {"overlap_step": False})),
+    ],
+)
 def test_three_ranks_that_divide_nothing_evenly(options: dict[str, object], three: RankPool, tmp_path: Path) -> None:
     loop = Loop()
     plain = train_alone(loop, 3)
@@ -57,7 +64,9 @@ def test_three_ranks_that_divide_nothing_evenly(options: dict[str, object], thre
         assert_same(ours, of_rank(plain, rank, 3))
 
 
-@pytest.mark.parametrize("loop", ["ordinary", "accumulated", "frozen"])
+@pytest.mark.parametrize(
+    "loop", ["accumulated", *(pytest.param(loop, marks=pytest.mark.long) for loop in ("ordinary", "frozen"))]
+)
 @pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_that_keep_more_on_every_rank(stage: int, looks: bool, loop: str, two: RankPool, tmp_path: Path) -> None:

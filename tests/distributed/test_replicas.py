@@ -92,7 +92,7 @@ def test_two_replicas_of_two(placement: str, four: RankPool, options: dict[str, 
 @pytest.mark.parametrize(
     ("mesh", "placement", "capture"),
     [
-        ((4, 1), "nvme", True),
+        pytest.param((4, 1), "nvme", True, marks=pytest.mark.long),
         ((4, 1), "resident", False),
         pytest.param((1, 4), "nvme", False, marks=pytest.mark.long),
         pytest.param((4, 1), "resident", True, marks=pytest.mark.long),
