@@ -25,9 +25,10 @@ from tests.distributed.workloads import (
     placements,
     train_alone,
     train_on_ranks,
+    train_step,
 )
 from tests.support.rank_pool import RankPool
-from tests.support.traces import assert_same
+from tests.support.traces import Trace, assert_same
 from zinf_compile.runtime.params.records import record_of
 
 PLACEMENTS = ["nvme", "resident"]
@@ -248,11 +249,23 @@ def test_compiled_segments_and_fast_reductions_agree_to_rounding(two: RankPool, 
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_more_memory_ahead_of_compute_keeps_the_bits(two: RankPool, tmp_path: Path) -> None:
+def train_and_count_prefetches(loop: Loop, options: Mapping[str, Any]) -> tuple[Trace, int]:
+    """Train; return also how many gathers the plan issues before they are needed."""
+    model, trace = optimize(loop.build(), options), Trace()
+    optimizer = loop.make_optimizer(model)
+    for step in range(loop.num_steps):
+        train_step(loop, model, optimizer, step, trace)
+    (plan,) = zinf_compile.report(model).plans
+    zinf_compile.close(model)
+    return trace, sum(gather.issue < gather.need_by for gather in plan.gathers)
+
+
+def test_gathers_ahead_of_compute_keep_the_bits(two: RankPool, tmp_path: Path) -> None:
     loop = Loop()
     plain = train_alone(loop, 2)
-    options = {**placements(str(tmp_path))["nvme"], "device_memory": 640 * KIB, "prefetch_memory": 160 * KIB}
-    for rank, ours in enumerate(two.run(train_on_ranks, loop, options)):
+    options = {**placements(str(tmp_path))["nvme"], "prefetch_memory": 160 * KIB}
+    for rank, (ours, num_ahead) in enumerate(two.run(train_and_count_prefetches, loop, options)):
+        assert num_ahead > 0
         assert_same(ours, of_rank(plain, rank, 2))
 
 
