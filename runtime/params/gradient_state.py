@@ -114,6 +114,10 @@ class GradientState:
 
     # Reduced once per step
 
+    def begin_unreduced(self) -> None:
+        """Note that the new gradient is not at home until it has been reduced."""
+        self.is_at_home = False
+
     def add_unreduced(self, grad: Tensor, memory: Callable[[torch.Size, torch.dtype], Tensor]) -> None:
         """Add a whole gradient of this rank to those that wait to be reduced."""
         assert self.slot is not None

@@ -135,7 +135,7 @@ def add_unreduced(record: StoredParameter, grad: Tensor) -> None:
     store = record.store
     if record.parameter.grad is None:
         begin_gradient(record)
-        record.gradient.is_at_home = False
+        record.gradient.begin_unreduced()
         record.parameter.grad = show_gradient(record)
     record.gradient.add_unreduced(grad, store.memory.new_value)
     store.unreduced[record.name] = record

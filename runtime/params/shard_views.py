@@ -4,6 +4,7 @@
 for any DTensor. The local tensor is this rank's home tensor, and its values are waited for as those of any home tensor.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ class _Shard(HomeTensor, DTensor):
         return super().to_local(**kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        """Return the full value, gathered from all ranks."""
+        """Return the full value, gathered from all ranks. RankError if one is gone."""
         await_home(self)
-        return super().full_tensor(**kwargs)
+        with _naming_lost_ranks(self.record()):
+            return super().full_tensor(**kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """Return it with other placements."""
@@ -59,14 +61,20 @@ class HomeParameterShard(HomeParameter, DTensor):
         return super().to_local(**kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        """Return the full value, gathered from all ranks."""
+        """Return the full value, gathered from all ranks. RankError if one is gone."""
         await_home(self)
-        return super().full_tensor(**kwargs)
+        with _naming_lost_ranks(record_of(self)):
+            return super().full_tensor(**kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """Return it with other placements."""
         await_home(self)
         return super().redistribute(*args, **kwargs)
+
+
+def _naming_lost_ranks(record: StoredParameter | None) -> AbstractContextManager[None]:
+    """Return a block in which an error of a collective becomes a RankError."""
+    return nullcontext() if record is None else record.store.ranks.raising(f"the gather of {record.name}")
 
 
 _KINDS: dict[type[Tensor], type[DTensor]] = {HomeTensor: HomeTensorShard, HomeGradient: HomeGradientShard}

@@ -103,7 +103,7 @@ class Ranks:
         """Start gathering flat shards, of equal sizes in the shard group, into wholes of ``size`` times as many elements."""
         self._check()
         group = self._gathers
-        with self._raising(name), _coalescing_manager(group, async_ops=True) as manager:
+        with self.raising(name), _coalescing_manager(group, async_ops=True) as manager:
             for shard, whole in zip(shards, wholes, strict=True):
                 _all_gather(whole, shard, group=group)
         return Collective(name=name, works=tuple(manager.works), tensors=(*shards, *wholes))
@@ -114,7 +114,7 @@ class Ranks:
         ``received`` has our elements of rank 0 of the shard group, then those of rank 1, and so on.
         """
         self._check()
-        with self._raising(name):
+        with self.raising(name):
             mine = [counts[self.rank]] * self.size
             work = dist.all_to_all_single(received, value, mine, list(counts), group=self._reductions, async_op=True)
         return Collective(name=name, works=(work,), tensors=(value, received))
@@ -122,7 +122,7 @@ class Ranks:
     def reduce_rows(self, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
         """Start summing a flat ``value`` over the shard group, in any order, and receiving our elements of the sum."""
         self._check()
-        with self._raising(name):
+        with self.raising(name):
             if len(set(counts)) == 1:
                 work = _reduce_scatter(received, value, group=self._reductions, async_op=True)
             else:
@@ -142,7 +142,7 @@ class Ranks:
             sent = total, [total.numel() if each == sender + 1 else 0 for each in range(self.num_replicas)]
         elif self.replica == sender + 1:
             received = total, [total.numel() if each == sender else 0 for each in range(self.num_replicas)]
-        with self._raising(name):
+        with self.raising(name):
             work = dist.all_to_all_single(
                 received[0], sent[0], received[1], sent[1], group=self._replicas, async_op=True
             )
@@ -151,7 +151,7 @@ class Ranks:
     def broadcast_last(self, name: str, total: Tensor) -> Collective:
         """Start copying a ``total`` from the last replica to all others."""
         self._check()
-        with self._raising(name):
+        with self.raising(name):
             last = self.num_replicas - 1
             work = dist.broadcast(total, group=self._replicas, group_src=last, async_op=True)
         return Collective(name=name, works=(work,), tensors=(total,))
@@ -159,7 +159,7 @@ class Ranks:
     def sum_replicas(self, name: str, total: Tensor) -> Collective:
         """Start summing a ``total`` over replicas, in any order and in place."""
         self._check()
-        with self._raising(name):
+        with self.raising(name):
             work = dist.all_reduce(total, group=self._replicas, async_op=True)
         return Collective(name=name, works=(work,), tensors=(total,))
 
@@ -175,7 +175,7 @@ class Ranks:
                         raise
                     if not work.is_completed():
                         return False
-                    work.wait()  # it was done right after the time: this returns, or raises what is wrong with it
+                    work.wait(_LOOK)  # it was done right after the time: this returns, or raises what is wrong with it
             return True
 
         start = time.monotonic()
@@ -186,7 +186,7 @@ class Ranks:
             if waited > _SHORT_SECONDS:
                 self._look_for_others(collective.name, waited)
 
-        with self._raising(collective.name):
+        with self.raising(collective.name):
             wait_for(is_done, f"{collective.name} on rank {self.mesh_rank}", look=look)
         self.waited_seconds += time.monotonic() - start
 
@@ -238,7 +238,7 @@ class Ranks:
     def _all_gather_now(self, what: str, mine: Tensor) -> Tensor:
         self._check()
         given = torch.empty(self.mesh_size, mine.numel(), dtype=mine.dtype, device="cpu")
-        with self._raising(what):
+        with self.raising(what):
             work = _all_gather(given.view(-1), mine, group=self._control, async_op=True)
         self.wait(Collective(name=what, works=(work,), tensors=(mine, given)))
         return given[self._places]
@@ -312,7 +312,7 @@ class Ranks:
             raise RankError(f"the ranks of this model cannot go on: {self.failure}; {REMEDY}")
 
     @contextmanager
-    def _raising(self, name: str) -> Iterator[None]:
+    def raising(self, name: str) -> Iterator[None]:
         """A block in which errors of torch.distributed become RankErrors, and others know of whatever else is raised."""
         try:
             yield

@@ -14,10 +14,12 @@ class LateWork:
 
     def __init__(self, error: str | None) -> None:
         self._error = error
+        self._has_waited = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Time out, if there is a limit."""
-        if timeout is not None:
+        """Time out the first time."""
+        if timeout is not None and not self._has_waited:
+            self._has_waited = True
             raise RuntimeError("Operation timed out!")
         if self._error is not None:
             raise RuntimeError(self._error)

@@ -10,6 +10,7 @@ from zinf_compile.ir.glossary import Phase, Tier
 from zinf_compile.ir.plan import Plan
 
 COMPUTE_LANE = "compute"
+UPDATED_RESIDENTS = "updated residents"  # the event in which ranks get the rows of them that others have updated
 UPDATE_LANE = "updates"  # the thread that updates parameters beside compute
 
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 
 from zinf_compile.ir.glossary import Phase, StepTiming, Tier
 from zinf_compile.ir.plan import ComputeSpan, Plan
-from zinf_compile.ir.timeline import COMPUTE_LANE, Event, MemoryPoint, TickTime, Timeline
+from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATED_RESIDENTS, Event, MemoryPoint, TickTime, Timeline
 from zinf_compile.ir.transfers import Moved, Transfer
 from zinf_compile.passes.planner.simulator.journeys import Journeys
 from zinf_compile.passes.planner.simulator.lanes import Lanes
@@ -199,7 +199,7 @@ class _Walk:
         for node in self._updates.finish(placement.parameter for placement in updated):
             self._wait(node)
         for leg in self._ways.spread:
-            self._wait(self.lanes.travel(leg, "updated residents", self._after))
+            self._wait(self.lanes.travel(leg, UPDATED_RESIDENTS, self._after))
 
     def _launch(self, journey: int) -> None:
         """Let the ranks exchange the shards of a gather, once those of this one have arrived; of others, do nothing."""

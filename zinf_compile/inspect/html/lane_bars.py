@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATE_LANE, Event, Timeline
+from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATE_LANE, UPDATED_RESIDENTS, Event, Timeline
 from zinf_compile.passes.planner.simulator.memory import MOVED_ROLES, MemoryRole
 
 MAX_BARS = 400  # bars per lane that are drawn individually
@@ -126,4 +126,6 @@ def _kind_of(event: Event, roles: Mapping[str, MemoryRole]) -> Kind:
         return Kind(MemoryRole.OPTIMIZER_STATE)
     if event.lane == COMPUTE_LANE:
         return Kind(None)
+    if event.name == UPDATED_RESIDENTS:
+        return Kind(MemoryRole.PARAMETER)
     return Kind(roles[event.name])
