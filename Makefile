@@ -5,10 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NVME ?= runs
 
-# One process more than cores, at most 8, since tests of disks, ranks and child processes wait a third of their time. The tests
-# of a module share captured models and plain runs, and stay in one process.
-WORKERS := $(shell n=$$(($$(nproc) + 1)); echo $$((n < 8 ? n : 8)))
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+# One process for each core; the tests of a module share captured models and plain runs, and stay in one process.
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 # mypy takes one core for a minute where it has no cache: it runs beside the tests, and says what it found behind them.
 define with_types
@@ -58,7 +56,7 @@ layers: setup  ## check which module may import which
 core: setup  ## run a core of the tests: records, passes, planner, store, parity
 	$(PYTEST) -m "not long" $(CORE)
 
-unit: setup  ## run the tests that are not long, one process more than cores
+unit: setup  ## run the tests that are not long, one process for each core
 	$(PYTEST) -m "not long"
 
 unit-long: setup
