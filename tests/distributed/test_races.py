@@ -86,7 +86,14 @@ def options(tmp_path: Path) -> Mapping[str, Any]:
     return {**placements(str(tmp_path))["nvme"], "device_memory": 480 * KIB}
 
 
-@pytest.mark.parametrize("changes", [{}, {"reduce": "fast"}, {"step_in_backward": True, "device_memory": 640 * KIB}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"reduce": "fast"}, marks=pytest.mark.long),
+        pytest.param({"step_in_backward": True, "device_memory": 640 * KIB}, marks=pytest.mark.long),
+    ],
+)
 def test_no_run_has_a_race(two: RankPool, options: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     for found, touched in two.run(train_watched, {**options, **changes}):
         assert found == []
@@ -97,9 +104,13 @@ def test_no_run_has_a_race(two: RankPool, options: Mapping[str, Any], changes: M
 @pytest.mark.parametrize(
     ("fault", "race"),
     [
-        ("waits_that_order_nothing", "compute and the all-gather of"),
+        pytest.param("waits_that_order_nothing", "compute and the all-gather of", marks=pytest.mark.long),
         ("waits_that_order_nothing", "what fills the buffer of .* and the reduction of"),
-        ("launches_before_arrival", "the all-gather of .* and (the read of|a copy's destination)"),
+        pytest.param(
+            "launches_before_arrival",
+            "the all-gather of .* and (the read of|a copy's destination)",
+            marks=pytest.mark.long,
+        ),
         ("one_place_for_all", "compute and the all-gather of"),
     ],
 )
