@@ -1,7 +1,5 @@
 """Gradients of captured graphs: each is stored at home, handed to autograd, used for an update at once, or dropped."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -10,6 +8,7 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.execute.leaves import Delivery, choose_delivery
 from zinf_compile.runtime.params.home_gradient import (
+    add_to_gradient,
     add_unreduced,
     begin_gradient,
     note_norms,
@@ -63,9 +62,7 @@ def _take_home(record: StoredParameter, grad: Tensor) -> None:
         if store.early_step is None or not store.early_step.take(record, grad):
             _put_gradient(record, grad, Tier.DEVICE)
     elif slot.is_home_of(parameter.grad):
-        store.await_gradient(record)
-        on_sum = partial(note_norms, record) if store.wanted_norms else None
-        store.tensor_io.add_value(slot, grad, Tier.DEVICE, on_sum=on_sum)
+        add_to_gradient(record, grad)
     else:  # the user set this gradient: accumulate in place, as PyTorch does
         theirs = local_of(parameter.grad)
         theirs.add_(grad.to(theirs.device, theirs.dtype))

@@ -12,6 +12,7 @@ chunk by chunk::
 Any other access applies the deferred operations first, so that results are the same.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.glossary import Tier, printable
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeTensor, looks_at_values, refuse_gradient
@@ -27,6 +28,7 @@ from zinf_compile.runtime.params.records import RecordStore, StoredParameter
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.storage.slots import Slot
 
+_log = logging.getLogger(__name__)
 _VECTOR_NORM = torch.linalg.vector_norm
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 _ELEMENT_WISE: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -119,6 +121,14 @@ def note_norms(record: StoredParameter, value: Tensor) -> None:
         record.gradient.note_norm(order, _VECTOR_NORM(value, order))
 
 
+def add_to_gradient(record: StoredParameter, value: Tensor) -> None:
+    """Start adding what this rank has of a gradient, on the device, to the gradient at home."""
+    assert record.gradient.slot is not None
+    record.store.await_gradient(record)
+    on_sum = partial(note_norms, record) if record.store.wanted_norms else None
+    record.store.tensor_io.add_value(record.gradient.slot, value, Tier.DEVICE, on_sum=on_sum)
+
+
 @without_interrupts
 def settle_gradient(record: StoredParameter) -> None:
     """Apply deferred operations, since the value will be read; after that nothing is known of it."""
@@ -159,14 +169,28 @@ def reduce_unreduced(store: RecordStore) -> None:
         store.tensor_io.wait_writes()
 
 
+def drop_unreduced(store: RecordStore) -> None:
+    """Drop the gradients that were not reduced, with a warning: a store that closes asks no other ranks."""
+    names = [*store.unreduced]
+    for record in store.unreduced.values():
+        record.gradient.take_unreduced()
+        record.parameter.grad = None
+    store.unreduced.clear()
+    if names:
+        _log.warning(
+            "%d gradients, such as that of '%s', had not been reduced over ranks when the model was closed, and are gone; "
+            "step or look at them before zinf_compile.close(model)",
+            len(names),
+            printable(names[0]),
+        )
+
+
 def _take_rows_home(record: StoredParameter, adds: bool, shard: Tensor) -> None:
     store, slot = record.store, record.gradient.slot
     assert slot is not None
     rows = shard.view(slot.tensor.shape)
     if adds:
-        store.await_gradient(record)
-        on_sum = partial(note_norms, record) if store.wanted_norms else None
-        store.tensor_io.add_value(slot, rows, Tier.DEVICE, on_sum=on_sum)
+        add_to_gradient(record, rows)
         return
     if not slot.in_memory:
         note_norms(record, rows)

@@ -204,8 +204,7 @@ class Ranks:
                 f"{describe_ranks([rank for rank, each in enumerate(met) if each == one])}: {one}"
                 for one in dict.fromkeys(met)
             )
-            self.failure = f"ranks do different things at the same time: {doing}"
-            _groups.made.clear()
+            self._note_failure(f"ranks do different things at the same time: {doing}")
             raise RankError(
                 f"{self.failure}; give every rank the same loop, and as many batches, of the same shapes (pad the last one)"
             )
@@ -271,9 +270,13 @@ class Ranks:
         """Tell the other ranks that this one cannot go on: those that wait for it raise RankError."""
         if self.is_alone or self.failure is not None:
             return
-        self.failure = f"rank {self.mesh_rank}: {why}"
+        self._note_failure(f"rank {self.mesh_rank}: {why}")
+        self._tell(f"rank {self.mesh_rank}: {why}")
+
+    def _note_failure(self, why: str) -> None:
+        """Refuse all collectives from now on. Later models get groups of their own."""
+        self.failure = why
         _groups.made.clear()
-        self._tell(self.failure)
 
     def _tell(self, failure: str) -> None:
         """Give the other ranks a failure, unless they know of one."""
@@ -326,8 +329,7 @@ class Ranks:
 
     def _broken(self, why: str) -> RankError:
         if self.failure is None:
-            self.failure = why
-            _groups.made.clear()
+            self._note_failure(why)
             self._tell(f"rank {self.mesh_rank}: {why}")  # some ranks have no connection to the one that is gone
         return RankError(f"rank {self.mesh_rank} cannot go on: {why}; {REMEDY}")
 

@@ -23,7 +23,7 @@ from zinf_compile.runtime.device.make_device import make_device
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.observe.open_forwards import OpenForwards
 from zinf_compile.runtime.params.home import refuse_gradient, torn_error
-from zinf_compile.runtime.params.home_gradient import settle_gradient
+from zinf_compile.runtime.params.home_gradient import drop_unreduced, settle_gradient
 from zinf_compile.runtime.params.numbers import new_id, register_stored
 from zinf_compile.runtime.params.records import EarlyStep, Owner, Stored, StoredParameter
 from zinf_compile.runtime.params.tiles import StoredTile
@@ -574,6 +574,7 @@ class Store:
         if not self._closed:
             if self.early_step is not None:
                 self.early_step.flush()
+            drop_unreduced(self)
             self.updates.close(wait=True)
             self._closed = True
             with suppress(StoreError):  # a write that failed was reported by the step it belonged to

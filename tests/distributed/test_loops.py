@@ -82,20 +82,25 @@ def look_alone(num_ranks: int = 2) -> dict[str, float]:
     return {"norm": norm, "loss": model(**batch_of(1, 0)).item(), "halved": halved}
 
 
+def check_what_is_seen(seen: Mapping[str, Any], alone: Mapping[str, float], *, rows: int) -> None:
+    """Compare what ``look_around`` saw on a rank with one process; ``rows`` are those of the rank."""
+    assert seen["shape"] == (181, 60)
+    assert seen["rows"] == rows
+    assert seen["written"]
+    assert seen["whole"] == [(181, 60), True]
+    assert math.isclose(seen["norm"], alone["norm"], rel_tol=1e-5)
+    assert math.isclose(seen["clipped"], 0.1, rel_tol=1e-3)
+    assert math.isclose(seen["loss"], alone["loss"], rel_tol=1e-5)
+    assert math.isclose(seen["halved"], alone["halved"], rel_tol=1e-5)
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_what_a_rank_sees(placement: str, two: RankPool, tmp_path: Path) -> None:
     alone = look_alone()
     for rank, seen in enumerate(two.run(look_around, placements(str(tmp_path))[placement])):
+        check_what_is_seen(seen, alone, rows=(91, 90)[rank])
         assert seen["class"][1]
-        assert seen["shape"] == (181, 60)
-        assert seen["rows"] == (91, 90)[rank]
         assert seen["printed"].startswith("Parameter containing:\nDTensor(")
-        assert seen["written"]
-        assert seen["whole"] == [(181, 60), True]
-        assert math.isclose(seen["norm"], alone["norm"], rel_tol=1e-5)
-        assert math.isclose(seen["clipped"], 0.1, rel_tol=1e-3)
-        assert math.isclose(seen["loss"], alone["loss"], rel_tol=1e-5)
-        assert math.isclose(seen["halved"], alone["halved"], rel_tol=1e-5)
         assert math.isclose(seen["evaluated"], alone["halved"], rel_tol=1e-5)
 
 

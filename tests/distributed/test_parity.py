@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import zinf_compile
 from tests.distributed.workloads import (
@@ -14,6 +17,7 @@ from tests.distributed.workloads import (
     Loop,
     batch_of,
     build_frozen,
+    full,
     of_rank,
     optimize,
     placements,
@@ -23,6 +27,7 @@ from tests.distributed.workloads import (
 from tests.support.rank_pool import RankPool
 from tests.support.traces import assert_same
 from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.params import home_gradient
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.store.store import store_of
 
@@ -111,3 +116,38 @@ def test_what_stages_exchange(two: RankPool, tmp_path: Path) -> None:
             assert tiers == {Tier.DEVICE}
             assert exchanged["reduction"] == num_reductions * nbytes
             assert nbytes <= exchanged["all-gather"] < 1.1 * nbytes  # once, after the update; rows are padded
+
+
+def gradients_alone(step: int) -> dict[str, Tensor]:
+    """Return the gradients of the batches of two ranks in one process."""
+    model = Loop().build()
+    for rank in range(2):
+        model(**batch_of(step, rank)).backward()
+    return {name: parameter.grad / 2 for name, parameter in model.named_parameters()}
+
+
+def drop_batches(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Drop the gradients of a batch with zero_grad, and those of another by closing; return gradients, and warnings."""
+    model, warnings = optimize(Loop().build(), options), []
+    model(**batch_of(0, dist.get_rank())).backward()
+    held = model.blocks[0].up.weight.grad
+    model.zero_grad()
+    model(**batch_of(1, dist.get_rank())).backward()
+    gradients = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+    gradients["held"] = full(held)
+    model.zero_grad()
+    model(**batch_of(2, dist.get_rank())).backward()
+    with mock.patch.object(home_gradient._log, "warning", lambda text, *words: warnings.append(text % words)):
+        zinf_compile.close(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return gradients, warnings
+
+
+def test_gradients_that_are_not_reduced_are_dropped_whole(two: RankPool, tmp_path: Path) -> None:
+    options = placements(str(tmp_path))["nvme"] | {"device_memory": 1024 * KIB, "stage": 1}
+    first, second = (gradients_alone(step) for step in (0, 1))
+    for gradients, (warning,) in two.run(drop_batches, options):
+        assert torch.equal(gradients.pop("held"), first["blocks.0.up.weight"])
+        assert gradients.keys() == second.keys()
+        assert all(torch.equal(gradients[name], each) for name, each in second.items())
+        assert "had not been reduced over ranks when the model was closed" in warning

@@ -152,7 +152,7 @@ def _train(
         results = training.run(
             lambda batch: subject.loss(built.forward, batch),
             save=None if checkpoint is None else lambda: checkpoint.save_when_due(training),
-            mean=lambda loss: sum(ranks.exchange("the loss of a step", loss)) / ranks.size,
+            mean=lambda loss: sum(ranks.exchange("the loss of a step", loss)) / ranks.mesh_size,
         )
         losses = [
             result.loss

@@ -120,8 +120,8 @@ def optimize(
             needs the package xxhash.
         capture: False runs the model's own forward eagerly, gathering parameters when they are used.
         stage: of ZeRO. 3, the default, divides parameters, gradients and optimizer state among ranks. 2 keeps the copies
-            that compute reads whole on the device of every rank. 1 besides keeps gradients there, and reduces them once
-            per step.
+            that compute reads whole on the device of every rank. 1 also keeps gradients there, and reduces them once per
+            step.
         reduce: on several ranks, "ordered", the default, adds gradients in the order of ranks: the same bits every time,
             and those of one process that accumulates the ranks' batches. "fast" leaves the order to torch.distributed.
         gradient_divide_factor: what the sum of gradients over ranks is divided by. By default the number of ranks.
@@ -299,7 +299,7 @@ def report(model: Module, *, all_ranks: bool = False) -> Report:
     return Report(
         model=session.model_name,
         ranks=tuple(ranks.exchange("report(model, all_ranks=True)", mine[0]) if mine and all_ranks else mine),
-        num_ranks=ranks.size,
+        num_ranks=ranks.mesh_size,
         plans=plans,
         step_plans=step_plans,
         tiers=tuple(

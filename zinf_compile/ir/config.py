@@ -275,7 +275,7 @@ def _check_stage(stage: object) -> int:
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise ConfigError(
             f"stage={stage!r} is not a stage of ZeRO: say 3 to divide parameters, gradients and optimizer state over ranks, "
-            "2 to keep whole compute copies on the device of each, 1 to reduce gradients once per step besides"
+            "2 to keep whole compute copies on the device of each, 1 to also reduce gradients only once per step"
         )
     return int(stage)
 
