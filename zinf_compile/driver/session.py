@@ -1,5 +1,6 @@
 """One optimized model: its budgets, its store, and the programs of its captured graphs."""
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,6 +43,7 @@ from zinf_compile.runtime.params.numbers import find_record
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.inference import outside_inference
+from zinf_compile.runtime.process.ram import return_freed_memory
 from zinf_compile.runtime.ranks.agreement import agree_on_hardware, check_parameters
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, describe
 from zinf_compile.runtime.store.store import Store
@@ -268,6 +270,8 @@ class Session:
     ) -> tuple[Program, Callable[..., Any]]:
         """Return the program of a graph that is not compiled, so that the process takes less of the device budget."""
         expected = self.config.reserve_memory
+        gc.collect()  # what was captured to be compiled: the process would grow by as much again
+        return_freed_memory()
         self.catalog.reserve(self.catalog.process.expect_op_by_op(kept_nbytes))
         reason = (
             f"compiling would leave the process {format_bytes(expected)} of device_memory, and the model the rest, in which "

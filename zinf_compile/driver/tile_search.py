@@ -103,7 +103,7 @@ def fit_by_tiles(
     try:
         return compile_tiled(whole)
     except DeviceCapacityError as error:
-        search.refused = least = error
+        search.refused = least = error.with_traceback(None)  # whose frames keep all that was captured
     if compile_op_by_op is not None:
         with suppress(DeviceCapacityError):
             return compile_op_by_op(whole, least)
