@@ -2,6 +2,7 @@
 
 import logging
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
+from zinf_compile.driver import session
+from zinf_compile.driver.program import Program
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import TierPart
@@ -124,6 +127,16 @@ def test_a_graph_that_fits_only_if_it_is_not_compiled_runs_op_by_op(
     hold: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reserve, "_EXPECTED", {"aten": 40 * MIB, "inductor": 200 * MIB})
+    programs: list[weakref.ref[Program]] = []
+    alive: list[int] = []  # when each program is made: how many captures of earlier ones are still held
+
+    def make_program(*args: Any, **options: Any) -> Program:
+        alive.append(sum(program() is not None for program in programs))
+        made = Program(*args, **options)
+        programs.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(session, "Program", make_program)
     plain = Layers()
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 2)
     model, optimizer = optimized(compute="inductor")
@@ -131,4 +144,5 @@ def test_a_graph_that_fits_only_if_it_is_not_compiled_runs_op_by_op(
     (fallback,) = zinf_compile.report(model).fallbacks
     assert "runs op by op: compiling would leave the process 224.0 MiB of device_memory" in fallback
     assert reserved(model) < 100 * MIB
+    assert alive == [0, 0]  # the process would hold both
     zinf_compile.close(model)
