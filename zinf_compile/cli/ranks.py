@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
@@ -23,10 +24,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from zinf_compile.ir.errors import ConfigError, ZinfError
+from zinf_compile.ir.errors import ConfigError, RankError, ZinfError
 
 _LOOPBACK = "127.0.0.1"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the variables that torch.distributed needs
+_STOPPED = "stopped"  # what is said after Ctrl-C
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -129,11 +131,13 @@ def as_rank(given: int | None = None) -> Iterator[World]:
                 )
             yield world
         except ZinfError as error:
+            if isinstance(error, RankError) and _is_stopped():
+                raise SystemExit(130) from None
             if world.size > 1 and not _is_first_to_say(str(error)):
                 raise SystemExit(2) from None
             raise
-        except KeyboardInterrupt as stop:
-            if world.size > 1 and not _is_first_to_say(f"stopped {stop}"):
+        except KeyboardInterrupt:
+            if world.size > 1 and not _is_first_to_say(_STOPPED):
                 raise SystemExit(130) from None
             raise
         if is_ours:
@@ -144,12 +148,36 @@ def _is_first_to_say(sentence: str) -> bool:
     """Return whether no other rank has ended with this sentence."""
     for rank in range(dist.get_world_size()):
         sentence = sentence.replace(f"rank {rank} cannot go on: ", "", 1)  # each rank's own number
-    key, mine = f"zinf/said/{zlib.crc32(sentence.encode()):08x}", str(dist.get_rank())
+    mine = str(dist.get_rank())
     try:
-        said: bytes = _get_default_store().compare_set(key, "", mine)
+        said: bytes = _get_default_store().compare_set(_key_of(sentence), "", mine)
     except RuntimeError:  # the store is gone: better twice than never
         return True
     return said.decode() == mine
+
+
+def _is_stopped() -> bool:
+    """Return whether Ctrl-C has ended another rank, or does so in the next two seconds.
+
+    Ranks learn of Ctrl-C one after another: the last one may lose its connection to the first one before.
+    """
+    deadline = time.monotonic() + 2.0
+    try:
+        while time.monotonic() < deadline:
+            if _get_default_store().check([_key_of(_STOPPED)]):
+                return True
+            time.sleep(0.02)
+    except KeyboardInterrupt:
+        if _is_first_to_say(_STOPPED):
+            raise
+        return True
+    except RuntimeError:  # the store is gone
+        pass
+    return False
+
+
+def _key_of(sentence: str) -> str:
+    return f"zinf/said/{zlib.crc32(sentence.encode()):08x}"
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
