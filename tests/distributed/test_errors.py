@@ -172,7 +172,10 @@ def _fail_to_read(*_: object) -> None:
         ("death", Died, "another rank is gone"),
         ("error", "IndexError", "rank 1: a forward broke off: IndexError: index out of range"),
         ("disk", "StoreError", "reading failed: Input/output error"),
-        ("capture", "StoreError", "rank 1: capturing broke off: StoreError: calibration: reading failed"),
+        pytest.param(
+            *("capture", "StoreError", "rank 1: capturing broke off: StoreError: calibration: reading failed"),
+            marks=pytest.mark.long,
+        ),
         ("absence", None, "rank 1 had not come to a forward of TinyGPT graph 0"),
     ],
 )
