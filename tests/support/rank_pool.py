@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.measured_once import measured_once
 from tests.support.shared_traces import SharedTraces, is_sharing_wanted
 
 # Imported once by a process without threads, from which ranks are forked: a rank starts in a tenth of a second.
@@ -129,7 +128,6 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     gc.set_threshold(50_000, 10, 10)  # as in the process of the tests
     gc.freeze()
     with ExitStack() as stack:
-        stack.enter_context(measured_once())
         if is_sharing_wanted():
             stack.enter_context(SharedTraces().sharing())
         while True:
