@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -50,22 +49,13 @@ def _op_by_op() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _measured_once(_op_by_op: None) -> Iterator[None]:
-    """Measure each kind of device and disk only once: a measurement takes as long as the test of a small model."""
-    if (session := sys.modules.get("zinf_compile.driver.session")) is None:  # planner tests do not import it
+    """Measure each kind of device and disk only once."""
+    if "zinf_compile.driver.session" not in sys.modules:  # planner tests do not import it
         yield
         return
-    measure, measured = session.measure_hardware, {}
+    from tests.support.measured_once import measured_once
 
-    def measure_once(store: Any, dtypes: Any) -> Any:
-        if store.device.torch_device.type != "cpu":  # on a GPU, measuring also chooses the path from the disk
-            return measure(store, dtypes)
-        key = (type(store.device), type(store.engine), store.device.memory.unified, frozenset(dtypes))
-        if key not in measured:
-            measured[key] = measure(store, dtypes)
-        return measured[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "measure_hardware", measure_once)
+    with measured_once():
         yield
 
 

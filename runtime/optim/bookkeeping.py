@@ -6,6 +6,7 @@ and all shadows must have written the same.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from types import MethodType
 from typing import Any
 
@@ -19,7 +20,15 @@ from zinf_compile.runtime.optim.isolation import Isolation
 NOT_BOOKKEEPING = frozenset(
     {"param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 )
-_GONE = object()  # marks an entry that is missing
+
+
+class _Gone(Enum):
+    """Marks an entry that is missing, on other ranks too: a member of an enum is the same after pickling."""
+
+    GONE = "gone"
+
+
+_GONE = _Gone.GONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +114,11 @@ class Ledger:
         """``name`` is the optimizer's, for messages."""
         self._name = name
         self._noted: dict[int, Bookkeeping] = {}  # by group
+
+    @property
+    def noted(self) -> Mapping[int, Bookkeeping]:
+        """Return what was recorded, by group."""
+        return self._noted
 
     def note(self, group: int, books: Bookkeeping) -> None:
         """Record what the update of a parameter of a group wrote. UnsupportedError if an earlier one wrote otherwise."""

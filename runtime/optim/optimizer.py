@@ -14,18 +14,27 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
-from zinf_compile.ir.errors import CapacityError, StoreError
+from zinf_compile.ir.errors import CapacityError, RankError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes
 from zinf_compile.ir.plan import UPDATE_NBYTES
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.optim.fused_adamw import Kernel
+from zinf_compile.runtime.optim.owners import (
+    OwnedUpdate,
+    check_updates_alike,
+    deal_out,
+    load_of,
+    share_ledger,
+    update_round,
+)
 from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, copied, find_job_kernel, update_slice
 from zinf_compile.runtime.optim.step_jobs import Job
 from zinf_compile.runtime.optim.temporaries import piece_elements
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import wait_future
-from zinf_compile.runtime.storage.engine import ALIGN, whole_sectors
+from zinf_compile.runtime.ranks.ranks import describe
+from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.futures import call_when_done, return_when_done, then_start
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.store.store import Store
@@ -53,6 +62,7 @@ class StreamedStep:
         self._store = store
         self._source = jobs
         self._element_wise = element_wise
+        self._has_owners = not (element_wise or store.ranks.is_alone)  # a rank updates the whole tensors of all ranks
         self._num_threads = torch.get_num_threads()  # of the calling thread: the update thread has one
         self._is_shown = False  # whether optimizer.state shows the state after the step
         self._is_cut = True  # chunks are updated in pieces where the update allocates
@@ -84,7 +94,7 @@ class StreamedStep:
     @property
     def largest_lease_nbytes(self) -> int:
         """Return the bytes of staging that the largest chunk takes; 0 if nothing is on nvme."""
-        return max((self._lease_nbytes(job, self._chunk_elements(job)) for job in self._jobs), default=0)
+        return max((job.lease_nbytes(self._chunk_elements(job)) for job in self._jobs), default=0)
 
     def begin(self) -> None:
         """Make every access to one of the parameters wait for its update from now on."""
@@ -105,6 +115,8 @@ class StreamedStep:
                     self._store.check_usable(record)
             else:
                 with self._store.busy("an optimizer step"):
+                    if self._has_owners:
+                        check_updates_alike(self._store, self._jobs)
                     self.begin()
                     self._make_room()
                     self.run()
@@ -148,8 +160,10 @@ class StreamedStep:
 
     def _temporary_nbytes(self, job: Job) -> int:
         """Return what an update allocates at most, with the overhead of the system's allocator."""
-        nbytes = job.temporary_nbytes * job.num_elements
-        return min(UPDATE_NBYTES, 2 * nbytes) if self._element_wise else nbytes + nbytes // _ROUNDED
+        if self._element_wise:
+            return min(UPDATE_NBYTES, 2 * job.temporary_nbytes * job.num_elements)
+        nbytes = job.temporary_nbytes * job.record.shape.numel()
+        return nbytes + nbytes // _ROUNDED + (job.whole_nbytes if self._has_owners else 0)
 
     @property
     def fits_beside_compute(self) -> bool:
@@ -160,24 +174,15 @@ class StreamedStep:
         """Update every parameter. An error fails the store, and marks parameters with unfinished updates as torn."""
         pending: deque[Chunk] = deque()
         try:
-            for job in self._source:
-                if job is None:
-                    self._update_all(pending)
-                    continue
-                if job not in self._kernels:
-                    self._admit(job)
-                for part in job.elements.pieces(self._chunk_elements(job)):
-                    # An interrupt waits for the end of a step that is not in the background; a second one breaks it off.
-                    check_interrupt(only_if_impatient=True)
-                    if len(pending) >= _READ_AHEAD:
-                        self._update(pending.popleft())
-                    pending.append(self._read(job, part, pending))
-                if job.num_elements == 0:
-                    self._complete_when_home(job)
-            self._update_all(pending)
+            if self._has_owners:
+                self._run_rounds(pending)
+            else:
+                self._run_chunks(pending)
             writes = [write for job in self._jobs for write in job.writes]
             self._store.io_pool.wait(writes, "optimizer state on its way home")
         except BaseException as error:  # an error of the user's optimizer too: nothing may stay in flight
+            if self._has_owners and not isinstance(error, UnsupportedError | RankError):  # which all ranks raise
+                self._store.ranks.fail(describe(error))
             if not isinstance(self._source, Sequence):
                 self._jobs += self._source.end()
             self._abandon(pending)
@@ -189,6 +194,46 @@ class StreamedStep:
         finally:
             for job in self._jobs:  # callbacks of writes refer to the job, and it to a gradient that should be freed
                 job.writes.clear()
+
+    def _run_chunks(self, pending: deque[Chunk]) -> None:
+        for job in self._source:
+            if job is None:
+                self._update_all(pending)
+                continue
+            if job not in self._kernels:
+                self._admit(job)
+            for part in job.elements.pieces(self._chunk_elements(job)):
+                # An interrupt waits for the end of a step that is not in the background; a second one breaks it off.
+                check_interrupt(only_if_impatient=True)
+                if len(pending) >= _READ_AHEAD:
+                    self._update(pending.popleft())
+                pending.append(self._read(job, part, pending))
+            if job.num_elements == 0:
+                self._complete_when_home(job)
+        self._update_all(pending)
+
+    def _run_rounds(self, pending: deque[Chunk]) -> None:
+        """Update whole tensors of which each of several ranks has some rows: in rounds, each by its owner."""
+        ranks = self._store.ranks
+        loads = [load_of(job, ranks) for job in self._jobs]
+        for owned in deal_out(loads, ranks.size, self._store.staging.capacity):
+            check_interrupt(only_if_impatient=True)
+            for number, _ in owned:
+                job = self._jobs[number]
+                pending.append(self._read(job, job.elements, deque()))
+            for chunk in pending:
+                self._store.io_pool.wait(chunk.reads, "optimizer state on its way in")
+            updates = [OwnedUpdate(self._store, chunk, owner) for chunk, (_, owner) in zip(pending, owned, strict=True)]
+            for update, state in zip(updates, update_round(ranks, updates), strict=True):
+                self._show_state(update.chunk.job, state)
+                self._write_back(pending.popleft(), {})
+            with self._store.failing_on_error():
+                for update in updates:
+                    update.write_new_states()
+                self._store.tensor_io.wait_writes()
+        ledgers = {id(job.ledger): job.ledger for job in self._jobs if job.ledger is not None}
+        for ledger in ledgers.values():
+            share_ledger(ranks, ledger)
 
     def _complete_when_home(self, job: Job) -> None:
         """Wake whoever waits for a parameter once its last write is done."""
@@ -235,7 +280,7 @@ class StreamedStep:
         return min(wanted, max(ALIGN, fitting - fitting % ALIGN))
 
     def _check_fits(self, job: Job) -> None:
-        needed = self._lease_nbytes(job, min(job.num_elements, self._chunk_elements(job)))
+        needed = job.lease_nbytes(min(job.num_elements, self._chunk_elements(job)))
         self._check_temporaries(job)
         if needed > self._store.staging.capacity:
             why = "" if self._element_wise else f", because {type(job.optimizer).__name__} needs whole tensors"
@@ -258,10 +303,6 @@ class StreamedStep:
                 f"device_memory to {-(-(everything + needed) // 2**20)}MiB, beside which all parameters can reside"
             )
 
-    @staticmethod
-    def _lease_nbytes(job: Job, num_elements: int) -> int:
-        return sum(whole_sectors(num_elements * slot.tensor.dtype.itemsize) for slot in job.staged_slots.values())
-
     def _lease(self, nbytes: int, pending: deque[Chunk]) -> StagingBuffer:
         """Lease staging for a chunk; while there is none, update chunks that have been read, which returns theirs."""
         while True:
@@ -279,7 +320,7 @@ class StreamedStep:
 
     def _read(self, job: Job, part: Slice, pending: deque[Chunk]) -> Chunk:
         chunk = Chunk(job=job, slice=part, lease=None, views={}, reads=[])
-        nbytes = self._lease_nbytes(job, part.num_elements)
+        nbytes = job.lease_nbytes(part.num_elements)
         if nbytes == 0:
             return chunk
         chunk.lease = self._lease(nbytes, pending)
@@ -311,10 +352,15 @@ class StreamedStep:
         except BaseException:
             self._return(chunk)
             raise
+        self._write_back(chunk, back)
+
+    def _write_back(self, chunk: Chunk, back: Mapping[CopyKey, Future[None]]) -> None:
+        """Start writing what was updated; of what comes back from a device, as soon as it is there."""
+        job, io_pool = chunk.job, self._store.io_pool
         writes: list[Future[None]] = []
         try:
             for key, slot in job.staged_slots.items():
-                if key != GRADIENT or job.changes_gradient:
+                if chunk.lease is not None and (key != GRADIENT or job.changes_gradient):
                     offset, _ = slot.byte_range(chunk.slice)
                     write = partial(io_pool.write, slot, offset, chunk.views[key])
                     writes += [then_start(back[key], write)] if key in back else write()

@@ -107,11 +107,11 @@ def _find_obstacle(
         record = record_of(parameter)
         if record is None or not has_gradient(parameter):
             continue
-        master = record.copies.master.tensor
+        dtype = record.copies.master.tensor.dtype
         state = optimizer.state.get(parameter, {})
-        scalars = copy_scalars(state, master.shape)
+        scalars = copy_scalars(state, record.shape)
         per_element = {key: value.dtype for key, value in state.items() if key not in scalars}
-        kind = (master.dtype, per_element, scalars)
+        kind = (dtype, per_element, scalars)
         if not tells_parameters_apart(group) and any(is_same_value(kind, other) for other in asked):
             continue
         asked.append(kind)
@@ -121,7 +121,7 @@ def _find_obstacle(
         ) -> dict[str, Any]:
             return Shadow(frozen, group, place, tensor, gradient, state, is_trial=True).run()
 
-        obstacle = find_obstacle(update, dtype=master.dtype, per_element=per_element, scalars=scalars)
+        obstacle = find_obstacle(update, dtype=dtype, per_element=per_element, scalars=scalars)
         if obstacle is not None:
             return obstacle
     return None

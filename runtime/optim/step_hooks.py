@@ -114,7 +114,7 @@ class _StepInterception:
                 if early is not None:
                     self._known_states = early.known_states
                     self._ledgers.append(early.ledger)
-                self._steps.append(StreamedStep(store, jobs.collect(), element_wise=jobs.is_element_wise))
+                self._steps.append(_collect(store, jobs))
         self._stand_in = _without_stored(optimizer)
         self._groups = self._stand_in.param_groups
         if not is_known(optimizer) and not traits_of(optimizer).takes_empty_groups:
@@ -146,6 +146,15 @@ class _StepInterception:
         if self._before is not None and not is_known(optimizer):
             for ledger in self._ledgers:
                 ledger.settle(optimizer, self._before)
+
+
+def _collect(store: Store, jobs: JobCollector) -> StreamedStep:
+    """Return the step of the jobs; if ranks have to take it together and one cannot, all of them raise."""
+
+    def collect() -> StreamedStep:
+        return StreamedStep(store, jobs.collect(), element_wise=jobs.is_element_wise)
+
+    return collect() if jobs.is_element_wise else store.ranks.do_alike("preparing an optimizer step", collect)
 
 
 def _order_new_states(optimizer: Optimizer, known: list[Any]) -> None:

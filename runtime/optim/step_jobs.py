@@ -39,6 +39,7 @@ from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.random_state import keeping_random_state
+from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.slots import Slot, local_of
 from zinf_compile.runtime.store.store import Store
 
@@ -113,6 +114,18 @@ class Job:
         """Return the number of elements to update."""
         return self.elements.num_elements
 
+    def lease_nbytes(self, num_elements: int) -> int:
+        """Return the bytes of staging that so many elements of it take."""
+        return sum(whole_sectors(num_elements * slot.tensor.dtype.itemsize) for slot in self.staged_slots.values())
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Return the bytes of all that its update reads and writes of the whole parameter, but for the compute copy."""
+        record = self.record
+        dtypes = [record.copies.master.tensor.dtype, self.grad.dtype]
+        dtypes += [slot.tensor.dtype for slot in record.copies.states.values()]
+        return record.shape.numel() * sum(dtype.itemsize for dtype in dtypes)
+
     @property
     def may_outlive_step(self) -> bool:
         """Return whether it may be in flight when ``step()`` returns, since every access to the parameter waits for it."""
@@ -161,10 +174,11 @@ class JobCollector:
 
     def collect(self) -> list[Job]:
         """Return a job for every parameter with a gradient: first those that ``step()`` waits for, then in gather order."""
-        if not (self.is_element_wise or self._store.ranks.is_alone):
+        if traits_of(self._optimizer).draws and not self._store.ranks.is_alone:
             raise UnsupportedError(
-                f"{type(self._optimizer).__name__} needs whole tensors, and each of {self._store.ranks.mesh_size} ranks has "
-                "some rows of each; use an optimizer that updates element by element, such as AdamW"
+                f"{type(self._optimizer).__name__} draws random numbers in its step, and each of "
+                f"{self._store.ranks.mesh_size} ranks, which update different parameters, has its own; use an optimizer "
+                "that draws none, such as AdamW"
             )
         self._store.await_compute()  # attributes of the optimizer, such as a gradient scaler's, may come from the device
         wanted: list[tuple[StoredParameter, Tensor]] = []
@@ -266,7 +280,7 @@ class JobCollector:
         """Return the temporary bytes per element of a whole-tensor update, measured on a small tensor."""
         record, group = job.record, job.group
         master = record.copies.master.tensor
-        shape = small_shape(master.shape)
+        shape = small_shape(record.shape)
         states = {key: record.copies.states[key].tensor.dtype for key in sorted(job.kept_states)}
         key = (self._kind_of(job.place), master.dtype, job.grad.dtype, shape, tuple(states))
         if key not in self._counted:

@@ -113,11 +113,39 @@ class Ranks:
 
         ``received`` has our elements of rank 0 of the shard group, then those of rank 1, and so on.
         """
+        return self._send_and_receive(name, value, counts, received, [counts[self.rank]] * self.size)
+
+    def send_to_owner(
+        self, name: str, rows: Tensor, counts: Sequence[int], owner: int, whole: Tensor | None
+    ) -> Collective:
+        """Start sending the flat rows of each rank of the shard group, so many elements of each, to one of them.
+
+        The owner gives a flat ``whole``, which gets them in the order of ranks; the others give None.
+        """
+        sent = [counts[self.rank] if rank == owner else 0 for rank in range(self.size)]
+        if whole is None:
+            return self._send_and_receive(name, rows, sent, rows[:0], [0] * self.size)
+        return self._send_and_receive(name, rows, sent, whole, counts)
+
+    def send_from_owner(
+        self, name: str, whole: Tensor | None, counts: Sequence[int], owner: int, rows: Tensor
+    ) -> Collective:
+        """Start sending what ``send_to_owner`` has gathered back to where it came from."""
+        received = [counts[self.rank] if rank == owner else 0 for rank in range(self.size)]
+        if whole is None:
+            return self._send_and_receive(name, rows[:0], [0] * self.size, rows, received)
+        return self._send_and_receive(name, whole, counts, rows, received)
+
+    def _send_and_receive(
+        self, name: str, sent: Tensor, num_sent: Sequence[int], received: Tensor, num_received: Sequence[int]
+    ) -> Collective:
+        """Start sending and receiving flat parts, so many elements to and from each rank of the shard group."""
         self._check()
         with self.raising(name):
-            mine = [counts[self.rank]] * self.size
-            work = dist.all_to_all_single(received, value, mine, list(counts), group=self._reductions, async_op=True)
-        return Collective(name=name, works=(work,), tensors=(value, received))
+            work = dist.all_to_all_single(
+                received, sent, list(num_received), list(num_sent), group=self._reductions, async_op=True
+            )
+        return Collective(name=name, works=(work,), tensors=(sent, received))
 
     def reduce_rows(self, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
         """Start summing a flat ``value`` over the shard group, in any order, and receiving our elements of the sum."""
@@ -263,6 +291,13 @@ class Ranks:
             rank, first = next(iter(failed.items()))
             raise RankError(f"{what} failed on {describe_ranks(list(failed))}; rank {rank}: {first}")
         return cast(T, result)
+
+    def share_alike(self, what: str, call: Callable[[], T]) -> list[T]:
+        """Call what may raise on some ranks only; return what it returned on each, pickled, or raise as ``do_alike``."""
+        if self.is_alone:
+            return [call()]
+        pickled = self.do_alike(what, lambda: pickle.dumps(call()))
+        return [pickle.loads(each) for each in self.exchange(what, pickled)]
 
     # Failures
 

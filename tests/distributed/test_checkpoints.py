@@ -90,6 +90,7 @@ def load_only(options: Mapping[str, Any], folder: str) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("placement", ["nvme", pytest.param("resident", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_from_two_ranks_to_three_to_one_process_and_back(
     placement: str, two: RankPool, three: RankPool, tmp_path: Path
 ) -> None:

@@ -143,6 +143,7 @@ def test_ranks_of_torchrun_and_of_the_option_must_be_as_many(tiny: list[str], tw
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_zinf_starts_ranks_and_ctrl_c_ends_them_all(tiny: list[str], tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
@@ -241,7 +242,7 @@ def report_of(options: Mapping[str, Any], slow: int) -> list[str]:
     return [*texts, str(everywhere)]
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_the_report_names_the_slowest_rank(slow: int, two: RankPool, tmp_path: Path) -> None:
     (_, of_all), (own, again) = two.run(report_of, placements(str(tmp_path))["nvme"], slow)
     assert f"\nslowest: rank {slow}, which waits" in of_all

@@ -4,7 +4,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,10 @@ def _fail_to_read(*_: object) -> None:
         ("death", Died, "another rank is gone"),
         ("error", "IndexError", "rank 1: a forward broke off: IndexError: index out of range"),
         ("disk", "StoreError", "reading failed: Input/output error"),
-        ("capture", "StoreError", "rank 1: capturing broke off: StoreError: calibration: reading failed"),
+        pytest.param(
+            *("capture", "StoreError", "rank 1: capturing broke off: StoreError: calibration: reading failed"),
+            marks=pytest.mark.long,
+        ),
         ("absence", None, "rank 1 had not come to a forward of TinyGPT graph 0"),
     ],
 )
@@ -193,6 +196,19 @@ def test_what_happens_on_one_rank_ends_all_within_seconds(
         assert outcomes[rank].kind == "RankError"
         assert elsewhere in outcomes[rank].message
         assert "restart all ranks" in outcomes[rank].message
+
+
+class Noisy(torch.optim.Optimizer):
+    """It adds noise to parameters."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.add_(torch.randn_like(parameter))
 
 
 def refusals(options: Mapping[str, Any]) -> dict[str, str]:
@@ -223,7 +239,7 @@ def refusals(options: Mapping[str, Any]) -> dict[str, str]:
     optimize(early, options)
     early(**batch_of(0, 0)).backward()
     refused("optimizer", optimizer.step)
-    refused("whole tensors", torch.optim.Adafactor(early.parameters()).step)
+    refused("draws", Noisy(early.parameters()).step)
     zinf_compile.close(early)
     return found
 
@@ -245,7 +261,7 @@ def test_what_this_version_cannot_do_on_ranks_is_refused_by_name(two: RankPool, 
         assert "stage=1 reduces gradients once per step" in found["early"]
         assert "'scale' has no dimension that ranks could divide" in found["scalar"]
         assert "AdamW was made before zinf_compile.optimize(model)" in found["optimizer"]
-        assert "Adafactor needs whole tensors, and each of 2 ranks has some rows" in found["whole tensors"]
+        assert "Noisy draws random numbers in its step, and each of 2 ranks, which update" in found["draws"]
 
 
 LOOP = Loop(num_steps=4)

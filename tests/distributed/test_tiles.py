@@ -105,6 +105,7 @@ def test_three_ranks_and_a_tile_that_has_rows_for_two(three: RankPool, options: 
         (replace(LOOP, num_accumulated=2), {"host_memory": 2048 * KIB}),
         (LOOP, {"step_in_backward": True, "device_memory": 640 * KIB}),
         (replace(LOOP, optimizer="SGD", optimizer_options={"lr": 0.1, "momentum": 0.9}), {"overlap_step": False}),
+        (replace(LOOP, optimizer="Adafactor", optimizer_options={"lr": 1e-2}), {"device_memory": 640 * KIB}),
     ],
 )
 def test_other_loops(loop: Loop, changes: dict[str, Any], two: RankPool, options: Mapping[str, Any]) -> None:

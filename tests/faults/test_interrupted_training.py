@@ -196,7 +196,7 @@ def check_interrupted(options: dict[str, Any], timer: threading.Timer, expected:
     [
         (session, "compile_graph", "aten"),
         (GraphPlanner, "choose", "aten"),
-        pytest.param(segments, "_compile", "inductor", marks=needs_compiler),
+        pytest.param(segments, "_compile", "inductor", marks=[needs_compiler, pytest.mark.long]),
     ],
 )
 def test_an_interrupt_in_the_first_call_is_as_if_it_was_never_made(

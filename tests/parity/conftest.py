@@ -1,6 +1,7 @@
 """Fixtures of the parity tests: the harness, the placements, and the ways to compute."""
 
 import os
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The placement that stays changes from combination to combination, and starts at a different one for each test. So each
     workload and each way to capture meets all placements, though not in the same test. Of a test's combinations in
-    compiled segments, which run a C++ compiler, one stays.
+    compiled segments, which run a C++ compiler, one stays, and that in every third test of a file.
     """
     by_test: dict[tuple[Path, str], dict[Hashable, list[pytest.Item]]] = {}
     for item in items:
@@ -27,6 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and given is not None and given.params.keys() & {"placement", "way"}:
             others = tuple(sorted((name, repr(value)) for name, value in given.params.items() if name != "placement"))
             by_test.setdefault((item.path, item.originalname), {}).setdefault(others, []).append(item)
+    compiled_tests: Counter[Path] = Counter()
     for (path, name), combinations in by_test.items():
         first = crc32(f"{path.name}::{name}".encode())
         chosen = {
@@ -37,7 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for others, item in chosen.items()
             if ("way", "'inductor'") in others and not item.get_closest_marker("long")
         ]
-        surplus = {item for index, item in enumerate(compiled) if index != first % len(compiled)}
+        stays = bool(compiled) and compiled_tests[path] % 3 == 0
+        compiled_tests[path] += bool(compiled)
+        surplus = {item for index, item in enumerate(compiled) if not stays or index != first % len(compiled)}
         for others, same in combinations.items():
             for item in same:
                 if item is not chosen[others] or item in surplus:

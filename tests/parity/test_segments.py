@@ -93,7 +93,7 @@ def assert_ops_run(parity, expected, caplog, reason: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_training_in_segments_is_the_same_to_rounding(parity, expected, recompute):
     options = {"device_memory": "4MiB", "host_memory": "4MiB", "nvme": parity._folder}
     model = parity.optimize(make(), compute="inductor", recompute=recompute, **options)
@@ -107,6 +107,7 @@ def test_training_in_segments_is_the_same_to_rounding(parity, expected, recomput
 
 
 @needs_compiler
+@pytest.mark.long
 def test_segments_allocate_no_more_than_the_plan_counts(parity):
     """Count every byte by torch's allocator: the outputs of a segment are allocated before its inputs are freed."""
     options = {"device_memory": "64MiB", "host_memory": "64MiB", "recompute": False, "remake_plan": False}
@@ -124,6 +125,7 @@ def test_segments_allocate_no_more_than_the_plan_counts(parity):
 
 
 @needs_compiler
+@pytest.mark.long
 def test_a_deeper_model_has_no_other_segments(parity):
     counts = []
     for layers in (3, 5):

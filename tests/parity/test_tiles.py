@@ -292,7 +292,7 @@ def test_activations_wider_than_the_device_are_made_by_tiles_of_rows(parity):
     "options",
     [
         pytest.param({}, id="host", marks=pytest.mark.long),
-        pytest.param({"host_memory": "6MiB", "step_in_backward": True}, id="nvme"),
+        pytest.param({"host_memory": "6MiB", "step_in_backward": True}, id="nvme", marks=pytest.mark.long),
     ],
 )
 def test_gradients_of_a_chain_by_tiles_do_not_wait_for_each_other(parity, options):

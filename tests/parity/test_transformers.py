@@ -8,6 +8,7 @@ from tests.support.transformer_models import (
     VOCAB,
     bert,
     bert_with_dropout,
+    deep_vit,
     gpt2,
     llama,
     mixtral,
@@ -25,13 +26,9 @@ from zinf_compile.runtime.native.compiled import find_compiler
         *((workload, "captured") for workload in (llama, mixtral, bert, t5)),
         *(pytest.param(workload, "captured", marks=pytest.mark.long) for workload in (gpt2, qwen3, vit)),
         *((workload, "eager") for workload in (llama, gpt2, qwen3, mixtral, bert, t5, vit)),
-        *(pytest.param(each, "inductor", marks=pytest.mark.long) for each in (llama, gpt2, qwen3, mixtral, bert, t5)),
-        pytest.param(
-            *(vit, "inductor"),
-            marks=[
-                pytest.mark.long,
-                pytest.mark.xfail(strict=True, reason="CapacityError names a budget in which the segments do not fit"),
-            ],
+        *(
+            pytest.param(each, "inductor", marks=pytest.mark.long)
+            for each in (llama, gpt2, qwen3, mixtral, bert, t5, deep_vit)
         ),
     ],
     indirect=["way"],

@@ -3,6 +3,7 @@
 The pool's own process holds the store of torch.distributed, as torchrun's agent does, so that any rank may die.
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.support.shared_traces import SharedTraces, is_sharing_wanted
 
 # Imported once by a process without threads, from which ranks are forked: a rank starts in a tenth of a second.
 _IMPORTED = [
@@ -121,12 +125,17 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_SECONDS))
-    while True:
-        try:
-            module, name, args = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            os._exit(0)  # without the barriers of torch.distributed, which other ranks may not reach
-        pipe.send_bytes(pickle.dumps(_call(module, name, args)))
+    gc.set_threshold(50_000, 10, 10)  # as in the process of the tests
+    gc.freeze()
+    with ExitStack() as stack:
+        if is_sharing_wanted():
+            stack.enter_context(SharedTraces().sharing())
+        while True:
+            try:
+                module, name, args = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                os._exit(0)  # without the barriers of torch.distributed, which other ranks may not reach
+            pipe.send_bytes(pickle.dumps(_call(module, name, args)))
 
 
 def _call(module: str, name: str, args: Sequence[Any]) -> Any:

@@ -74,11 +74,11 @@ def t5():
     return transformers.T5ForConditionalGeneration(config), token_batches()
 
 
-def vit():
+def vit(num_layers: int = 2):
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=8, patch_size=4,
-        num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        hidden_size=32, num_hidden_layers=num_layers, num_attention_heads=2, intermediate_size=48, image_size=8,
+        patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     batches = [
@@ -89,6 +89,11 @@ def vit():
         for _ in range(STEPS)
     ]
     return transformers.ViTForImageClassification(config), batches
+
+
+def deep_vit():
+    """With two layers, the least memory in which its segments fit holds all of its parameters."""
+    return vit(num_layers=4)
 
 
 def bert_with_dropout():

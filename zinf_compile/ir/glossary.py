@@ -53,6 +53,8 @@ the step
     job            one parameter to update, recorded when ``step()`` is called
     chunk          the slice of a parameter, with its gradient and state, that the streamed step updates at once
     shadow         a copy of the user's optimizer that updates one tensor
+    owner          of several ranks, the one that updates a parameter whose optimizer needs whole tensors
+    round          owners' updates that run side by side, between two exchanges of rows
 """
 
 from dataclasses import dataclass

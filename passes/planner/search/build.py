@@ -182,6 +182,10 @@ class PlanBuilder:
         """Return the homes of all parameters as chosen before a graph is known."""
         return self._unseen_placer.place(config, resident_nbytes=resident_nbytes)
 
+    def place_small(self, config: Config, resident_nbytes: int | None) -> Placed:
+        """Return the homes with only so many bytes of small parameters resident; None: an eighth of the device."""
+        return self._placer.place(config, resident_nbytes=resident_nbytes)
+
     def least_nbytes(self, placed: Placed, look_ahead: LookAhead, *, is_eager: bool = True) -> int:
         """Return the device bytes of a plan with these homes. Eager transfers take the most."""
         arena_nbytes = self._transfers(placed, Choice(look_ahead=look_ahead, is_eager=is_eager)).arena_nbytes
@@ -222,7 +226,7 @@ class PlanBuilder:
             spare = max(0, device_memory - self.all_resident_nbytes - kept)
             everything = self._place(choice, config, resident_nbytes=room, spare_nbytes=spare)
             return Homes(placed=everything, moved=self._transfers(everything, choice))
-        placed = self._placer.place(config, resident_nbytes=choice.small_nbytes)
+        placed = self.place_small(config, choice.small_nbytes)
         moved = self._transfers(placed, choice)
         if moved.arena_nbytes + placed.device_nbytes > room:
             return None

@@ -198,7 +198,7 @@ def minimum_memory(
 def _bare_nbytes(request: Request, builder: PlanBuilder, look_ahead: LookAhead, small_nbytes: int) -> int:
     """Return the smallest device budget for a look-ahead with only ``small_nbytes`` of small parameters resident."""
     config = with_device_memory(request.config, builder.floor_nbytes)
-    return builder.least_nbytes(builder.place_unseen(config, small_nbytes), look_ahead)
+    return builder.least_nbytes(builder.place_small(config, small_nbytes), look_ahead)
 
 
 def _is_held_elsewhere(request: Request, builder: PlanBuilder, small_nbytes: int) -> bool:

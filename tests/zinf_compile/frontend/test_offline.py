@@ -121,7 +121,7 @@ def check_plans_agree(
     [
         (mlp, "900KiB", {}),
         pytest.param(gpt, "1500KiB", {"recompute": True, "compute_dtype": torch.bfloat16}, marks=pytest.mark.long),
-        (gpt, "1500KiB", {"compute_dtype": torch.bfloat16}),
+        pytest.param(gpt, "1500KiB", {"compute_dtype": torch.bfloat16}, marks=pytest.mark.long),
         pytest.param(llama, "1000KiB", {}, marks=pytest.mark.long),
     ],
 )
@@ -146,6 +146,7 @@ def test_tiles_are_those_that_the_model_itself_gets(tmp_path: Path, monkeypatch:
 
 
 @needs_compiler
+@pytest.mark.long
 def test_a_deep_model_in_segments_is_planned_by_a_few_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = make_gpt(layers=7)
@@ -407,6 +408,7 @@ def test_parameters_larger_than_the_device_are_planned_by_tiles() -> None:
         zinf_compile.plan(model, tokens, hardware="laptop-16g", device_memory="128MiB", tiles=False)
 
 
+@pytest.mark.long
 def test_what_runs_by_tiles_is_planned_by_the_same_tiles(tmp_path: Path) -> None:
     options = {"device_memory": "4MiB", "tile_memory": "1MiB"}
     model, tokens = LanguageModel(4096, 6), torch.zeros(1, 64, dtype=torch.int64)
@@ -420,6 +422,7 @@ def test_what_runs_by_tiles_is_planned_by_the_same_tiles(tmp_path: Path) -> None
     assert sum(item.tile_of is not None for item in made.placements) >= 8
 
 
+@pytest.mark.long
 def test_tiles_do_not_keep_a_plan_from_being_asked_about_other_batches() -> None:
     model, tokens = LanguageModel(4096, 1), torch.zeros(2, 64, dtype=torch.int64)
     options = {"hardware": "laptop-16g", "device_memory": "14MiB"}
@@ -432,6 +435,7 @@ def test_tiles_do_not_keep_a_plan_from_being_asked_about_other_batches() -> None
     assert dynamic.max_batch() >= 2
 
 
+@pytest.mark.long
 def test_logits_are_recomputed_where_the_gradients_of_one_pass_do_not_fit() -> None:
     model, tokens = LanguageModel(32768, 1), torch.zeros(4, 1024, dtype=torch.int64)  # logits of 512 MiB
 
@@ -445,6 +449,7 @@ def test_logits_are_recomputed_where_the_gradients_of_one_pass_do_not_fit() -> N
     assert "tiles" not in one_pass + recomputed
 
 
+@pytest.mark.long
 def test_what_few_blocks_do_not_fit_is_refused_before_the_whole_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = LanguageModel(64, 6, width=1024)

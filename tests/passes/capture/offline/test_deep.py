@@ -120,6 +120,7 @@ def deep(model: nn.Module, inputs: dict[str, Tensor]) -> Trace:
 @pytest.mark.parametrize(
     "kind", ["gpt", *(pytest.param(kind, marks=pytest.mark.long) for kind in MODELS if kind != "gpt")]
 )
+@pytest.mark.long
 def test_facts_are_those_of_the_whole_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "MIN_BOUND_NBYTES", 1)  # these models are tiny
     model, inputs = MODELS[kind]()
