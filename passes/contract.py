@@ -56,7 +56,7 @@ class PrepareInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileHandle:
-    """How a graph names consecutive rows of a stored parameter: the number that its gather takes, and which rows."""
+    """How a graph names a tile of a stored parameter: the number that its gather takes, and which rows (``cut_rows``)."""
 
     param: int
     rows: Slice
@@ -70,6 +70,7 @@ class TileInputs:
     fuses_losses: bool = False  # fuse linear layers with the cross-entropy of their logits
     recomputes_logits: bool = False  # recompute logits in backward, even if gradients are small
     chain_tiles: int = 1  # number of row tiles of MLPs and other chains of layers
+    num_ranks: int = 1  # that divide each tile among them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Gradients of captured graphs: each is stored at home, handed to autograd, used for an update at once, or dropped."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from zinf_compile.runtime.params.home_gradient import (
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.params.tiles import StoredTile
 from zinf_compile.runtime.process.interrupts import without_interrupts
-from zinf_compile.runtime.storage.slots import Slot, local_of
+from zinf_compile.runtime.storage.slots import local_of
 from zinf_compile.runtime.store.store import store_of
 
 
@@ -42,22 +44,26 @@ def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
     if delivery is not Delivery.HOME:
         return
     with torch.no_grad(), store.failing_on_error():
-        if isinstance(stored, StoredTile):
-            _store_tile(stored, slot, grad)
-        elif store.ranks.is_alone:
-            _take_home(record, grad)
+        take = partial(_store_tile, stored) if isinstance(stored, StoredTile) else partial(_take_home, record)
+        if store.ranks.is_alone:
+            take(grad)
         elif store.config.stage == 1 and (record.parameter.grad is None or slot.is_home_of(record.parameter.grad)):
             add_unreduced(record, grad)
         else:
-            whole = Slice.of_whole(record.name, record.shape)
-            store.reductions.start(whole, grad, lambda shard: _take_home(record, shard.view(slot.tensor.shape)))
+            store.reductions.start(_rows_of(stored), grad, take)
             store.meter.add_collective("reduction", grad.nbytes)
+
+
+def _rows_of(stored: StoredParameter | StoredTile) -> Slice:
+    """Return what a gradient is of."""
+    return stored.rows if isinstance(stored, StoredTile) else Slice.of_whole(stored.name, stored.shape)
 
 
 def _take_home(record: StoredParameter, grad: Tensor) -> None:
     """Start writing what this rank has of a gradient to its home, or adding it to the gradient there."""
     store, slot, parameter = record.store, record.gradient.slot, record.parameter
     assert slot is not None
+    grad = grad.view(slot.tensor.shape)
     if parameter.grad is None:
         if store.early_step is None or not store.early_step.take(record, grad):
             _put_gradient(record, grad, Tier.DEVICE)
@@ -72,23 +78,25 @@ def _hand_over(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
     """Keep a copy of a gradient until autograd takes it; the original may be in the arena."""
     record = stored.whole
     backward = torch._C._current_graph_task_id()
-    if isinstance(stored, StoredTile):
-        record.gradient.hand_over_rows(backward, stored.rows, grad)
-        return
     if not record.store.ranks.is_alone:
-        grad = record.store.reductions.reduced(Slice.of_whole(record.name, record.shape), grad)
+        grad = record.store.reductions.reduced(_rows_of(stored), grad)
+    if isinstance(stored, StoredTile):
+        record.gradient.hand_over_rows(backward, record.shard, stored.mine, grad)
+        return
     record.gradient.hand_over(backward, grad.to(record.parameter.device))  # on the device that autograd expects
 
 
-def _store_tile(tile: StoredTile, slot: Slot, grad: Tensor) -> None:
-    """Start writing a tile of a gradient to its home, or adding it to the gradient there, until ``step()``."""
-    record, parameter, rows = tile.whole, tile.whole.parameter, tile.rows
+def _store_tile(tile: StoredTile, grad: Tensor) -> None:
+    """Start writing what this rank has of a tile of a gradient to its home, or adding it to the gradient there."""
+    record, slot, parameter, rows = tile.whole, tile.whole.gradient.slot, tile.whole.parameter, tile.mine
+    assert slot is not None
+    grad = grad.view(rows.sizes)
     if parameter.grad is None:  # the first tile of a new gradient
         slot = begin_gradient(record)
         record.gradient.begin_tiles()
         parameter.grad = show_gradient(record)
     elif not slot.is_home_of(parameter.grad):  # the user set this gradient: accumulate in place
-        theirs = parameter.grad.narrow(rows.dim, rows.start, rows.length)
+        theirs = local_of(parameter.grad).narrow(rows.dim, rows.start - slot.slice.start, rows.length)
         theirs.add_(grad.to(theirs.device, theirs.dtype))
         return
     missing = record.gradient.find_missing(rows)
@@ -97,14 +105,14 @@ def _store_tile(tile: StoredTile, slot: Slot, grad: Tensor) -> None:
         record.store.finish(record)  # also with step_in_backward: a tiled parameter is not updated before ``step()``
         settle_gradient(record)
     for part in there:
-        record.store.tensor_io.add_value(slot.part(part), _rows_of(grad, rows, part), Tier.DEVICE)
+        record.store.tensor_io.add_value(slot.part(part), _part_of(grad, rows, part), Tier.DEVICE)
     for part in missing:
-        record.store.tensor_io.write_value(slot.part(part), _rows_of(grad, rows, part), Tier.DEVICE)
+        record.store.tensor_io.write_value(slot.part(part), _part_of(grad, rows, part), Tier.DEVICE)
         record.gradient.add_rows(part)
 
 
-def _rows_of(grad: Tensor, rows: Slice, part: Slice) -> Tensor:
-    """Return a part of the gradient of a tile."""
+def _part_of(grad: Tensor, rows: Slice, part: Slice) -> Tensor:
+    """Return a part of what there is of the gradient of a tile."""
     return grad if part == rows else grad.narrow(rows.dim, part.start - rows.start, part.length)
 
 

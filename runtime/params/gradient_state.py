@@ -76,7 +76,8 @@ class GradientState:
 
     def begin_tiles(self) -> None:
         """Note that the new gradient comes in tiles, none of which is there."""
-        self.rows_home = []
+        assert self.slot is not None
+        self.rows_home = [] if self.slot.slice.length else None  # the last of several ranks may have no row
 
     def find_missing(self, rows: Slice) -> list[Slice]:
         """Return which of some rows of the gradient are not there yet: these are written, and others added to."""
@@ -154,12 +155,12 @@ class GradientState:
         self._forget_broken(backward)
         self.handed = grad.clone() if self.handed is None else self.handed + grad
 
-    def hand_over_rows(self, backward: int, rows: Slice, grad: Tensor) -> None:
-        """Keep some rows of a gradient until autograd takes it; on the CPU."""
+    def hand_over_rows(self, backward: int, held: Slice, rows: Slice, grad: Tensor) -> None:
+        """Keep some of the rows that are held of a gradient until autograd takes it; on the CPU."""
         self._forget_broken(backward)
         if self.handed is None:
-            self.handed = torch.zeros(rows.shape, dtype=grad.dtype)
-        elements_of(self.handed, rows.whole, rows).view(rows.sizes).add_(grad.to(self.handed.device))
+            self.handed = torch.zeros(held.sizes, dtype=grad.dtype)
+        elements_of(self.handed, held, rows).view(rows.sizes).add_(grad.to(self.handed.device))
 
     def _forget_broken(self, backward: int) -> None:
         if self.handed_backward != backward:

@@ -58,6 +58,10 @@ class Stored(Protocol):
     def whole(self) -> "StoredParameter":
         """The parameter."""
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of its whole value."""
+
     def copy_in(self, dtype: torch.dtype) -> Slot | SlotPart:
         """Return what a gather of ``dtype`` moves."""
 

@@ -1,4 +1,4 @@
-"""Tiles of stored parameters: consecutive rows that a captured graph gathers, and gives a gradient, by themselves.
+"""Tiles of stored parameters: rows that a captured graph gathers, and gives a gradient, by themselves.
 
 A tile has a number of its own, under which ops find it, but no home: its bytes are a part of its parameter's.
 """
@@ -15,12 +15,13 @@ from zinf_compile.runtime.storage.slots import SlotPart
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class StoredTile:
-    """Consecutive rows of a stored parameter."""
+    """Some rows of a stored parameter: consecutive ones, or as many of each rank's."""
 
     param: int  # the id in graphs
     name: str  # in plans
     whole: StoredParameter
-    rows: Slice
+    rows: Slice  # in the order of tiles (``cut_rows``)
+    mine: Slice  # those that this rank has, as rows of the parameter
 
     @property
     def store(self) -> RecordStore:
@@ -38,5 +39,5 @@ class StoredTile:
         return torch.Size(self.rows.sizes)
 
     def copy_in(self, dtype: torch.dtype) -> SlotPart:
-        """Return its rows of the copy that a gather of ``dtype`` moves."""
-        return self.whole.copy_in(dtype).part(self.rows)
+        """Return what this rank moves of the copy that a gather of ``dtype`` moves."""
+        return self.whole.copy_in(dtype).part(self.mine)

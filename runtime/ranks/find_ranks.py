@@ -49,8 +49,11 @@ def folder_of_rank(nvme: object, ranks: Ranks) -> object:
 
 def check_for_ranks(config: Config, parameters: Mapping[str, Tensor]) -> Config:
     """Return the options for several ranks. ConfigError or UnsupportedError for what this version cannot do on them."""
-    if config.tiles or config.tile_memory is not None:
-        raise ConfigError("tiles and tile_memory are not supported on several ranks yet; leave them out")
+    if config.stage < 3 and (config.tiles or config.tile_memory is not None):
+        raise ConfigError(
+            f"tiles and tile_memory divide what is gathered, and stage={config.stage} keeps all of it on the device; leave "
+            "them out, or say stage=3"
+        )
     if config.device != "cpu":
         raise ConfigError(f"device={config.device!r} is not supported on several ranks yet; say device='cpu'")
     for name, parameter in parameters.items():
@@ -58,4 +61,4 @@ def check_for_ranks(config: Config, parameters: Mapping[str, Tensor]) -> Config:
             raise UnsupportedError(
                 f"'{name}' has no dimension that ranks could divide; make it a parameter of one element, of shape (1,)"
             )
-    return replace(config, tiles=None)
+    return config if config.stage == 3 else replace(config, tiles=None)

@@ -145,12 +145,15 @@ class Store:
         self.placements[fact.name] = placement
         register_stored(record)
 
-    def tile(self, record: StoredParameter, number: int, rows: Slice) -> StoredTile:
-        """Return the tile of some rows of a parameter, registered so that ops find it; the same tile for the same rows."""
+    def tile(self, record: StoredParameter, number: int, rows: Slice, mine: Slice) -> StoredTile:
+        """Return the tile of some rows of a parameter, registered so that ops find it; the same tile for the same rows.
+
+        ``mine`` are those that this rank has.
+        """
         key = record.param, number, rows
         if key not in self._tiles:
             name = tile_name(record.name, number)
-            self._tiles[key] = StoredTile(param=new_id(), name=name, whole=record, rows=rows)
+            self._tiles[key] = StoredTile(param=new_id(), name=name, whole=record, rows=rows, mine=mine)
             register_stored(self._tiles[key])
         return self._tiles[key]
 
@@ -234,7 +237,7 @@ class Store:
         if slot.tier is Tier.DEVICE and slot.num_ranks == 1:
             return slot.tensor.detach()
         self.held.begin_run()
-        value = self.full_value(record.whole.shape if isinstance(slot, Slot) else slot.tensor.shape, slot)
+        value = self.full_value(record.shape, slot)
         self.held.sample()
         return value
 

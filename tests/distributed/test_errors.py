@@ -225,7 +225,9 @@ def refusals(options: Mapping[str, Any]) -> dict[str, str]:
     refused("mesh", lambda: zinf_compile.optimize(build_gpt(), mesh=mesh, **_without_streams(options)))
     turned = DeviceMesh("cpu", [1, 0])
     refused("turned", lambda: zinf_compile.optimize(build_gpt(), mesh=turned, **_without_streams(options)))
-    refused("tiles", lambda: optimize(build_gpt(), {**options, "tiles": {"embed.weight": 2}}))
+    tiles = {"tiles": {"embed.weight": 2}}
+    refused("tiles", lambda: optimize(build_gpt(), {**options, **tiles, "stage": 2, "device_memory": 2**20}))
+    refused("many", lambda: optimize(build_gpt(), {**options, "tiles": {"embed.weight": 27}}))
     refused("stage", lambda: optimize(build_gpt(), {**options, "stage": 0}))
     refused("room", lambda: optimize(build_gpt(), {**options, "stage": 2, "device_memory": 2**16}))
     refused("early", lambda: optimize(build_gpt(), {**options, "stage": 1, "step_in_backward": True}))
@@ -251,7 +253,9 @@ def test_what_this_version_cannot_do_on_ranks_is_refused_by_name(two: RankPool, 
         assert "mesh has 3 dimensions (pipe, replicate, shard)" in found["mesh"]
         assert "such as mesh['replicate', 'shard']" in found["mesh"]
         assert "mesh has its ranks in the order [1, 0]" in found["turned"]
-        assert "tiles and tile_memory are not supported on several ranks" in found["tiles"]
+        assert "tiles and tile_memory divide what is gathered, and stage=2 keeps all of it" in found["tiles"]
+        assert "asks for 27 tiles of its rows, and it has the shape [51, 60]" in found["many"]
+        assert "as many tiles as rows on each of 2 ranks at the most" in found["many"]
         assert "stage=0 is not a stage of ZeRO" in found["stage"]
         assert "stage=2 keeps the copies that compute reads on the device, which needs" in found["room"]
         assert "stage=1 reduces gradients once per step" in found["early"]

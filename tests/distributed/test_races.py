@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.workloads import KIB, Loop, placements, train_on_ranks
+from tests.distributed.workloads import KIB, TILES, Loop, build_gpt, build_small, placements, train_on_ranks
 from tests.support.races import watching_races
 from tests.support.rank_pool import RankPool
 from zinf_compile.runtime.ranks.ranks import Collective, Ranks
@@ -23,7 +23,8 @@ def train_watched(options: Mapping[str, Any], fault: str | None = None) -> tuple
     with watching_races() as races, ExitStack() as stack:
         if fault is not None:
             stack.enter_context(FAULTS[fault]())
-        train_on_ranks(Loop(num_steps=2), options)
+        given = dict(options)
+        train_on_ranks(Loop(build=given.pop("model", build_gpt), num_steps=2), given)
     return races.found, [*races.num_accesses]
 
 
@@ -91,6 +92,9 @@ def options(tmp_path: Path) -> Mapping[str, Any]:
     [
         {},
         pytest.param({"reduce": "fast"}, marks=pytest.mark.long),
+        pytest.param(
+            {"model": build_small, "tiles": TILES, "device_memory": 360 * KIB}, id="tiles", marks=pytest.mark.long
+        ),
         pytest.param({"step_in_backward": True, "device_memory": 640 * KIB}, marks=pytest.mark.long),
     ],
 )

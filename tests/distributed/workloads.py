@@ -1,6 +1,7 @@
 """Models of the tests of ranks, and how they are trained: on ranks, and in one process that accumulates their batches."""
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -69,6 +70,61 @@ def build_frozen(seed: int = 0) -> nn.Module:
     for parameter in (*model.embed.parameters(), *model.blocks[0].parameters()):
         parameter.requires_grad_(False)
     return model
+
+
+class Small(nn.Module):
+    """An embedding, an MLP and a head, whose rows are whole sectors in 16s.
+
+    With ``num_ranks`` it computes the layers of ``TILES`` in plain PyTorch as so many ranks do, by tiles.
+    """
+
+    def __init__(self, num_ranks: int = 0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(51, 64, padding_idx=49)
+        self.up, self.down, self.head = nn.Linear(64, 193), nn.Linear(193, 64), nn.Linear(64, 51, bias=False)
+        for name, num_tiles in TILES.items():
+            layer = self.get_submodule(name.removesuffix(".weight"))
+            if num_ranks and isinstance(layer, nn.Linear):
+                layer.forward = functools.partial(by_tiles, layer, blocks_of(layer.out_features, num_tiles, num_ranks))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss."""
+        hidden = self.embed(tokens)
+        hidden = hidden + self.down(functional.gelu(self.up(hidden)))
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+TILES = {"embed.weight": 2, "head.weight": 2, "up.weight": 4}
+
+
+def blocks_of(num_rows: int, num_tiles: int, num_ranks: int) -> list[list[int]]:
+    """Return how many rows each tile has of each rank's, by rank: a tile has as many of each, in whole sectors."""
+    shards = [len(shard) for shard in torch.arange(num_rows).chunk(num_ranks)]
+    window = -(-shards[0] // (16 * num_tiles)) * 16
+    firsts = range(0, shards[0], window)
+    return [[min(window, max(0, shard - first)) for first in firsts] for shard in shards]
+
+
+def by_tiles(layer: nn.Linear, blocks: list[list[int]], x: Tensor) -> Tensor:
+    """Return the output of a layer that is computed by tiles."""
+    num_tiles = len(blocks[0])
+
+    def cut(value: Tensor) -> list[Tensor]:
+        parts = value.split([block for of_rank in blocks for block in of_rank])
+        return [torch.cat(parts[tile::num_tiles]) for tile in range(num_tiles)]
+
+    biases = [None] * num_tiles if layer.bias is None else cut(layer.bias)
+    tiles = [functional.linear(x, weight, bias) for weight, bias in zip(cut(layer.weight), biases, strict=True)]
+    if len(blocks) == 1:
+        return torch.cat(tiles, -1)
+    pieces = [each.split([of_rank[number] for of_rank in blocks], -1) for number, each in enumerate(tiles)]
+    return torch.cat([piece[rank] for rank in range(len(blocks)) for piece in pieces], -1)
+
+
+def build_small(num_ranks: int = 0) -> nn.Module:
+    """Return a Small, the same on every rank."""
+    torch.manual_seed(0)
+    return Small(num_ranks)
 
 
 def batch_of(step: int, rank: int) -> Mapping[str, Tensor]:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -94,9 +95,8 @@ class Session:
         has too few rows.
         """
         check_parameters(self.store.ranks, parameters, with_values=with_values)
-        check_tiles(
-            self.config, {**{name: record.parameter for name, record in self.store.records.items()}, **parameters}
-        )
+        known = {name: record.parameter for name, record in self.store.records.items()}
+        check_tiles(self.config, {**known, **parameters}, self.store.ranks.size)
         self.catalog.settle()
         named = [
             NamedParameter(
@@ -196,6 +196,7 @@ class Session:
             program, compiled = self._fit(graph_module, inputs, where, kept_nbytes=before)
         except CapacityError:
             expected, least = self.config.reserve_memory, self.catalog.process.expect_least(self.config)
+            (least,) = self.store.ranks.largest("the least memory of the process", least)
             if least >= expected:
                 raise
             self.catalog.reserve(least)
@@ -294,18 +295,22 @@ class Session:
 
     def _make_planner(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> GraphPlanner:
         assert self.catalog.hardware is not None
-        name = self._next_name()
+        name, ranks = self._next_name(), self.store.ranks
         say(f"tracing forward and backward of {name}{', in tiles' if tiled.numbers else ''}")
+        ranks.meet(f"planning {name} in {len(tiled.numbers)} tiles, {zlib.crc32(tiled.cut.encode()):08x}")
+        cache = kernel_cache_nbytes() if self.config.memory.unified else 0  # of oneDNN
+        opened = self.store.open_forwards.nbytes_beside(storages_of(inputs))
+        cache, opened = ranks.largest("memory beside a plan", cache, opened)  # so that all choose the same tiles
         return GraphPlanner(
             name,
             self.catalog,
             self.catalog.hardware,
             tiled=tiled.tiled,
             notes=() if tiled.note is None else (tiled.note,),
-            kernel_cache_nbytes=kernel_cache_nbytes() if self.config.memory.unified else 0,  # of oneDNN
-            open_nbytes=self.store.open_forwards.nbytes_beside(storages_of(inputs)),
-            num_ranks=self.store.ranks.size,
-            num_replicas=self.store.ranks.num_replicas,
+            kernel_cache_nbytes=cache,
+            open_nbytes=opened,
+            num_ranks=ranks.size,
+            num_replicas=ranks.num_replicas,
         )
 
     def _next_name(self) -> str:

@@ -1,6 +1,6 @@
 """The parameters of a store, shared by all graphs of a session: homes, copies, numbers and promised peaks."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from zinf_compile.ir.glossary import Tier, dtype_name, format_bytes
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.plan import Placement, Plan, TierPart
 from zinf_compile.ir.slices import Slice
-from zinf_compile.ir.tiles import TiledParameters, tile_name
+from zinf_compile.ir.tiles import TiledParameters, rows_of_rank, tile_name
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import place_narrowed, plan_placement
 from zinf_compile.runtime.model.moving import move_homes
@@ -56,20 +56,30 @@ class StoreCatalog:
         """Return whether homes are fixed, because a graph compiled earlier has chosen them."""
         return bool(self.plans)
 
-    def fact_of(self, param: int) -> ParameterFact:
-        """Return the fact of a parameter by its number in graphs."""
-        return self.store.facts[find_record(param).name]
+    @property
+    def num_ranks(self) -> int:
+        """Return how many ranks divide every parameter among them."""
+        return self.store.ranks.size
 
-    def number_of(self, param: int, number: int, rows: Slice) -> int:
-        """Return the number by which ops refer to a tile of a parameter."""
-        return self.store.tile(find_record(param).whole, number, rows).param
+    def fact_of(self, param: int) -> ParameterFact | None:
+        """Return the fact of a parameter by its number in graphs; None if it must stay whole, as ranks have it already."""
+        name = find_record(param).name
+        is_fixed = self.has_plans and self.num_ranks > 1
+        if is_fixed and any(item.parameter == name and item.compute is Tier.DEVICE for item in self.placements):
+            return None
+        return self.store.facts[name]
+
+    def number_of(self, param: int, number: int, tiles: Sequence[Slice]) -> int:
+        """Return the number by which ops refer to one of the tiles of a parameter."""
+        mine = rows_of_rank(tiles, number, self.store.ranks.rank, self.num_ranks)
+        return self.store.tile(find_record(param).whole, number, tiles[number], mine).param
 
     def numbers(self, tiled: TiledParameters) -> dict[str, int]:
         """Return the numbers by which ops refer to parameters and tiles, by their names in plans."""
         numbers = {name: record.param for name, record in self.store.records.items()}
         for name, tiles in tiled.tiles.items():
-            for number, rows in enumerate(tiles):
-                numbers[tile_name(name, number)] = self.store.tile(self.store.records[name], number, rows).param
+            for number in range(len(tiles)):
+                numbers[tile_name(name, number)] = self.number_of(self.store.records[name].param, number, tiles)
         return numbers
 
     def narrow_copies(self, reads: Mapping[int, torch.dtype]) -> dict[int, torch.dtype]:

@@ -14,7 +14,7 @@ from zinf_compile.ir.errors import ConfigError, DeviceCapacityError, Unsupported
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.slices import Slice
-from zinf_compile.ir.tiles import WHOLE, TiledParameters, least_rows
+from zinf_compile.ir.tiles import WHOLE, TiledParameters, cut_rows, least_rows, most_tiles
 from zinf_compile.passes.contract import TileHandle, TileInputs
 from zinf_compile.passes.fx_edit import copy_graph_module, describe_place
 from zinf_compile.passes.pipeline import tile_graph
@@ -52,21 +52,26 @@ class Catalog(Protocol):
 
     config: Config
 
+    @property
+    def num_ranks(self) -> int:
+        """Return how many ranks divide every parameter, and every tile of one."""
+
     def fact_of(self, param: int) -> ParameterFact | None:
         """Return the fact of a parameter; None for one that must stay whole."""
 
-    def number_of(self, param: int, number: int, rows: Slice) -> int:
-        """Return the number by which ops refer to a tile of a parameter."""
+    def number_of(self, param: int, number: int, tiles: Sequence[Slice]) -> int:
+        """Return the number by which ops refer to one of the tiles of a parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A parameter that a graph may read by tiles. Tiles start at rows that are a multiple of ``multiple``."""
+    """A parameter that a graph may read by tiles. Tiles start at a multiple of ``multiple`` among the rows of a rank."""
 
     name: str
     slice: Slice  # all of it
     nbytes: int  # of the compute copy
     multiple: int
+    num_ranks: int
     found: Tileable
 
     @property
@@ -76,7 +81,13 @@ class _Candidate:
     @property
     def most_tiles(self) -> int:
         """Return the largest possible number of tiles; 1 if a reader needs the whole parameter."""
-        return 1 if self.found.refused_by is not None else -(-self.num_rows // self.multiple)
+        if self.found.refused_by is not None:
+            return 1
+        return most_tiles(self.num_rows, self.multiple, self.num_ranks)
+
+    def cut(self, num_tiles: int) -> tuple[Slice, ...]:
+        """Return the tiles."""
+        return cut_rows(self.slice, num_tiles, self.multiple, self.num_ranks)
 
 
 def fit_by_tiles(
@@ -126,7 +137,7 @@ def fit_by_tiles(
     raise search.explain(least)
 
 
-def check_tiles(config: Config, parameters: Mapping[str, Tensor]) -> None:
+def check_tiles(config: Config, parameters: Mapping[str, Tensor], num_ranks: int) -> None:
     """Raise ConfigError if options ask for tiles of a parameter that does not exist, or for more tiles than rows."""
     for name, count in config.tiles or ():
         if name not in parameters:
@@ -134,10 +145,11 @@ def check_tiles(config: Config, parameters: Mapping[str, Tensor]) -> None:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"tiles={{{name!r}: {count}}} names no parameter of the model{hint}")
         shape = tuple(parameters[name].shape)
-        if count > 1 and (len(shape) < 2 or count > shape[0]):
+        if count > 1 and (len(shape) < 2 or count > most_tiles(shape[0], 1, num_ranks)):
+            on_each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
             raise ConfigError(
                 f"tiles={{{name!r}: {count}}} asks for {count} tiles of its rows, and it has the shape {list(shape)}; a "
-                "parameter of two dimensions or more has as many tiles as rows at the most"
+                f"parameter of two dimensions or more has as many tiles as rows{on_each} at the most"
             )
 
 
@@ -170,7 +182,14 @@ class TileSearch:
         if fact is None:
             return None
         multiple = least_rows(fact, has_file=self._config.nvme is not None)
-        return _Candidate(name=fact.name, slice=fact.slice, nbytes=fact.compute_nbytes, multiple=multiple, found=found)
+        return _Candidate(
+            name=fact.name,
+            slice=fact.slice,
+            nbytes=fact.compute_nbytes,
+            multiple=multiple,
+            num_ranks=self._catalog.num_ranks,
+            found=found,
+        )
 
     def finer_and_finer(self) -> Iterator[Choice]:
         """Yield finer and finer choices, starting with the options' own. Set ``refused`` before each next one."""
@@ -249,8 +268,8 @@ class TileSearch:
                 reason = (
                     _describe_refusal(candidate)
                     if candidate.most_tiles == 1
-                    else f"its {candidate.num_rows} rows are cut at multiples of {candidate.multiple}, whole sectors of the "
-                    f"file, into {candidate.most_tiles} tiles at the most"
+                    else f"its {candidate.num_rows} rows{_among(candidate)} are cut at multiples of {candidate.multiple}, "
+                    f"whole sectors of the file, into {candidate.most_tiles} tiles at the most"
                 )
                 raise UnsupportedError(f"tiles={{{name!r}: {count}}} cannot be: {reason}")
             asked[name] = count
@@ -264,9 +283,9 @@ class TileSearch:
             if count > 1:
                 candidate = self._candidates[name]
                 param = candidate.found.param
-                rows[name] = tiles = candidate.slice.split(count, candidate.multiple)
+                rows[name] = tiles = candidate.cut(count)
                 handles[param] = [
-                    TileHandle(param=self._catalog.number_of(param, number, each), rows=each)
+                    TileHandle(param=self._catalog.number_of(param, number, tiles), rows=each)
                     for number, each in enumerate(tiles)
                 ]
         inputs = TileInputs(
@@ -274,8 +293,9 @@ class TileSearch:
             fuses_losses=choice.fuses_losses,
             recomputes_logits=choice.recomputes_logits,
             chain_tiles=choice.chain_tiles,
+            num_ranks=self._catalog.num_ranks,
         )
-        if inputs == TileInputs():
+        if inputs == TileInputs(num_ranks=inputs.num_ranks):
             return TiledGraph(graph_module=self._graph_module, tiled=WHOLE)
         copied = copy_graph_module(self._graph_module)
         tile_graph(copied, inputs)
@@ -283,7 +303,7 @@ class TileSearch:
             graph_module=copied,
             tiled=TiledParameters(rows),
             numbers=frozenset(handle.param for tiles in handles.values() for handle in tiles),
-            cut=_describe_choice(choice),
+            cut=_describe_choice(choice, self._catalog.num_ranks),
         )
 
     def explain(self, refused: DeviceCapacityError) -> DeviceCapacityError:
@@ -298,9 +318,10 @@ def _num_tiles(candidate: _Candidate, tile_nbytes: int) -> int:
     return min(candidate.most_tiles, max(1, -(-candidate.nbytes // tile_nbytes)))
 
 
-def _describe_choice(choice: Choice) -> str:
-    """Describe what is tiled."""
-    parts = [f"{name} is gathered in {count} tiles" for name, count in choice.num_tiles.items() if count > 1]
+def _describe_choice(choice: Choice, num_ranks: int) -> str:
+    """Describe what is tiled. Other ranks have other rows in their tiles, and so other bits."""
+    among = f" of the rows of {num_ranks} ranks" if num_ranks > 1 else ""
+    parts = [f"{name} is gathered in {count} tiles{among}" for name, count in choice.num_tiles.items() if count > 1]
     if choice.chain_tiles > 1:
         parts.append(f"layers that follow each other compute {choice.chain_tiles} tiles of rows, one after another")
     if choice.fuses_losses:
@@ -316,11 +337,15 @@ def _describe_refusal(candidate: _Candidate) -> str:
     if reader is None:
         return (
             f"'{candidate.name}' ({size}) cannot be tiled: only {candidate.multiple} of its rows are whole sectors of the "
-            f"file, and it has {candidate.num_rows}"
+            f"file, and it has {candidate.num_rows}{_among(candidate)}"
         )
     return (
         f"'{candidate.name}' ({size}) cannot be tiled: {_describe_op(reader)} reads all of it{describe_place(reader)}"
     )
+
+
+def _among(candidate: _Candidate) -> str:
+    return f" on {candidate.num_ranks} ranks" if candidate.num_ranks > 1 else ""
 
 
 def _describe_op(node: fx.Node) -> str:

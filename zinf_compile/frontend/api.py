@@ -96,9 +96,10 @@ def optimize(
             nothing on a GPU, with capture=False, or if both budgets together are below 256 MiB. With 0, the budgets
             cover the model only.
         prefetch_memory: limit on the bytes of transfers ahead of compute. By default the planner chooses.
-        tile_memory: parameters larger than this are gathered in tiles, which are consecutive rows. Unless they are
-            resident, neither they nor their gradients are ever whole on the device. By default parameters are tiled
-            only if the model does not fit otherwise, in as few tiles as possible. Results agree to rounding.
+        tile_memory: parameters larger than this are gathered in tiles, which are consecutive rows; with several ranks,
+            such rows of each. Unless they are resident, neither they nor their gradients are ever whole on the device.
+            By default parameters are tiled only if the model does not fit otherwise, in as few tiles as possible.
+            Results agree to rounding.
         tiles: number of tiles of some parameters, by name; 1 to always gather a parameter whole. False for bitwise
             results: nothing is tiled and no loss is fused with its layer, even if the model does not fit otherwise.
         recompute: True to recompute every block's activations in backward, False to recompute none. By default whatever

@@ -97,8 +97,8 @@ def plan(
     called = replace(_make_inputs(inputs), loss=loss)
     parameters = _parameter_facts(model, config, optimizer if train else None)
     named = dict(model.named_parameters())
-    check_tiles(config, named)
-    catalog = PaperCatalog(config, parameters)
+    check_tiles(config, named, world)
+    catalog = PaperCatalog(config, parameters, world)
     subject = Subject(model=model, name=type(model).__name__, inputs=called, train=train, dynamic=dynamic)
     return OfflinePlanner(
         subject,

@@ -1,8 +1,9 @@
 """Slices: parts of parameters. Tiles, the shards of ranks and the chunks of an optimizer step are all slices.
 
-Tiles are rows of a parameter. Chunks and shards are elements of the flattened parameter, which is a parameter with one
-dimension: ``rows.flat`` has the same elements as ``rows``. A part of a slice counts its indices from the whole parameter's
-first, so that slices of slices can be compared however they were cut.
+Tiles are rows of a parameter; those of several ranks are counted in an order of their own (``tiles.py``). Chunks and shards
+are elements of the flattened parameter, which is a parameter with one dimension: ``rows.flat`` has the same elements as
+``rows``. A part of a slice counts its indices from the whole parameter's first, so that slices of slices can be compared
+however they were cut.
 """
 
 import math

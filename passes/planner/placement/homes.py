@@ -161,9 +161,12 @@ class Placer:
     def _may_reside(self, index: int, role: int, config: Config) -> bool:
         """Return whether a copy may live on the device.
 
+        What ranks read in tiles is not whole on each: a tile has rows of all of them, which are together only when gathered.
         With memory of its own a device holds compute copies, and optimizer state that is updated there. Master copies and
         gradients, which users see as tensors, stay in host memory or in the file.
         """
+        if self._num_ranks > 1 and len(self._tiles[index]) > 1 and role == self._read[index]:
+            return False
         if config.memory.unified or (role == COMPUTE and self._read[index] == COMPUTE):
             return True
         return role == STATE and config.update_on != "host"

@@ -8,7 +8,8 @@ Emitted for a linear layer whose weight is gathered in two tiles::
     up_tile_1     = linear(x, weight_tile_1, bias_tile_1)
     up_whole      = cat([up_tile_0, up_tile_1], 1)
 
-A tile is a range of rows of the first dimension, which are contiguous on every tier. It has its own gradient.
+A tile is a range of rows of the first dimension, which are contiguous on every tier. It has its own gradient. With several
+ranks it is such a range of the rows of each rank, and ``tile_order.py`` puts results in order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from zinf_compile.passes.transforms.tiling.emit import Emitter
 from zinf_compile.passes.transforms.tiling.linear_loss import linear_cross_entropy
 from zinf_compile.passes.transforms.tiling.table import legal_tilings
 from zinf_compile.passes.transforms.tiling.tile_chain import tile_node
+from zinf_compile.passes.transforms.tiling.tile_order import TileOrder
 from zinf_compile.passes.transforms.tiling.tilings import Tiling
 
 _GATHERS = (GATHER, torch.ops.zinf.gather)
@@ -91,15 +93,21 @@ def _run(graph_module: fx.GraphModule, inputs: TileInputs) -> None:
             continue
         tiles = inputs.tiles[param]
         sizes = tuple(tile.rows.length for tile in tiles)
+        order = TileOrder.of_tiles(tiles, inputs.num_ranks)
         for user in list(gather.users):
             if _reads_as_loss(user, gather):
+                if order is not None:
+                    order.reorder_loss(user)
                 emitter = Emitter(user)
                 pieces = [_gather_tile(emitter, gather, tile, number) for number, tile in enumerate(tiles)]
                 user.args = (*user.args[:_OF_LOSS], pieces, *user.args[_OF_LOSS + 1 :])
                 continue
             tiling = _tiling_by_rows(user, gather)
             assert tiling is not None, f"'{user.name}' cannot be tiled along the rows of '{gather.name}'"
-            tile_node(user, tiling, sizes)
+            if order is None:
+                tile_node(user, tiling, sizes)
+            else:
+                order.tile_reader(user, gather, tiling, sizes)
         for split in list(gather.users):
             _gather_in_place_of(split, gather, tiles)
         graph.erase_node(gather)

@@ -30,7 +30,8 @@ def add_ones(record: StoredParameter, *tiles: tuple[int, int]) -> None:
     store = record.store
     assert isinstance(store, Store)
     for number, (start, stop) in enumerate(tiles):
-        tile = store.tile(record, number, record.copies.master.slice.part(start, stop))
+        rows = record.copies.master.slice.part(start, stop)
+        tile = store.tile(record, number, rows, rows)
         store_gradient(tile, torch.ones(stop - start, WIDTH))
     store.tensor_io.wait_writes()
 

@@ -9,7 +9,15 @@ from zinf_compile.ir.copies import Role
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import SECTOR_NBYTES, Placement
-from zinf_compile.ir.tiles import TiledParameters, join_placements, rows_in_whole_sectors, tile_name
+from zinf_compile.ir.tiles import (
+    TiledParameters,
+    cut_rows,
+    join_placements,
+    most_tiles,
+    rows_in_whole_sectors,
+    rows_of_rank,
+    tile_name,
+)
 from zinf_compile.passes.planner.placement.homes import make_placement
 
 ROW_ELEMENTS = 48
@@ -66,3 +74,21 @@ def test_tiles_begin_at_whole_sectors(shape: tuple[int, ...], itemsizes: list[in
         row *= size
     assert all(rows * row * itemsize % SECTOR_NBYTES == 0 for itemsize in itemsizes)
     assert any(rows // 2 * row * itemsize % SECTOR_NBYTES for itemsize in itemsizes) or rows == 1
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4), st.integers(1, 6))
+def test_ranks_have_the_same_rows_of_tiles_as_of_the_parameter(
+    num_rows: int, num_tiles: int, multiple: int, num_ranks: int
+) -> None:
+    whole = make_fact("head.weight", num_rows).slice
+    tiles = cut_rows(whole, num_tiles, multiple, num_ranks)
+    assert len(tiles) <= min(num_tiles, most_tiles(num_rows, multiple, num_ranks))
+    assert [tile.start for tile in tiles] == [0, *(tile.stop for tile in tiles[:-1])]
+    for rank in range(num_ranks):
+        shard = whole.among(num_ranks).of_rank(rank)
+        parts = [rows_of_rank(tiles, number, rank, num_ranks) for number in range(len(tiles))]
+        assert [part.start for part in parts] == [shard.start, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == shard.stop
+        for tile, part in zip(tiles, parts, strict=True):
+            assert part.length == tile.among(num_ranks).of_rank(rank).length
+            assert part.length == 0 or (part.start - shard.start) % multiple == 0

@@ -15,7 +15,7 @@ from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
-from zinf_compile.ir.tiles import TiledParameters, join_placements
+from zinf_compile.ir.tiles import TiledParameters, cut_rows, join_placements
 from zinf_compile.passes.planner.cost.costs import RESIDENT_THRESHOLD
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import (
@@ -225,3 +225,15 @@ def test_tiles_have_the_homes_of_their_parameter(
     cut = plan_placement(tiled.cut_facts(facts), config, resident_nbytes=resident, uses=cut_uses)
     assert len(cut) == 2 + num_tiles
     assert join_placements(cut) == whole
+
+
+def test_what_ranks_read_in_tiles_is_not_whole_on_each(parameter: Function) -> None:
+    facts = [parameter(f"{name}.weight", ELEMENTS, width=1000) for name in "ab"]
+    cut = TiledParameters({"b.weight": cut_rows(facts[1].slice, 2, 1, 3)}).cut_facts(facts)
+    uses = [use_of(name, 2) for name in ("a.weight", "b.weight.tile_0", "b.weight.tile_1")]
+    config = make_config(2**30, NBYTES)
+    placed = plan_placement(cut, config, resident_nbytes=2**30, uses=uses, num_ranks=3)
+    assert [item.compute is Tier.DEVICE for item in placed] == [True, False, False]
+    assert all(copy.slice.num_ranks == 3 for item in placed[1:] for copy in item.copies)
+    alone = plan_placement(cut, config, resident_nbytes=2**30, uses=uses)
+    assert all(item.compute is Tier.DEVICE for item in alone)

@@ -1,0 +1,207 @@
+"""Tiles on several ranks: each is divided among all of them, and results are those of the same tiles in one process."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zinf_compile
+from tests.distributed.workloads import (
+    KIB,
+    TILES,
+    Loop,
+    batch_of,
+    blocks_of,
+    build_small,
+    check_at_rest,
+    full,
+    of_rank,
+    optimize,
+    train_alone,
+    train_step,
+)
+from tests.support.rank_pool import RankPool
+from tests.support.traces import Trace, assert_same
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.store.store import store_of
+
+LOOP = Loop(build=build_small, num_steps=2)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Mapping[str, Any]:
+    """Return budgets in which everything streams from disk, in tiles."""
+    homes = {"nvme": str(tmp_path), "device_memory": 360 * KIB, "host_memory": 512 * KIB, "reserve_memory": 0}
+    return {**homes, "compute": "aten", "streams": True, "tiles": TILES}
+
+
+def train(
+    loop: Loop, options: Mapping[str, Any], save: str | None = None
+) -> tuple[Trace, list[str], Mapping[Tier, int]]:
+    """Return the numbers of a loop on a rank, the tiles in its plan, and what it has of the model on each tier."""
+    model, trace = optimize(loop.build(), options), Trace()
+    optimizer = loop.make_optimizer(model)
+    for step in range(loop.num_steps):
+        train_step(loop, model, optimizer, step, trace, looks_at_gradients=not options.get("step_in_backward"))
+    if save is not None:
+        zinf_compile.save(save, model, optimizer)
+    check_at_rest(model)
+    check_tile(model)
+    (plan,) = zinf_compile.report(model).plans
+    held = store_of(record_of(next(model.parameters()))).held
+    nbytes = {tier: held.nbytes_on(tier) for tier in Tier}
+    zinf_compile.close(model)
+    return trace, [sink.name for sink in plan.sinks if ".tile_" in sink.name], nbytes
+
+
+def check_tile(model: nn.Module) -> None:
+    """Check the value that a gather of a tile outside of a plan has."""
+    record = record_of(model.up.weight)
+    store = store_of(record)
+    blocks = blocks_of(193, TILES["up.weight"], store.ranks.size)
+    parts = full(model.up.weight).split([rows for of_rank in blocks for rows in of_rank])
+    (tile,) = (each for each in store._tiles.values() if each.name == "up.weight.tile_1")
+    assert torch.equal(store.gather_value(tile, torch.float32), torch.cat(parts[1 :: len(blocks[0])]))
+
+
+def test_two_ranks(two: RankPool, options: Mapping[str, Any], tmp_path: Path) -> None:
+    """The bits are those of one process, each rank has half of everything, and one process loads what they save."""
+    plain, folder = train_alone(replace(LOOP, build=partial(build_small, 2)), 2), str(tmp_path / "checkpoint")
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in build_small().parameters())
+    for rank, (ours, tiles, nbytes) in enumerate(two.run(train, LOOP, options, folder)):
+        assert_same(ours, of_rank(plain, rank, 2))
+        assert len(tiles) == sum(TILES.values())
+        assert nbytes[Tier.DEVICE] < 2 * KIB  # biases
+        assert sum(nbytes.values()) < 1.02 * 4 * whole / 2  # parameters, gradients and states; rows are uneven
+    alone = build_small()
+    optimizer = LOOP.make_optimizer(alone)
+    zinf_compile.load(folder, alone, optimizer)
+    loaded = Trace()
+    loaded.record_model(alone, optimizer)
+    for found, trained in ((loaded.parameters[-1], plain.parameters[-1]), (loaded.states[-1], plain.states[-1])):
+        assert found.keys() == trained.keys()
+        assert all(torch.equal(found[name], value) for name, value in trained.items())
+
+
+def test_three_ranks_and_a_tile_that_has_rows_for_two(three: RankPool, options: Mapping[str, Any]) -> None:
+    loop = Loop(build=build_small, num_steps=1, num_accumulated=2)
+    plain = train_alone(replace(loop, build=partial(build_small, 3)), 3)
+    for rank, (ours, tiles, _) in enumerate(three.run(train, loop, options)):
+        assert_same(ours, of_rank(plain, rank, 3))
+        assert [tile for tile in tiles if "up.weight" in tile] == [f"up.weight.tile_{number}" for number in (2, 1, 0)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("loop", "changes"),
+    [
+        (replace(LOOP, num_accumulated=2), {"host_memory": 2048 * KIB}),
+        (LOOP, {"step_in_backward": True, "device_memory": 640 * KIB}),
+        (replace(LOOP, optimizer="SGD", optimizer_options={"lr": 0.1, "momentum": 0.9}), {"overlap_step": False}),
+        (replace(LOOP, optimizer="Adafactor", optimizer_options={"lr": 1e-2}), {"device_memory": 640 * KIB}),
+    ],
+)
+def test_other_loops(loop: Loop, changes: dict[str, Any], two: RankPool, options: Mapping[str, Any]) -> None:
+    plain = train_alone(replace(loop, build=partial(build_small, 2)), 2)
+    if "step_in_backward" in changes:
+        plain.gradients = []
+    for rank, (ours, tiles, _) in enumerate(two.run(train, loop, {**options, **changes})):
+        assert_same(ours, of_rank(plain, rank, 2))
+        assert len(tiles) == sum(TILES.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+def test_replicas(shape: tuple[int, int], four: RankPool, options: Mapping[str, Any]) -> None:
+    plain = train_alone(replace(LOOP, build=partial(build_small, shape[1])), 4)
+    for rank, (ours, tiles, _) in enumerate(four.run(train, LOOP, {**options, "mesh": shape})):
+        assert_same(ours, of_rank(plain, rank, 4))
+        assert len(tiles) == sum(TILES.values())
+
+
+def gradients_with_hooks(options: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """Return gradients that a hook has doubled, and what comes to a gradient that the user has set."""
+    model = optimize(build_small(), options)
+    handle = model.up.weight.register_hook(lambda grad: 2 * grad)
+    found = []
+    for _ in range(2):
+        model(**batch_of(0, dist.get_rank())).backward()
+        found.append({name: full(parameter.grad) for name, parameter in model.named_parameters()})
+        handle.remove()
+        model.zero_grad()
+        model.up.weight.grad = torch.ones_like(model.up.weight)
+    zinf_compile.close(model)
+    return found
+
+
+@pytest.mark.long
+def test_gradients_that_a_hook_sees_and_that_the_user_sets(two: RankPool, options: Mapping[str, Any]) -> None:
+    (plain,) = train_alone(replace(LOOP, num_steps=1, build=partial(build_small, 2)), 2).gradients
+    for hooked, added in two.run(gradients_with_hooks, options):
+        assert torch.equal(hooked.pop("up.weight"), 2 * plain["up.weight"])
+        assert torch.equal(added.pop("up.weight"), 1 + plain["up.weight"])
+        assert all(torch.equal(each, plain[name]) for found in (hooked, added) for name, each in found.items())
+
+
+class Wide(nn.Module):
+    """An embedding and a head that share a weight of 2 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4096, 64), nn.Linear(64, 4096, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the loss."""
+        return nn.functional.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def build_wide() -> nn.Module:
+    """Return a Wide in float64, where reordered sums hardly differ."""
+    torch.manual_seed(0)
+    return Wide().double()
+
+
+def tokens_of(rank: int) -> Tensor:
+    return torch.randint(4096, (2, 8), generator=torch.Generator().manual_seed(rank))
+
+
+def train_wide(options: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[str, ...], int, list[int]]:
+    """Return the loss and weight of a step, its plan's notes and number of tiles, and the device's peaks."""
+    model = optimize(build_wide(), options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss = model(tokens_of(dist.get_rank()))
+    loss.backward()
+    optimizer.step()
+    weight = full(model.embed.weight)
+    report = zinf_compile.report(model)
+    (plan,) = report.plans
+    device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
+    zinf_compile.close(model)
+    return loss.detach(), weight, plan.notes, len(plan.placements), [device.measured_peak, device.predicted_peak]
+
+
+@pytest.mark.parametrize("compute", ["aten", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_parameter_larger_than_the_device_trains(compute: str, two: RankPool, tmp_path: Path) -> None:
+    """Both ranks choose the same tiles."""
+    plain = build_wide()
+    losses = [plain(tokens_of(rank)) for rank in range(2)]
+    (sum(losses) / 2).backward()
+    with torch.no_grad():
+        expected = plain.embed.weight - plain.embed.weight.grad
+    budgets = {"device_memory": 1536 * KIB, "host_memory": 1024 * KIB, "reserve_memory": 0, "nvme": str(tmp_path)}
+    outcomes = two.run(train_wide, {**budgets, "compute": compute})
+    assert outcomes[0][2:4] == outcomes[1][2:4]
+    for rank, (loss, weight, notes, num_placed, (measured, predicted)) in enumerate(outcomes):
+        assert any("tiles of the rows of 2 ranks" in note for note in notes)
+        assert num_placed > 2
+        assert measured <= predicted <= 1536 * KIB
+        torch.testing.assert_close(loss, losses[rank].detach(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-14)
