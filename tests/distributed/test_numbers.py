@@ -144,13 +144,9 @@ def placements(folder: str) -> dict[str, Mapping[str, Any]]:
     }
 
 
-FOUR = pytest.param(4, marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize("size", [2, FOUR])
-@pytest.mark.parametrize(
-    "placement", ["resident", *(pytest.param(each, marks=pytest.mark.long) for each in ("host", "nvme"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
 def test_a_rank_keeps_its_share(placement: str, size: int, pool_of: Callable[[int], RankPool], tmp_path: Path) -> None:
     options = placements(str(tmp_path))[placement]
     (alone,) = pool_of(1).run(train, options)

@@ -55,8 +55,10 @@ def test_two_ranks(loop: str, placement: str, two: RankPool, tmp_path: Path) -> 
     "options",
     [
         {"capture": False},
-        {"step_in_backward": True},
-        *(pytest.param(each, marks=pytest.mark.long) for each in ({}, {"overlap_step": False})),
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in ({"step_in_backward": True}, {}, {"overlap_step": False})
+        ),
     ],
 )
 def test_three_ranks_that_divide_nothing_evenly(options: dict[str, object], three: RankPool, tmp_path: Path) -> None:

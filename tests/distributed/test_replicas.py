@@ -89,7 +89,7 @@ def test_gradients_are_added_in_the_order_of_the_mesh(mesh: list[Any], dtype: to
                         torch.testing.assert_close(ours, rows[: len(ours)], rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["resident", pytest.param("nvme", marks=pytest.mark.long)])
 def test_two_replicas_of_two(placement: str, four: RankPool, options: dict[str, dict[str, Any]]) -> None:
     loop = Loop(num_steps=2, num_accumulated=2)
     plain = train_alone(loop, 4)

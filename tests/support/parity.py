@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -29,6 +29,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import zinf_compile
 from tests.support.fake_device import FakeDevice, on_fake_device
+from tests.support.fixed_rates import with_fixed_rates
 from tests.support.traces import (
     Batch,
     Loss,
@@ -46,27 +47,14 @@ from zinf_compile.inspect.reports import Report
 from zinf_compile.ir.config import Config, make_config, parse_size
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
-from zinf_compile.ir.hardware import Hardware, Route
 from zinf_compile.passes.planner.placement import homes as placement_module
-from zinf_compile.runtime.calibration.calibrate import measure_hardware
-from zinf_compile.runtime.store.store import Store
 
 PLACEMENTS = ("nvme", "host", "mixed")
 _STAGING = 512 * 2**10  # the least a streamed AdamW step needs, with a margin for a separate compute copy
 _PLENTY = 64 * 2**20
 _EVERY_BIT = {"tiles": False}  # with so little memory the loss would be fused with its layer, which changes bits
-_FLOPS = 1.5e11
-_MEMORY_RATE = 14e9  # bytes per second
-_DISK_RATE = 0.45e9
 _ROUNDING = 1e-5  # relative, for float32 sums that Inductor reorders; a wrong value is off by percents
 NEEDS = re.compile(r"needs (\d+(?:\.\d+)? \w+)")
-
-
-def _with_fixed_rate(route: Route) -> Route:
-    """Return a measured route with the rate of an ordinary disk, or of memory."""
-    if "nvme" in route.name:
-        return replace(route, bytes_per_second=_DISK_RATE, latency_seconds=4e-4, takes_of_compute=0.1)
-    return replace(route, bytes_per_second=_MEMORY_RATE / 2)
 
 
 def needed_device_memory(error: Exception) -> int:
@@ -107,27 +95,7 @@ class Parity:
         # These models are tiny. By default they would be resident, and half of host memory would be used for homes.
         monkeypatch.setattr(placement_module, "RESIDENT_THRESHOLD", 0)
         monkeypatch.setattr(Config, "staging_memory", property(lambda config: min(config.host_memory, _STAGING)))
-        monkeypatch.setattr(session_module, "measure_hardware", self._measure_once)
-
-    def _measure_once(self, store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
-        """Measure the machine once for all models, and give its routes the same rates whatever the load is.
-
-        Measuring takes as long as a whole test of a small model, and plans would differ from run to run.
-        """
-        key = ("hardware", store.engine is not None, store.device.memory.unified, dtypes)
-        if key not in self._cache:
-            measured = measure_hardware(store, dtypes)
-            self._cache[key] = replace(
-                measured,
-                flops=tuple(replace(rate, per_second=_FLOPS) for rate in measured.flops),
-                attention_flops=tuple(replace(rate, per_second=_FLOPS / 3) for rate in measured.attention_flops),
-                memory_bytes_per_second=_MEMORY_RATE,
-                routes=tuple(_with_fixed_rate(route) for route in measured.routes),
-                op_rates=tuple(replace(rate, bytes_per_second=_MEMORY_RATE) for rate in measured.op_rates),
-                op_overhead_seconds=5e-5,
-                optimizer_elements_per_second=5e8,
-            )
-        return cast(Hardware, self._cache[key])
+        monkeypatch.setattr(session_module, "measure_hardware", partial(with_fixed_rates, cache))
 
     trace = Trace
     train = staticmethod(train)

@@ -10,12 +10,14 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -128,6 +130,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     gc.set_threshold(50_000, 10, 10)  # as in the process of the tests
     gc.freeze()
     with ExitStack() as stack:
+        stack.enter_context(_fixed_rates())
         if is_sharing_wanted():
             stack.enter_context(SharedTraces().sharing())
         while True:
@@ -136,6 +139,25 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
             except EOFError:
                 os._exit(0)  # without the barriers of torch.distributed, which other ranks may not reach
             pipe.send_bytes(pickle.dumps(_call(module, name, args)))
+
+
+@contextmanager
+def _fixed_rates() -> Iterator[None]:
+    """Plan with the same rates in every run. Links between ranks are timed, and then get a fixed rate too."""
+    from tests.support.fixed_rates import LINK_RATE, with_fixed_rates
+    from zinf_compile.driver import session
+    from zinf_compile.runtime.ranks import agreement
+
+    time_links = agreement._measure_links
+
+    def measure_links(ranks: Any) -> float:
+        return LINK_RATE if time_links(ranks) else 0.0
+
+    with (
+        mock.patch.object(session, "measure_hardware", partial(with_fixed_rates, {})),
+        mock.patch.object(agreement, "_measure_links", measure_links),
+    ):
+        yield
 
 
 def _call(module: str, name: str, args: Sequence[Any]) -> Any:
