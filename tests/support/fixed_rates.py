@@ -10,10 +10,10 @@ from zinf_compile.ir.hardware import Hardware, Route
 from zinf_compile.runtime.calibration.calibrate import measure_hardware
 from zinf_compile.runtime.store.store import Store
 
-_FLOPS = 1.5e11
-_MEMORY_RATE = 14e9  # bytes per second
+_FLOPS = 1.5e11  # per second
+_MEMORY_RATE = 14e9  # bytes per second, as the two below
 _DISK_RATE = 0.45e9
-LINK_RATE = 2e9  # of what a rank receives
+LINK_RATE = 2e9  # that a rank receives in an all-gather
 
 
 def with_fixed_rates(cache: MutableMapping[Any, Any], store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
