@@ -209,14 +209,23 @@ def _check_plain(args: argparse.Namespace) -> None:
 
 
 def _fill_from_preset(args: argparse.Namespace, preset: Preset) -> None:
-    if (
-        args.reserve_memory is None
-    ):  # the budgets of presets are for the model, those that a person states for the process
+    # The budgets of presets are for the model, those that a person states for the process.
+    if args.reserve_memory is None:
         is_stated = args.device_memory is not None or args.host_memory is not None
         args.reserve_memory = "auto" if is_stated else 0
+    args.avoids_bfloat16 = (
+        args.compute_dtype is None and preset.compute_dtype == "bfloat16" and not _has_fast_bfloat16()
+    )
+    if args.avoids_bfloat16:
+        args.compute_dtype = "float32"
     for name in ("seq", "batch", "steps", "lr", "compute_dtype", "device_memory", "host_memory"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(preset, name))
+
+
+def _has_fast_bfloat16() -> bool:
+    """Return whether oneDNN multiplies bfloat16 on this CPU. Otherwise loops of torch do, up to 200 times slower."""
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -292,6 +301,11 @@ def _describe_run(
         f"model states: {format_bytes(states)} = {per_parameter} bytes a parameter ({named}){frozen}, besides activations",
         f"text: {len(stream.tokens):,} tokens of {stream.source}; {args.steps} steps of {size}",
     ]
+    if args.avoids_bfloat16:
+        lines.append(
+            "compute: float32, because torch multiplies bfloat16 slowly on this CPU (no AVX-512); "
+            "--compute-dtype bfloat16 computes in it all the same"
+        )
     if args.plain:
         lines.append("budget: none, plain PyTorch in memory")
     else:

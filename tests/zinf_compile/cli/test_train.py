@@ -226,3 +226,23 @@ def test_budgets_of_presets_are_for_the_model_and_stated_ones_for_the_process(
     train._fill_from_preset(args, PRESETS["demo"])
     assert args.reserve_memory == reserve
     assert args.host_memory == given.get("host_memory", PRESETS["demo"].host_memory)
+
+
+@pytest.mark.parametrize(
+    ("preset", "asked", "is_fast", "chosen"),
+    [
+        ("demo", None, True, "bfloat16"),
+        ("demo", None, False, "float32"),
+        ("demo", "bfloat16", False, "bfloat16"),
+        ("tiny", None, False, "float32"),
+    ],
+)
+def test_a_preset_computes_in_bfloat16_where_the_processor_does_so_fast(
+    preset: str, asked: str | None, is_fast: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_has_fast_bfloat16", lambda: is_fast)
+    names = ("seq", "batch", "steps", "lr", "device_memory", "host_memory", "reserve_memory")
+    args = argparse.Namespace(**dict.fromkeys(names), compute_dtype=asked)
+    train._fill_from_preset(args, PRESETS[preset])
+    assert args.compute_dtype == chosen
+    assert args.avoids_bfloat16 == (preset == "demo" and asked is None and not is_fast)
