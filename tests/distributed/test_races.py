@@ -93,7 +93,9 @@ def options(tmp_path: Path) -> Mapping[str, Any]:
         {},
         pytest.param({"reduce": "fast"}, marks=pytest.mark.long),
         pytest.param(
-            {"model": build_small, "tiles": TILES, "device_memory": 360 * KIB}, id="tiles", marks=pytest.mark.long
+            {"model": build_small, "tiles": TILES, "device_memory": 360 * KIB, "host_memory": 512 * KIB},
+            id="tiles",
+            marks=pytest.mark.long,
         ),
         pytest.param({"step_in_backward": True, "device_memory": 640 * KIB}, marks=pytest.mark.long),
     ],
