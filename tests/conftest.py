@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.run_cache import open_cache, remove_cache
+
 # Set before torch is imported, and inherited by child processes: spinning OpenMP threads slow down other workers.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
@@ -21,6 +23,20 @@ pytest_plugins = (
     "tests.support.planner_inputs",
     "tests.support.stored_models",
 )
+
+
+_was_opened = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder of what processes of this run share. Workers of xdist find the one of the process that starts them."""
+    config.stash[_was_opened] = open_cache()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove it."""
+    if config.stash.get(_was_opened, False):
+        remove_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -80,6 +96,22 @@ def _shared_traces(_op_by_op: None) -> Iterator[None]:
         yield
         return
     with SharedTraces().sharing():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_plans(_op_by_op: None) -> Iterator[None]:
+    """Make each plan once, even if several tests, processes or ranks ask for it."""
+    if "zinf_compile.driver.planning" not in sys.modules:
+        yield
+        return
+    from tests.support.shared_plans import shared_plans
+    from tests.support.shared_traces import is_sharing_wanted
+
+    if not is_sharing_wanted():
+        yield
+        return
+    with shared_plans():
         yield
 
 

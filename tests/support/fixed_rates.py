@@ -1,11 +1,10 @@
 """Rates of an ordinary machine, whatever the load is: plans are the same in every run, and measuring is done once."""
 
-from collections.abc import MutableMapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from tests.support.run_cache import made_once
 from zinf_compile.ir.hardware import Hardware, Route
 from zinf_compile.runtime.calibration.calibrate import measure_hardware
 from zinf_compile.runtime.store.store import Store
@@ -16,26 +15,23 @@ _DISK_RATE = 0.45e9
 LINK_RATE = 2e9  # that a rank receives in an all-gather
 
 
-def with_fixed_rates(cache: MutableMapping[Any, Any], store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
-    """Return the routes and dtypes of this machine, measured once per ``cache``, with the rates of an ordinary one.
+def with_fixed_rates(store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
+    """Return the routes and dtypes of this machine, measured once per run, with the rates of an ordinary one.
 
     Measuring takes as long as a whole test of a small model, and plans would differ from run to run.
     """
-    key = ("hardware", store.engine is not None, store.device.memory.unified, dtypes)
-    if key not in cache:
-        measured = measure_hardware(store, dtypes)
-        cache[key] = replace(
-            measured,
-            flops=tuple(replace(rate, per_second=_FLOPS) for rate in measured.flops),
-            attention_flops=tuple(replace(rate, per_second=_FLOPS / 3) for rate in measured.attention_flops),
-            memory_bytes_per_second=_MEMORY_RATE,
-            routes=tuple(_with_fixed_rate(route) for route in measured.routes),
-            op_rates=tuple(replace(rate, bytes_per_second=_MEMORY_RATE) for rate in measured.op_rates),
-            op_overhead_seconds=5e-5,
-            optimizer_elements_per_second=5e8,
-        )
-    hardware: Hardware = cache[key]
-    return hardware
+    key = ("hardware", type(store.device), type(store.engine), store.device.memory.unified, sorted(map(str, dtypes)))
+    measured = made_once(repr(key), lambda: measure_hardware(store, dtypes))
+    return replace(
+        measured,
+        flops=tuple(replace(rate, per_second=_FLOPS) for rate in measured.flops),
+        attention_flops=tuple(replace(rate, per_second=_FLOPS / 3) for rate in measured.attention_flops),
+        memory_bytes_per_second=_MEMORY_RATE,
+        routes=tuple(_with_fixed_rate(route) for route in measured.routes),
+        op_rates=tuple(replace(rate, bytes_per_second=_MEMORY_RATE) for rate in measured.op_rates),
+        op_overhead_seconds=5e-5,
+        optimizer_elements_per_second=5e8,
+    )
 
 
 def _with_fixed_rate(route: Route) -> Route:

@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -95,7 +94,7 @@ class Parity:
         # These models are tiny. By default they would be resident, and half of host memory would be used for homes.
         monkeypatch.setattr(placement_module, "RESIDENT_THRESHOLD", 0)
         monkeypatch.setattr(Config, "staging_memory", property(lambda config: min(config.host_memory, _STAGING)))
-        monkeypatch.setattr(session_module, "measure_hardware", partial(with_fixed_rates, cache))
+        monkeypatch.setattr(session_module, "measure_hardware", with_fixed_rates)
 
     trace = Trace
     train = staticmethod(train)

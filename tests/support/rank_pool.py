@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest import mock
@@ -22,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.support.shared_plans import shared_plans
 from tests.support.shared_traces import SharedTraces, is_sharing_wanted
 
 # Imported once by a process without threads, from which ranks are forked: a rank starts in a tenth of a second.
@@ -133,6 +133,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
         stack.enter_context(_fixed_rates())
         if is_sharing_wanted():
             stack.enter_context(SharedTraces().sharing())
+            stack.enter_context(shared_plans())
         while True:
             try:
                 module, name, args = pickle.loads(pipe.recv_bytes())
@@ -154,7 +155,7 @@ def _fixed_rates() -> Iterator[None]:
         return LINK_RATE if time_links(ranks) else 0.0
 
     with (
-        mock.patch.object(session, "measure_hardware", partial(with_fixed_rates, {})),
+        mock.patch.object(session, "measure_hardware", with_fixed_rates),
         mock.patch.object(agreement, "_measure_links", measure_links),
     ):
         yield

@@ -2,15 +2,16 @@
 
 A third of a capture is tracing through autograd. The trace depends on the graph from Dynamo, its inputs, and modes of
 torch. Of zinf_compile it depends only on the numbers of parameters, not on budgets, placements or options. So the first
-capture of a graph caches a copy of the trace, and later captures use a copy of it with their own numbers. Dynamo, the
-choice of what to save, all passes, planning and lowering still run every time.
+capture of a graph caches a copy of the trace, and later captures use a copy of it with their own numbers. Another third
+is torch's partitioner: splits of a shared trace are cached too, by all that our passes have made of it. Dynamo, the
+choice of what to save, all passes and lowering still run every time.
 
 Graphs with symbolic sizes, constants, or inputs that are tensor subclasses are always traced. ``ZINF_TRACE_ALL=1``
 disables sharing.
 """
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,9 @@ from zinf_compile.passes.fx_edit import copy_graph_module
 _MAKE_WRAP = aot.aot_autograd  # the originals, before patching
 _TRACE = graph_compile.aot_dispatch_autograd_graph
 _COMPILE = graph_compile.aot_stage2_autograd
+_SPLIT = aot.min_cut_rematerialization_partition
 _MODE = "shared_fake_mode"  # key in a graph's meta: the fake mode it was traced in
+_TRACE_KEY = "shared_trace"  # key in a graph's meta: the key of the trace that it is, or was before passes edited it
 _SYMBOLS = torch.SymInt | torch.SymFloat | torch.SymBool
 _FIRST_NUMBER = 2**20  # of parameters; all other integers in the graphs of tests are smaller
 
@@ -48,6 +51,14 @@ class _Traced:
     notes: dict[str, Any]  # that tracing writes to AOTAutograd's metadata
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """A cached split: private copies of the forward and backward graphs."""
+
+    graphs: tuple[fx.GraphModule, fx.GraphModule]
+    numbers: tuple[int, ...]  # of the parameters, in the order in which the joint graph reads them
+
+
 _NOTES = ("mutated_inp_stream_indices", "tangent_source_stack_traces", "static_input_indices")
 
 
@@ -57,7 +68,10 @@ class SharedTraces:
     def __init__(self) -> None:
         self.num_traced = 0
         self.num_shared = 0
+        self.num_split = 0
+        self.num_splits_shared = 0
         self._kept: dict[Hashable, _Traced] = {}
+        self._splits: dict[Hashable, _Split] = {}
         self._captured: fx.GraphModule | None = None  # the graph that AOTAutograd is working on
 
     @contextmanager
@@ -91,7 +105,9 @@ class SharedTraces:
                 kept = self._kept[key]
                 for name, note in kept.notes.items():
                     setattr(fw_metadata, name, note)
-                return _renumbered(kept, numbers), kept.inputs, kept.input_descriptions, None
+                copied = _renumbered(kept.graph, kept.numbers, numbers)
+                copied.meta = {**copied.meta, _MODE: kept.fake_mode, _TRACE_KEY: key}
+                return copied, kept.inputs, kept.input_descriptions, None
             self.num_traced += 1
             graph, joint_inputs, joint_descriptions, of_subclasses = _TRACE(
                 function, inputs, descriptions, config, fw_metadata=fw_metadata
@@ -105,6 +121,7 @@ class SharedTraces:
                     numbers=numbers,
                     notes={name: getattr(fw_metadata, name) for name in _NOTES if hasattr(fw_metadata, name)},
                 )
+                graph.meta = {**graph.meta, _TRACE_KEY: key}
             return graph, joint_inputs, joint_descriptions, of_subclasses
 
         def compile_under_its_mode(state: Any, captured: Any, *compilers: Any) -> Any:
@@ -115,8 +132,29 @@ class SharedTraces:
             with mock.patch.object(context, "fake_mode", mode), mode:
                 return _COMPILE(state, captured, *compilers)
 
+        def split_once(
+            joint: fx.GraphModule, inputs: Sequence[Any], **options: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            found = _identify_joint(joint, options)
+            if found is None:
+                return _SPLIT(joint, inputs, **options)
+            key, numbers = found
+            if key in self._splits:
+                self.num_splits_shared += 1
+                forward, backward = self._splits[key].graphs
+                before = self._splits[key].numbers
+                return _renumbered(forward, before, numbers), _renumbered(backward, before, numbers)
+            self.num_split += 1
+            forward, backward = _SPLIT(joint, inputs, **options)
+            self._splits[key] = _Split(
+                graphs=(copy_graph_module(forward), copy_graph_module(backward)), numbers=numbers
+            )
+            return forward, backward
+
         with (
             mock.patch.object(aot, "aot_autograd", aot_autograd),
+            mock.patch.object(aot, "copy_graph_module", _copy_with_key),
+            mock.patch.object(aot, "min_cut_rematerialization_partition", split_once),
             mock.patch.object(graph_compile, "aot_dispatch_autograd_graph", trace_once),
             mock.patch.object(graph_compile, "aot_stage2_autograd", compile_under_its_mode),
         ):
@@ -205,23 +243,57 @@ def _modes() -> tuple[Hashable, ...]:
 
 def _has_own_values_only(graph_module: fx.GraphModule) -> bool:
     """Return whether a traced graph has no constants, submodules or symbolic sizes."""
-    for node in graph_module.graph.nodes:
-        values = node.meta.get("val")
-        each_value = values if isinstance(values, tuple | list) else (values,)
-        if node.op in ("get_attr", "call_module") or any(isinstance(value, _SYMBOLS) for value in each_value):
-            return False
-    return True
+    return not any(
+        node.op in ("get_attr", "call_module") or any(isinstance(value, _SYMBOLS) for value in _values(node))
+        for node in graph_module.graph.nodes
+    )
 
 
-def _renumbered(kept: _Traced, numbers: Sequence[int]) -> fx.GraphModule:
-    """Return a copy of a traced graph that reads the parameters of these numbers."""
-    graph_module = copy_graph_module(kept.graph)
-    new = dict(zip(kept.numbers, numbers, strict=True))
-    for node in graph_module.graph.nodes:
+def _copy_with_key(graph_module: fx.GraphModule) -> fx.GraphModule:
+    copied = copy_graph_module(graph_module)
+    if _TRACE_KEY in graph_module.meta:
+        copied.meta[_TRACE_KEY] = graph_module.meta[_TRACE_KEY]
+    return copied
+
+
+def _identify_joint(joint: fx.GraphModule, options: Mapping[str, Any]) -> tuple[Hashable, tuple[int, ...]] | None:
+    """Return the cache key of a split, and the numbers of the graph's parameters; None for a trace that is not shared."""
+    if _TRACE_KEY not in joint.meta or not _has_own_values_only(joint):
+        return None
+    numbers: dict[int, int] = {}
+    nodes = tuple(
+        (
+            *(node.name, node.op, node.target),
+            repr((_anonymous(node.args, numbers), _anonymous(node.kwargs, numbers))),
+            repr([node.meta.get(name) for name in _READ_BY_PARTITIONER]),
+            repr([_describe(each) if isinstance(each, Tensor) else type(each) for each in _values(node)]),
+        )
+        for node in joint.graph.nodes
+    )
+    if any(" at 0x" in text for node in nodes for text in node[3:]):
+        return None
+    return (joint.meta[_TRACE_KEY], nodes, repr(sorted(options.items())), functorch_config.get_hash()), tuple(numbers)
+
+
+_READ_BY_PARTITIONER = (
+    *("recompute", "ac_graph_id", "partitioner_tag", "custom", "memory_budget", "autograd_backward"),
+    *("has_backward_hook", "saved_tensor_with_no_vc_check", "saved_for_quantization"),
+)
+
+
+def _values(node: fx.Node) -> Sequence[Any]:
+    values = node.meta.get("val")
+    return values if isinstance(values, tuple | list) else (values,)
+
+
+def _renumbered(graph_module: fx.GraphModule, before: Sequence[int], after: Sequence[int]) -> fx.GraphModule:
+    """Return a copy of a graph that reads the parameters of the numbers ``after``, where it read those ``before``."""
+    copied = copy_graph_module(graph_module)
+    new = dict(zip(before, after, strict=True))
+    for node in copied.graph.nodes:
         if node.target in ALL_OPS:
             node.args = tuple(new.get(each, each) if type(each) is int else each for each in node.args)
             node.kwargs = {
                 name: new.get(each, each) if type(each) is int else each for name, each in node.kwargs.items()
             }
-    graph_module.meta = {**graph_module.meta, _MODE: kept.fake_mode}
-    return graph_module
+    return copied

@@ -54,21 +54,32 @@ def _notes(node: fx.Node) -> list[str]:
     return [f"{name}={value if isinstance(value, str | Enum | bool) else type(value)}" for name, value in known.items()]
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that collects every partitioned graph as text: nodes, values and metadata, parameters renumbered."""
+def _collect_graphs(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Return a list that collects every graph that a function of capture gets, as text with parameters renumbered."""
     found: list[str] = []
-    look = aot.find_narrow_reads
+    function = getattr(aot, name)
 
     def note(graph: fx.Graph) -> Any:
         values = [f"{node.name}: {node.meta.get('val')} {_notes(node)}" for node in graph.nodes]
         text = "\n".join([dump_graph(graph), *values])
         numbers: dict[str, str] = {}
-        found.append(re.sub(r"\d{8,}", lambda hit: numbers.setdefault(hit[0], f"#{len(numbers)}"), text))
-        return look(graph)
+        found.append(re.sub(r"\d{7,}", lambda hit: numbers.setdefault(hit[0], f"#{len(numbers)}"), text))
+        return function(graph)
 
-    monkeypatch.setattr(aot, "find_narrow_reads", note)
+    monkeypatch.setattr(aot, name, note)
     return found
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that collects every graph that is to be split: nodes, values and metadata, parameters renumbered."""
+    return _collect_graphs(monkeypatch, "find_narrow_reads")
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that collects the forward and backward graphs of every split in the same way."""
+    return _collect_graphs(monkeypatch, "set_missing_values")
 
 
 @pytest.fixture
@@ -100,6 +111,19 @@ def test_what_is_shared_is_what_would_be_traced(
     first, *others = traced
     assert "zinf.gather(" in first
     assert others == [first] * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}])
+def test_shared_splits_are_what_the_partitioner_returns(
+    options: dict[str, Any], split: list[str], traces: SharedTraces
+) -> None:
+    train(Net(), **options)
+    first, num_split = split.copy(), traces.num_split
+    split.clear()
+    train(Net(), **options)
+    assert split == first
+    assert traces.num_split == num_split > 0
+    assert traces.num_splits_shared >= num_split
 
 
 def frozen(model: nn.Module) -> None:
