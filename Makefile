@@ -60,7 +60,7 @@ unit: setup  ## run the tests that are not long, one process for each core
 	$(PYTEST) -m "not long"
 
 unit-long: setup
-	ZINF_TRACE_ALL=1 $(PYTEST) -m "long or hypothesis" --hypothesis-profile long
+	ZINF_SHARE=most $(PYTEST) -m "long or hypothesis" --hypothesis-profile long
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

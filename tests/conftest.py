@@ -84,34 +84,15 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "measure_hardware", measure_hardware)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _shared_traces(_op_by_op: None) -> Iterator[None]:
-    """Trace each graph once, even if several tests capture it."""
-    if "zinf_compile.passes.capture.aot" not in sys.modules:
+@pytest.fixture(autouse=True)
+def _sharing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Trace, split and plan each graph once, even if several tests capture it."""
+    if "zinf_compile.driver.session" not in sys.modules:
         yield
         return
-    from tests.support.shared_traces import SharedTraces, is_sharing_wanted
+    from tests.support.sharing import shares, sharing
 
-    if not is_sharing_wanted():
-        yield
-        return
-    with SharedTraces().sharing():
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _shared_plans(_op_by_op: None) -> Iterator[None]:
-    """Make each plan once, even if several tests, processes or ranks ask for it."""
-    if "zinf_compile.driver.planning" not in sys.modules:
-        yield
-        return
-    from tests.support.shared_plans import shared_plans
-    from tests.support.shared_traces import is_sharing_wanted
-
-    if not is_sharing_wanted():
-        yield
-        return
-    with shared_plans():
+    with sharing(shares(request.node.nodeid)):
         yield
 
 

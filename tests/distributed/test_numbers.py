@@ -108,7 +108,7 @@ def train(options: Mapping[str, Any]) -> Numbers:
         seen: list[tuple[Counter[str], Counter[str]]] = []
         for step in range(NUM_STEPS):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            model(torch.randint(VOCABULARY, (2, 17), generator=generator)).backward()
+            model(torch.randint(VOCABULARY, (1, 9), generator=generator)).backward()
             seen.append((Counter(store.meter.collectives), Counter(passed)))
             optimizer.step()
             optimizer.zero_grad()

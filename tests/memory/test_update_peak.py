@@ -31,7 +31,9 @@ def measure(options):
     store = next(model.parameters())._zinf_record.store
     is_behind = []
     with sampled(store):
-        optimizer = getattr(torch.optim, options["optimizer"])(model.parameters(), lr=1e-3)
+        optimizer = getattr(torch.optim, options["optimizer"])(
+            model.parameters(), lr=1e-3, **options.get("more", {})
+        )
         x = torch.randn(options.get("rows", 1024), width, dtype=dtype)
         for _ in range(5):
             model(x).square().mean().backward()
@@ -68,6 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole-tensors": {
         **SMALL,
         "optimizer": "Muon",
+        "more": {"ns_steps": 1},  # each takes the same memory, and long on a CPU without fast bfloat16
         "dtype": "float32",
         "bias": False,
         "rows": 64,
@@ -76,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole-tensors-all-resident": {
         **SMALL,
         "optimizer": "Muon",
+        "more": {"ns_steps": 1},  # each takes the same memory, and long on a CPU without fast bfloat16
         "dtype": "float32",
         "bias": False,
         "rows": 4,

@@ -11,7 +11,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -21,12 +21,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.support.shared_plans import shared_plans
-from tests.support.shared_traces import SharedTraces, is_sharing_wanted
+from tests.support import sharing
 
 # Imported once by a process without threads, from which ranks are forked: a rank starts in a tenth of a second.
 _IMPORTED = [
-    *("tests.distributed.workloads", "zinf_compile.driver.session", "zinf_compile.runtime.execute.op_bodies"),
+    *(
+        "tests.support.warm_rank",
+        "tests.distributed.workloads",
+        "zinf_compile.driver.session",
+        "zinf_compile.runtime.execute.op_bodies",
+    ),
     *("torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd"),
     *("torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.device_mesh"),
 ]
@@ -73,7 +77,7 @@ class RankPool:
         """Return what the function returned on each rank, or a Raised or Died in its place."""
         if not self._processes:
             self._start()
-        call = pickle.dumps((function.__module__, function.__qualname__, args))
+        call = pickle.dumps((function.__module__, function.__qualname__, args, sharing.is_sharing()))
         for pipe in self._pipes:
             pipe.send_bytes(call)
         results: list[Any] = [None] * self.size
@@ -129,17 +133,15 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_SECONDS))
     gc.set_threshold(50_000, 10, 10)  # as in the process of the tests
     gc.freeze()
-    with ExitStack() as stack:
-        stack.enter_context(_fixed_rates())
-        if is_sharing_wanted():
-            stack.enter_context(SharedTraces().sharing())
-            stack.enter_context(shared_plans())
+    with _fixed_rates():
         while True:
             try:
-                module, name, args = pickle.loads(pipe.recv_bytes())
+                module, name, args, is_sharing = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 os._exit(0)  # without the barriers of torch.distributed, which other ranks may not reach
-            pipe.send_bytes(pickle.dumps(_call(module, name, args)))
+            with sharing.sharing(is_sharing):
+                outcome = _call(module, name, args)
+            pipe.send_bytes(pickle.dumps(outcome))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Tests of one run share plans: planning is pure, and most tests plan what an earlier one, or another rank, has planned.
 
-The key is all of the request, with what tests patch in the planner. ``ZINF_TRACE_ALL=1`` disables sharing.
+The key is all of the request, with what tests patch in the planner.
 """
 
 import sys

@@ -6,11 +6,9 @@ capture of a graph caches a copy of the trace, and later captures use a copy of 
 is torch's partitioner: splits of a shared trace are cached too, by all that our passes have made of it. Dynamo, the
 choice of what to save, all passes and lowering still run every time.
 
-Graphs with symbolic sizes, constants, or inputs that are tensor subclasses are always traced. ``ZINF_TRACE_ALL=1``
-disables sharing.
+Graphs with symbolic sizes, constants, or inputs that are tensor subclasses are always traced.
 """
 
-import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,11 +157,6 @@ class SharedTraces:
             mock.patch.object(graph_compile, "aot_stage2_autograd", compile_under_its_mode),
         ):
             yield
-
-
-def is_sharing_wanted() -> bool:
-    """Return whether captures are to share traces."""
-    return os.environ.get("ZINF_TRACE_ALL", "0") in ("", "0")
 
 
 def _identify(

@@ -12,6 +12,8 @@ from zinf_compile.ir.errors import StoreError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import OpKind
 from zinf_compile.runtime.calibration.calibrate import _measure_taken, measure_hardware
+from zinf_compile.runtime.calibration.op_rates import CPU_SIZES, OpRates
+from zinf_compile.runtime.device.cpu import CPU
 from zinf_compile.runtime.execute.op_bodies import register
 from zinf_compile.runtime.store.store import Store
 
@@ -76,3 +78,14 @@ def test_what_moves_takes_a_share_of_compute_or_says_why_it_did_not_move() -> No
 
     with pytest.raises(StoreError, match="the disk is gone"):
         _measure_taken(refuse, repeats=1)
+
+
+@pytest.mark.parametrize(("seconds", "num_calls"), [(0.0, 1 + 5), (0.5, 1)])
+def test_what_takes_long_is_timed_once(seconds: float, num_calls: int) -> None:
+    calls = []
+
+    def call() -> None:
+        calls.append(time.sleep(seconds))
+
+    assert OpRates(CPU, CPU_SIZES, repeats=5).usual_seconds(call) >= seconds
+    assert len(calls) == num_calls
