@@ -31,7 +31,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.traces import Trace, assert_same
 from zinf_compile.runtime.params.records import record_of
 
-PLACEMENTS = ["nvme", "resident"]
+PLACEMENTS = ["nvme", pytest.param("resident", marks=pytest.mark.long)]
 
 
 def look_around(options: Mapping[str, Any]) -> dict[str, Any]:

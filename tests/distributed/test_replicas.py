@@ -32,7 +32,7 @@ from zinf_compile.runtime.ranks import reductions
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.ranks.reductions import Reductions
 
-PLACEMENTS = ["nvme", "resident"]
+PLACEMENTS = ["nvme", pytest.param("resident", marks=pytest.mark.long)]
 SHAPES = [(7, 3), (1, 5), (4,), (64, 9)]
 
 

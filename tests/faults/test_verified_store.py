@@ -119,7 +119,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=pytest.mark.long) if run == "two copies" else run for run in RUNS]
+)
 def test_what_is_not_damaged_trains_as_ever(make: Make, run: str, tmp_path: Path) -> None:
     """Bit by bit, with reads and writes by the user, and through checkpoints and exports."""
 

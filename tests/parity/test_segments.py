@@ -218,6 +218,7 @@ def test_without_a_compiler_ops_run_and_the_log_says_why(parity, expected, monke
 
 
 @needs_compiler
+@pytest.mark.long
 def test_blocks_that_do_not_fit_are_cut_where_they_gather(parity):
     most_read = []
     for device_memory in ("32MiB", "2200KiB"):

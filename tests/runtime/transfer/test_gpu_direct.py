@@ -74,7 +74,7 @@ def measured_at(bytes_per_second: float) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_what_is_faster_is_used_with_the_same_bits_and_no_race(tmp_path: Path, seed: int) -> None:
     options = {**SMALL, "nvme": tmp_path, "update_on": ["device", "host"][seed], "step_in_backward": seed == 1}
     plain = train(**{name: option for name, option in options.items() if name != "update_on"})

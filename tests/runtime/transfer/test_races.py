@@ -45,8 +45,8 @@ def options_of(seed: int) -> dict[str, object]:
     return options
 
 
-# Those that always run differ in dtype, recompute, tiles, prefetching, and in when the step runs.
-SEEDS = [seed if seed in (2, 4, 6) else pytest.param(seed, marks=pytest.mark.long) for seed in range(8)]
+# Those that always run differ in recompute, tiles, prefetching, and in when the step runs. Seed 6 has bfloat16.
+SEEDS = [seed if seed in (2, 4) else pytest.param(seed, marks=pytest.mark.long) for seed in range(8)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -139,7 +139,7 @@ def test_the_plan_is_the_one_that_the_model_itself_gets(
     assert bool(segments) == (compute == "inductor")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tiles_are_those_that_the_model_itself_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = check_plans_agree(gpt, "1500KiB", {"compute": "aten"}, tmp_path, monkeypatch)
     assert any(item.tile_of is not None for item in plan.placements)
