@@ -26,6 +26,7 @@ from zinf_compile.cli.transformers_model import TransformersModel, parse_folder
 from zinf_compile.ir.config import parse_size
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import format_bytes
+from zinf_compile.runtime.device.cpu import has_fast_bfloat16
 from zinf_compile.runtime.ranks.agreement import check_alike
 
 _CHECKPOINT = Path("zinf-checkpoint")
@@ -213,19 +214,12 @@ def _fill_from_preset(args: argparse.Namespace, preset: Preset) -> None:
     if args.reserve_memory is None:
         is_stated = args.device_memory is not None or args.host_memory is not None
         args.reserve_memory = "auto" if is_stated else 0
-    args.avoids_bfloat16 = (
-        args.compute_dtype is None and preset.compute_dtype == "bfloat16" and not _has_fast_bfloat16()
-    )
+    args.avoids_bfloat16 = args.compute_dtype is None and preset.compute_dtype == "bfloat16" and not has_fast_bfloat16()
     if args.avoids_bfloat16:
         args.compute_dtype = "float32"
     for name in ("seq", "batch", "steps", "lr", "compute_dtype", "device_memory", "host_memory"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(preset, name))
-
-
-def _has_fast_bfloat16() -> bool:
-    """Return whether oneDNN multiplies bfloat16 on this CPU. Otherwise loops of torch do, up to 200 times slower."""
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _check(args: argparse.Namespace) -> None:

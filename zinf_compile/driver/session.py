@@ -21,6 +21,7 @@ from zinf_compile.driver.tile_search import TiledGraph, check_tiles, fit_by_tile
 from zinf_compile.driver.trial import plan_tiled
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import CapacityError, ConfigError, DeviceCapacityError, StoreError, UnsupportedError
+from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Phase, format_bytes, printable
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture.aot import compile_graph, describe_break, refuse_writes_to_parameters
@@ -31,6 +32,7 @@ from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.runtime.calibration.calibrate import measure_hardware
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.calibration.measured import find_measured
+from zinf_compile.runtime.device.cpu import has_fast_bfloat16
 from zinf_compile.runtime.execute.leaves import hang_on_parameters, refuse_double_backward
 from zinf_compile.runtime.execute.op_bodies import register
 from zinf_compile.runtime.model.accessors import Forward
@@ -73,6 +75,7 @@ class Session:
         self.store.session = self
         self.forwards: list[Forward] = []  # of the models; their accessors hold them weakly
         self.programs: list[Program] = []
+        self._has_warned = False  # of a slow dtype
         self._captured: list[_Captured] = []  # in the order of ``programs``
         self.graph_breaks: list[str] = []
         self.catalog = StoreCatalog(self.store)
@@ -108,6 +111,7 @@ class Session:
             for name, parameter in parameters.items()
         ]
         facts = [*self.catalog.facts, *(item.fact for item in named)]
+        self._warn_of_slow_dtype(item.fact for item in named)
         placements = plan_placement(facts, self.config, num_ranks=self.store.ranks.size)
         check_budgets(facts, placements, self.config)
         is_first = not self.store.records
@@ -124,6 +128,17 @@ class Session:
         if not self.config.memory.unified and not self.programs:  # plans of captured graphs set these later
             self.store.device_share = 0.0 if self.config.update_on == "host" else 1.0
             self.store.chunk_elements = device_chunk_elements(self.config, self.catalog.facts)
+
+    def _warn_of_slow_dtype(self, facts: Iterable[ParameterFact]) -> None:
+        """Say once what a dtype costs that this CPU has no instructions for."""
+        is_slow = any(fact.compute_dtype == "bfloat16" for fact in facts) and not has_fast_bfloat16()
+        if is_slow and not self._has_warned and self.store.device.torch_device.type == "cpu":
+            self._has_warned = True
+            _log.warning(
+                "%s computes in bfloat16, and torch multiplies it up to 200 times slower than float32 on this CPU, which "
+                "has no AVX-512; compute in float32 unless bits of bfloat16 are what you want",
+                printable(self.model_name),
+            )
 
     def progress(self, doing: str, parameters: Iterable[Parameter]) -> AbstractContextManager[None]:
         """Return a context that logs the start and end of work on parameters, if they are large."""

@@ -240,7 +240,7 @@ def test_budgets_of_presets_are_for_the_model_and_stated_ones_for_the_process(
 def test_a_preset_computes_in_bfloat16_where_the_processor_does_so_fast(
     preset: str, asked: str | None, is_fast: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "_has_fast_bfloat16", lambda: is_fast)
+    monkeypatch.setattr(train, "has_fast_bfloat16", lambda: is_fast)
     names = ("seq", "batch", "steps", "lr", "device_memory", "host_memory", "reserve_memory")
     args = argparse.Namespace(**dict.fromkeys(names), compute_dtype=asked)
     train._fill_from_preset(args, PRESETS[preset])
