@@ -15,8 +15,8 @@ from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.store.store import Store
 
 _NUM_CALLS = 100
-# From so many seconds on, a call is timed once, without a first call to warm up, which takes far less. A matrix product in
-# bfloat16 takes seconds on a CPU that has no instruction for it.
+# From so many seconds on, a call on a CPU is timed once, without a first call to warm up, which takes far less. A matrix
+# product in bfloat16 takes seconds on one that has no instruction for it.
 _LONG_SECONDS = 0.5
 
 
@@ -77,7 +77,7 @@ class OpRates:
     def usual_seconds(self, call: Callable[[], object]) -> float:
         """Return the median of the seconds that a call takes, until the device has done what was enqueued."""
         first = self._time(call)
-        if first >= _LONG_SECONDS:
+        if first >= _LONG_SECONDS and self.torch_device.type == "cpu":
             return first
         return max(statistics.median(self._time(call) for _ in range(self.repeats)), 1e-9)
 

@@ -12,6 +12,7 @@ import pytest
 from tests.distributed.workloads import KIB, TILES, Loop, build_gpt, build_small, placements, train_on_ranks
 from tests.support.races import watching_races
 from tests.support.rank_pool import RankPool
+from zinf_compile.ir.config import Config
 from zinf_compile.runtime.ranks.ranks import Collective, Ranks
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.transfer.in_flight import InFlight
@@ -24,6 +25,8 @@ def train_watched(options: Mapping[str, Any], fault: str | None = None) -> tuple
         if fault is not None:
             stack.enter_context(FAULTS[fault]())
         given = dict(options)
+        # No more than an optimizer step takes: the rest of host memory would hold all shards.
+        stack.enter_context(mock.patch.object(Config, "staging_memory", 256 * KIB))
         train_on_ranks(Loop(build=given.pop("model", build_gpt), num_steps=2), given)
     return races.found, [*races.num_accesses]
 
@@ -93,7 +96,7 @@ def options(tmp_path: Path) -> Mapping[str, Any]:
         {},
         pytest.param({"reduce": "fast"}, marks=pytest.mark.long),
         pytest.param(
-            {"model": build_small, "tiles": TILES, "device_memory": 360 * KIB, "host_memory": 512 * KIB},
+            {"model": build_small, "tiles": TILES, "device_memory": 360 * KIB, "host_memory": 300 * KIB},
             id="tiles",
             marks=pytest.mark.long,
         ),
@@ -103,7 +106,7 @@ def options(tmp_path: Path) -> Mapping[str, Any]:
 def test_no_run_has_a_race(two: RankPool, options: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     for found, touched in two.run(train_watched, {**options, **changes}):
         assert found == []
-        kinds = {what.partition(" of ")[0] for what in touched}
+        kinds = {what.partition(" of ")[0] for what in touched if "calibration" not in what}
         assert {"the all-gather", "the reduction", "the read", "compute", "what fills the buffer"} <= kinds
 
 
