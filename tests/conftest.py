@@ -25,17 +25,15 @@ pytest_plugins = (
 )
 
 
-_was_opened = pytest.StashKey[bool]()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Make the folder of what processes of this run share. Workers of xdist find the one of the process that starts them."""
-    config.stash[_was_opened] = open_cache()
+    if not hasattr(config, "workerinput"):
+        open_cache()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove it."""
-    if config.stash.get(_was_opened, False):
+    if not hasattr(config, "workerinput"):
         remove_cache()
 
 

@@ -1,7 +1,8 @@
 """What the processes of one test run make only once: plans, and the routes and dtypes of the machine.
 
 Results are pickled into a folder that pytest's first process makes, and that its workers, and the ranks they start, find
-in the environment. While one process makes a result, others that want the same one wait for it.
+in the environment. While one process makes a result, others that want the same one wait for it. Tests kill processes at
+any point, so a file appears only when it is whole.
 """
 
 import fcntl
@@ -19,12 +20,9 @@ _VARIABLE = "ZINF_TEST_RUN_CACHE"
 _loaded: dict[str, Any] = {}  # of this process
 
 
-def open_cache() -> bool:
-    """Make the folder, unless a parent process has made it. Return whether it was made, and so is to be removed."""
-    if _VARIABLE in os.environ:
-        return False
+def open_cache() -> None:
+    """Make the folder."""
     os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="zinf-tests-")
-    return True
 
 
 def remove_cache() -> None:
@@ -41,11 +39,12 @@ def made_once(key: str, make: Callable[[], Made]) -> Made:
 
 
 def _made_by_one_process(path: Path, make: Callable[[], Made]) -> Made:
-    with open(path, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, or its process ends
-        file.seek(0)
-        if pickled := file.read():
-            return cast(Made, pickle.loads(pickled))
+    with open(path.with_suffix(".lock"), "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process ends
+        if path.exists():
+            return cast(Made, pickle.loads(path.read_bytes()))
         made = make()
-        file.write(pickle.dumps(made))
+        part = path.with_suffix(".part")
+        part.write_bytes(pickle.dumps(made))
+        part.replace(path)
         return made

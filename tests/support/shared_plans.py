@@ -1,6 +1,6 @@
 """Tests of one run share plans: planning is pure, and most tests plan what an earlier one, or another rank, has planned.
 
-The key is all of the request, with what tests patch in the planner.
+The key is all of the request, with what tests patch in modules of the planner; of classes, only ``Config.staging_memory``.
 """
 
 import sys

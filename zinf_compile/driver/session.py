@@ -75,9 +75,9 @@ class Session:
         self.store.session = self
         self.forwards: list[Forward] = []  # of the models; their accessors hold them weakly
         self.programs: list[Program] = []
-        self._has_warned = False  # of a slow dtype
         self._captured: list[_Captured] = []  # in the order of ``programs``
         self.graph_breaks: list[str] = []
+        self._has_warned = False  # of a slow dtype
         self.catalog = StoreCatalog(self.store)
         if ranks.num_replicas > 1:
             self.catalog.notes.append(
@@ -135,8 +135,8 @@ class Session:
         if is_slow and not self._has_warned and self.store.device.torch_device.type == "cpu":
             self._has_warned = True
             _log.warning(
-                "%s computes in bfloat16, and torch multiplies it up to 200 times slower than float32 on this CPU, which "
-                "has no AVX-512; compute in float32 unless bits of bfloat16 are what you want",
+                "%s computes in bfloat16, which torch multiplies up to 200 times slower than float32 on this CPU: it has no "
+                "instructions for it, such as AVX-512; leave out compute_dtype, or build the model in float32",
                 printable(self.model_name),
             )
 

@@ -4,7 +4,6 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 import zinf_compile
 from zinf_compile.driver import session
 from zinf_compile.ir.errors import StoreError
-from zinf_compile.ir.hardware import Hardware
-from zinf_compile.runtime.calibration.calibrate import measure_hardware
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.process.ram import anonymous_rss, return_freed_memory
 from zinf_compile.runtime.store.store import Store
@@ -66,21 +63,6 @@ def store_of(model: nn.Module) -> Store:
     record = record_of(next(model.parameters()))
     assert record is not None
     return record.store
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _measured_once() -> Iterator[None]:
-    """Measure the machine for the first model only."""
-    measured: list[Hardware] = []
-
-    def measure(*args: Any) -> Hardware:
-        if not measured:
-            measured.append(measure_hardware(*args))
-        return measured[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "measure_hardware", measure)
-        yield
 
 
 @pytest.fixture
