@@ -2,14 +2,17 @@
 
     python -m benchmarks.ranks [--ranks 2] [--layers 8 --hidden 512] [--tokens 1024] [--rounds 2] [--nvme DIR]
 
-Every contestant trains the same GPT in bfloat16 with fp32 AdamW on the same tokens, over gloo, one thread a rank. They run
-one after the other in fresh processes, in turns. Prints one JSON line a contestant, with the median of all steps:
+Every contestant trains the same GPT with fp32 AdamW on the same tokens, over gloo, one thread a rank: in bfloat16 where the
+CPU has instructions for it, and in float32 otherwise (``--dtype``). They run one after the other in fresh processes, in
+turns. Prints one JSON line a contestant, with the median of all steps:
 
-``zinf``    this library, ZeRO stage 3. ``states``: bytes at home on a rank; ``gathered`` and ``reduced``: full bytes a step
-            that passed between ranks, beside what the formula says: two gathers of what is streamed, one of what is
-            resident (after its update), and one reduction, all in the compute dtype.
-``fsdp2``   ``fully_shard`` of every block with ``CPUOffloadPolicy``.
-``alone``   this library in one process with as many threads as there are ranks, on the tokens of all ranks.
+``zinf``      this library, ZeRO stage 3, with the default ``compute`` (``--compute``) and room for every compute copy, or
+              with ``--device-mib`` for device memory. ``states``: bytes at home on a rank; ``gathered`` and ``reduced``:
+              full bytes a step that passed between ranks, beside what the formula says: two gathers of what is streamed,
+              one of what is resident (after its update), and one reduction, all in the compute dtype.
+``fsdp2``     ``fully_shard`` of every block with ``CPUOffloadPolicy``, eager.
+``compiled``  the same, with ``torch.compile`` of every block.
+``alone``     this library in one process with as many threads as there are ranks, on the tokens of all ranks.
 """
 
 import argparse
@@ -27,9 +30,11 @@ import torch.multiprocessing as mp
 
 from benchmarks.json_lines import command_line
 from benchmarks.out_of_core import load_gpt
+from zinf_compile.runtime.device.cpu import has_fast_bfloat16
 
 _WARM_UP, _STEPS = 2, 6
-_STATE_BYTES = 18  # a parameter: fp32 master and two moments, bfloat16 copy, gradients
+_MASTER_BYTES = 12  # a parameter: fp32 master and two moments
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def _build(args: argparse.Namespace) -> Any:
@@ -56,21 +61,24 @@ def _train(model: Any, rank: int, sequences: int) -> list[float]:
     return seconds[_WARM_UP:]
 
 
-def _zinf(args: argparse.Namespace, rank: int, num_ranks: int) -> dict[str, Any]:
+def _zinf(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> dict[str, Any]:
     import zinf_compile
     from zinf_compile.runtime.params.records import record_of
     from zinf_compile.runtime.store.store import store_of
 
     model = _build(args)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    budget = int(_STATE_BYTES * num_parameters / num_ranks * args.share)
+    dtype = _DTYPES[args.dtype]
+    state_bytes = _MASTER_BYTES + 3 * dtype.itemsize  # a compute copy, a gradient, and room to add to it
+    budget = int(state_bytes * num_parameters / num_ranks * args.share)
+    device = args.device_mib * 2**20 or dtype.itemsize * num_parameters + budget // 2 + 2**28
     zinf_compile.optimize(
         model,
-        device_memory=budget // 2 + 2**28,
+        device_memory=device,
         host_memory=budget,
         nvme=args.nvme,
-        compute_dtype=torch.bfloat16,
-        compute="aten",
+        compute_dtype=dtype,
+        compute=args.compute,
     )
     store = store_of(record_of(next(model.parameters())))
     seconds = _train(model, rank, args.total // num_ranks)
@@ -78,7 +86,7 @@ def _zinf(args: argparse.Namespace, rank: int, num_ranks: int) -> dict[str, Any]
     report = zinf_compile.report(model)
     steps = _WARM_UP + _STEPS
     resident = sum(item.compute_nbytes for item in report.plans[0].placements if item.compute == "device")
-    streamed = 2 * num_parameters - resident
+    streamed = dtype.itemsize * num_parameters - resident
     result = {
         "seconds": seconds,
         "states": sum(slot.nbytes for record in store.records.values() for slot in record.slots),
@@ -87,29 +95,33 @@ def _zinf(args: argparse.Namespace, rank: int, num_ranks: int) -> dict[str, Any]
         "gathered": store.meter.collectives["all-gather"] / steps,
         "gathered by formula": 2 * streamed + resident,
         "reduced": store.meter.collectives["reduction"] / steps,
-        "reduced by formula": 2 * num_parameters,
+        "reduced by formula": dtype.itemsize * num_parameters,
     }
     zinf_compile.close(model)
     return result
 
 
-def _fsdp2(args: argparse.Namespace, rank: int, num_ranks: int) -> dict[str, Any]:
+def _fsdp2(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> dict[str, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     model = _build(args)
+    dtype = _DTYPES[args.dtype]
     policy = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
     }
     for block in model.blocks:
+        if name == "compiled":
+            block.compile()
         fully_shard(block, **policy)
     fully_shard(model, **policy)
     return {"seconds": _train(model, rank, args.tokens // 256)}
 
 
-_CONTESTANTS: dict[str, Callable[[argparse.Namespace, int, int], dict[str, Any]]] = {
+_CONTESTANTS: dict[str, Callable[[str, argparse.Namespace, int, int], dict[str, Any]]] = {
     "zinf": _zinf,
     "fsdp2": _fsdp2,
+    "compiled": _fsdp2,
     "alone": _zinf,
 }
 
@@ -118,7 +130,7 @@ def _run(rank: int, name: str, num_ranks: int, args: argparse.Namespace, results
     torch.set_num_threads(args.ranks if num_ranks == 1 else 1)
     if num_ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{args.rendezvous}", rank=rank, world_size=num_ranks)
-    result = _CONTESTANTS[name](args, rank, num_ranks)
+    result = _CONTESTANTS[name](name, args, rank, num_ranks)
     if rank == 0:
         results.put(result)
     if num_ranks > 1:
@@ -132,6 +144,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024, help="of each rank, a multiple of 256")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16" if has_fast_bfloat16() else "float32")
+    parser.add_argument("--compute", choices=("inductor", "aten"), default="inductor")
+    parser.add_argument("--device-mib", type=int, default=0, help="device memory of a rank; enough where left out")
     parser.add_argument("--share", type=float, default=1.2, help="of the model states that budgets hold")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--nvme", default=".")
