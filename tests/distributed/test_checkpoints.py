@@ -112,7 +112,7 @@ def test_from_two_ranks_to_three_to_one_process_and_back(
 
 
 def test_a_damaged_checkpoint_is_refused_by_every_rank(two: RankPool, tmp_path: Path) -> None:
-    options, folder = placements(str(tmp_path))["nvme"], tmp_path / "checkpoint"
+    options, folder = {**placements(str(tmp_path))["nvme"], "capture": False}, tmp_path / "checkpoint"
     two.run(train_and_save, options, str(folder))
     (file,) = folder.glob("data-*/model.safetensors")
     content = bytearray(file.read_bytes())
@@ -123,6 +123,6 @@ def test_a_damaged_checkpoint_is_refused_by_every_rank(two: RankPool, tmp_path: 
 
 
 def test_a_folder_that_cannot_be_written_is_refused_by_every_rank(two: RankPool, tmp_path: Path) -> None:
-    options, file = placements(str(tmp_path))["nvme"], tmp_path / "checkpoint"
+    options, file = {**placements(str(tmp_path))["nvme"], "capture": False}, tmp_path / "checkpoint"
     file.write_text("no folder")
     assert [each.kind for each in two.outcomes(train_and_save, options, str(file))] == ["ConfigError", "RankError"]

@@ -23,7 +23,7 @@ from tests.support.swapping import swapping
 from tests.support.traces import Trace, assert_same
 from zinf_compile.ir.glossary import Tier
 
-_ORDINARY = 2  # drawn loops of every run
+_ORDINARY = 1  # drawn loops of every run
 
 
 def draw_loop(draw: random.Random) -> Loop:

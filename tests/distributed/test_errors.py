@@ -174,7 +174,7 @@ def _fail_to_read(*_: object) -> None:
 @pytest.mark.parametrize(
     ("happens", "on_it", "elsewhere"),
     [
-        ("death", Died, "another rank is gone"),
+        pytest.param("death", Died, "another rank is gone", marks=pytest.mark.long),
         pytest.param(
             *("error", "IndexError", "rank 1: a forward broke off: IndexError: index out of range"),
             marks=pytest.mark.long,

@@ -41,7 +41,13 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("placement", ["nvme", pytest.param("resident", marks=pytest.mark.long)])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *("ordinary", "frozen"),
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("accumulated", "momentum", "summed")),
+    ],
+)
 def test_two_ranks(loop: str, placement: str, two: RankPool, tmp_path: Path) -> None:
     options = dict(placements(str(tmp_path))[placement])
     if LOOPS[loop].divide_by is not None:

@@ -114,7 +114,9 @@ def test_no_run_has_a_race(two: RankPool, options: Mapping[str, Any], changes: M
     ("fault", "race"),
     [
         pytest.param("waits_that_order_nothing", "compute and the all-gather of", marks=pytest.mark.long),
-        ("waits_that_order_nothing", "what fills the buffer of .* and the reduction of"),
+        pytest.param(
+            "waits_that_order_nothing", "what fills the buffer of .* and the reduction of", marks=pytest.mark.long
+        ),
         pytest.param(
             "launches_before_arrival",
             "the all-gather of .* and (the read of|a copy's destination)",

@@ -38,7 +38,11 @@ def test_what_was_frozen_is_trained_once_it_requires_grad(parity, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("workload", "placement"), [(mlp, "nvme"), (mlp, "host"), (gpt, "nvme"), (gpt_tied, "nvme"), (llama, "nvme")]
+    ("workload", "placement"),
+    [
+        *((mlp, "nvme"), (mlp, "host"), (gpt_tied, "nvme")),
+        *(pytest.param(each, "nvme", marks=pytest.mark.long) for each in (gpt, llama)),
+    ],
 )
 def test_bitwise(parity, workload, placement):
     plain = parity.plain_runs(workload)

@@ -194,10 +194,10 @@ def mamba():
     return transformers.MambaForCausalLM(config), tokens()
 
 
-FEW = [conv_net, recurrent, llama, llama_without_groups, gpt2, vit]
+FEW = [conv_net, recurrent, llama, vit]
 MORE = [
-    t5, gpt, gpt_tied, mlp, used_twice, early_views, qwen3, bert, mixtral, mistral, gemma2, phi3, gpt_neox, bloom, qwen2_moe,
-    albert, bart, whisper, convnext, dinov2, clip, mamba,
+    t5, gpt, gpt2, gpt_tied, mlp, used_twice, early_views, qwen3, bert, mixtral, mistral, gemma2, phi3, gpt_neox, bloom,
+    qwen2_moe, albert, bart, whisper, convnext, dinov2, clip, mamba, llama_without_groups,
 ]  # fmt: skip
 
 

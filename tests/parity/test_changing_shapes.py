@@ -57,7 +57,9 @@ GROWING = [(2, 24), (2, 330), (2, 390), (2, 800)]
 SHRINKING = [(4, 500), (4, 490), (4, 320), (4, 24)]
 
 
-@pytest.mark.parametrize("shapes", [GROWING, SHRINKING], ids=["growing", "shrinking"])
+@pytest.mark.parametrize(
+    "shapes", [GROWING, pytest.param(SHRINKING, marks=pytest.mark.long)], ids=["growing", "shrinking"]
+)
 def test_every_bit_is_as_in_plain_pytorch(parity: Any, tmp_path: Path, shapes: list[tuple[int, int]]) -> None:
     batches, plain = make_batches(shapes), make_model()
     torch.manual_seed(0)

@@ -132,8 +132,16 @@ def test_parameters_that_two_graphs_of_a_forward_share(parity, way):
     assert len(report.plans) == (2 if way["captured"] else 0)
 
 
-@pytest.mark.parametrize("workload", [checkpointed_net, reentrant_net])
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("workload", "compute_dtype"),
+    [
+        *((checkpointed_net, None), (reentrant_net, torch.bfloat16)),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((checkpointed_net, torch.bfloat16), (reentrant_net, None))
+        ),
+    ],
+)
 def test_checkpoints(parity, captured, workload, compute_dtype):
     """Accumulate two micro-batches, in the model's dtype or with compute in bfloat16."""
 
@@ -329,7 +337,7 @@ def test_gradients_kept_by_the_user(parity, way):
     parity.check_loop(lambda *args: run(*args, backward), net, **way)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.inference_mode, pytest.param(torch.no_grad, marks=pytest.mark.long)])
 def test_evaluation_in_the_middle(parity, way, mode):
     """Evaluate between two micro-batches, and between a forward and its backward."""
 

@@ -77,7 +77,7 @@ def train(model: nn.Module, called: Callable[..., Any] | None = None) -> list[Te
 
 
 @pytest.mark.parametrize("capture", [True, False], ids=["captured", "eager"])
-@pytest.mark.parametrize("make_base", [four_bit, eight_bit, tensor_subclass])
+@pytest.mark.parametrize("make_base", [four_bit, pytest.param(eight_bit, marks=pytest.mark.long), tensor_subclass])
 def test_adapters_train_beside_quantised_layers(make_base: Callable[[], nn.Module], capture: bool) -> None:
     plain = train(adapted(make_base))
     if capture:

@@ -88,7 +88,7 @@ def homes(model: nn.Module) -> dict[Tier, int]:
 
 
 @pytest.mark.usefixtures("wrong_profile")
-@pytest.mark.parametrize("options", [{}, {"overlap_step": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"overlap_step": False}, marks=pytest.mark.long)], ids=str)
 def test_another_plan_after_the_third_step_changes_no_bit(
     parity: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, object]
 ) -> None:

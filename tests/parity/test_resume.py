@@ -179,7 +179,7 @@ def gpt():
     return make()
 
 
-@pytest.mark.parametrize("after", ["nvme", "mixed"])
+@pytest.mark.parametrize("after", ["nvme", pytest.param("mixed", marks=pytest.mark.long)])
 def test_mixed_precision_captured(parity, after, tmp_path, monkeypatch):
     """Master copies, bfloat16 compute copies and gradients; what the user wrote just before the save is included."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))

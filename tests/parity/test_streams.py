@@ -22,8 +22,14 @@ def test_gpt(parity, placement: str, captured: bool) -> None:
         assert device.to_host.num_copied > 0
 
 
-@pytest.mark.parametrize("update_on", ["host", "device"])
-@pytest.mark.parametrize("workload", [mlp, gpt_tied])
+@pytest.mark.parametrize(
+    ("workload", "update_on"),
+    [
+        (mlp, "host"),
+        (gpt_tied, "device"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((mlp, "device"), (gpt_tied, "host"))),
+    ],
+)
 def test_updates(parity, workload, update_on: str) -> None:
     device = parity.on_streams()
     parity.check(workload, "nvme", captured=True, update_on=update_on)
@@ -46,7 +52,7 @@ def _steps(model: nn.Module, batches, trace) -> None:
 
 
 @pytest.mark.parametrize("timing", [{}, {"overlap_step": False}, {"step_in_backward": True}], ids=str)
-@pytest.mark.parametrize("workload", [mlp, gpt_tied])
+@pytest.mark.parametrize("workload", [mlp, pytest.param(gpt_tied, marks=pytest.mark.long)])
 def test_state_lives_on_the_device_where_it_has_room(parity, workload, timing: dict[str, bool]) -> None:
     """State on the device is updated in place: only gradients and master copies cross the link."""
     parity.on_streams()

@@ -74,8 +74,9 @@ def budgets(folder: Path) -> dict[str, object]:
     ("workload", "choice", "recompute"),
     [
         *((gpt, choice, False) for choice in CHOICES),
-        *((llama, "mixed", recompute) for recompute in (False, True)),
-        *((vit, "mixed", recompute) for recompute in (False, True)),
+        (llama, "mixed", True),
+        (vit, "mixed", False),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((llama, "mixed", False), (vit, "mixed", True))),
     ],
 )
 def test_bitwise(parity, tmp_path, workload, choice, recompute):

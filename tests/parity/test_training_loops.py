@@ -177,7 +177,7 @@ def test_numbers_nobody_looks_at_in_between(parity, placement, way):
     parity.check_loop(loop, net, placement, **way)
 
 
-@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.long)])
 def test_inference_between_steps(parity, way, grad_mode):
     def loop(model, batches, trace):
         optimizer = adamw(model)

@@ -54,8 +54,16 @@ def grads(model: nn.Module) -> list[Tensor | None]:
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("options", [{"compute": "aten"}, {"compute": "inductor"}, {"capture": False}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        *(({"compute": "aten"}, torch.no_grad), ({"compute": "inductor"}, torch.inference_mode)),
+        *(({"capture": False}, mode) for mode in (torch.no_grad, torch.inference_mode)),
+        pytest.param({"compute": "aten"}, torch.inference_mode, marks=pytest.mark.long),
+        pytest.param({"compute": "inductor"}, torch.no_grad, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_the_first_call_of_all_may_be_one_without_gradients(tmp_path: Path, options: dict[str, Any], mode: Any) -> None:
     """Training follows it, on an unmeasured machine, with parameters that stream."""
     plain, model = Net().double(), optimized(tmp_path, Net().double(), **{"device_memory": "3MiB", **options})
