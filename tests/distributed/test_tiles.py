@@ -1,6 +1,6 @@
 """Tiles on several ranks: each is divided among all of them, and results are those of the same tiles in one process."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from tests.distributed.workloads import (
     KIB,
     TILES,
     Loop,
+    Small,
     batch_of,
     blocks_of,
     build_small,
@@ -96,6 +97,46 @@ def test_three_ranks_and_a_tile_that_has_rows_for_two(three: RankPool, options: 
     for rank, (ours, tiles, _) in enumerate(three.run(train, loop, options)):
         assert_same(ours, of_rank(plain, rank, 3))
         assert [tile for tile in tiles if "up.weight" in tile] == [f"up.weight.tile_{number}" for number in (2, 1, 0)]
+
+
+class InTwoGraphs(Small):
+    """A Small that is captured in two graphs, of which only the second one reads the head."""
+
+    look: Callable[[], None]  # called between them
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss."""
+        hidden = self.embed(tokens)
+        hidden = hidden + self.down(nn.functional.gelu(self.up(hidden)))
+        self.look()
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def train_in_two_graphs(loop: Loop, options: Mapping[str, Any]) -> tuple[Trace, list[Tier], list[list[str]]]:
+    """Return the numbers of a rank, where the head is between the two graphs of each step, and what the plans place."""
+    torch.manual_seed(0)
+    model, trace, homes = optimize(InTwoGraphs(), options), Trace(), list[Tier]()
+    optimizer, head = loop.make_optimizer(model), record_of(model.head.weight)
+    model.look = torch.compiler.disable(lambda: homes.append(head.copies.compute.tier))
+    for step in range(loop.num_steps):
+        train_step(loop, model, optimizer, step, trace)
+    check_at_rest(model)
+    plans = zinf_compile.report(model).plans
+    zinf_compile.close(model)
+    return trace, homes, [[item.parameter for item in plan.placements] for plan in plans]
+
+
+def test_tiles_of_what_an_earlier_graph_has_made_resident(two: RankPool, options: Mapping[str, Any]) -> None:
+    """The head moves to where it can be read in tiles, and the first graph keeps its bits."""
+    tiles = {"head.weight": 2}
+    loop = Loop(num_steps=2)
+    plain = train_alone(replace(loop, build=partial(build_small, 2, tiles)), 2)
+    given = {**options, "streams": False, "device_memory": 600 * KIB, "tiles": tiles}
+    for rank, (ours, homes, placed) in enumerate(two.run(train_in_two_graphs, loop, given)):
+        assert_same(ours, of_rank(plain, rank, 2))
+        assert homes == [Tier.DEVICE, Tier.HOST]
+        assert ["head.weight" in names for names in placed] == [True, False]
+        assert {"head.weight.tile_0", "head.weight.tile_1"} <= set(placed[1])
 
 
 @pytest.mark.long
