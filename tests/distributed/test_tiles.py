@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import zinf_compile
@@ -133,6 +134,81 @@ def test_three_ranks_and_a_tile_that_has_rows_for_two(three: RankPool, options: 
         assert tiles == [f"up.weight.tile_{number}" for number in (2, 1, 0)]
     with mock.patch.object(homes, "RESIDENT_THRESHOLD", 0):
         check_plan_ahead([plan for _, plan, _ in outcomes], build_small(), batch_of(0, 0), options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Loop):
+    """A loop that goes on from a checkpoint."""
+
+    folder: str
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer, after loading it and the model."""
+        optimizer = super().make_optimizer(model)
+        zinf_compile.load(self.folder, model, optimizer)
+        return optimizer
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 3), *(pytest.param(sizes, marks=pytest.mark.long) for sizes in ((2, 1, 2), (1, 3), (3, 2)))]
+)
+def test_checkpoints_of_other_numbers_of_ranks(
+    sizes: Sequence[int], pool_of: Callable[[int], RankPool], options: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """Each number of ranks goes on from what the one before has saved, in tiles of other rows, as one process does."""
+    loop = Loop(build=build_small, num_steps=1)
+    for size in sizes:
+        folder, plain = str(tmp_path / str(size)), train_alone(replace(loop, build=partial(build_small, size)), size)
+        for rank, (ours, plan, _) in enumerate(pool_of(size).run(train, loop, options, folder)):
+            assert_same(ours, of_rank(plain, rank, size))
+            assert tiles_in(plan)
+        loop = Resumed(build=build_small, num_steps=1, folder=folder)
+
+
+def train_around_torchs_checkpoints(
+    options: Mapping[str, Any], save: str, load: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train a step, with values of torch.distributed.checkpoint if it is to load, and save what comes of it.
+
+    Returns the values before and after the step.
+    """
+    model = optimize(build_small(), options)
+    if load is not None:
+        model(**batch_of(0, dist.get_rank())).backward()  # so that tiles are known
+        model.zero_grad()
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=load)
+        model.load_state_dict(state["model"])
+    before = {name: full(parameter) for name, parameter in model.named_parameters()}
+    optimizer = LOOP.make_optimizer(model)
+    model(**batch_of(1, dist.get_rank())).backward()
+    optimizer.step()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=save)
+    after = {name: full(parameter) for name, parameter in model.named_parameters()}
+    check_tile(model)
+    check_at_rest(model)
+    zinf_compile.close(model)
+    return before, after
+
+
+def test_torchs_own_checkpoints(two: RankPool, three: RankPool, options: Mapping[str, Any], tmp_path: Path) -> None:
+    """They fit other numbers of ranks, and what is loaded is what the next step computes with."""
+    folders = [str(tmp_path / name) for name in ("two", "three")]
+    saved = two.run(train_around_torchs_checkpoints, options, folders[0])[0][1]
+    outcomes = three.run(train_around_torchs_checkpoints, options, folders[1], folders[0])
+    plain = build_small(3)
+    plain.load_state_dict(saved)
+    optimizer = LOOP.make_optimizer(plain)
+    for rank in range(3):
+        plain(**batch_of(1, rank)).backward()
+    for parameter in plain.parameters():
+        parameter.grad /= 3
+    optimizer.step()
+    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    for before, after in outcomes:
+        assert all(torch.equal(before[name], value) for name, value in saved.items())
+        assert all(torch.equal(after[name], value) for name, value in expected.items())
+    assert not torch.equal(saved["up.weight"], expected["up.weight"])
 
 
 class InTwoGraphs(Small):
