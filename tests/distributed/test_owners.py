@@ -160,11 +160,14 @@ def test_stages(name: str, stage: int, capture: bool, two: RankPool, options: di
         assert_same(ours, of_rank(plain, rank, 2))
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), pytest.param((4, 1), marks=pytest.mark.long)])
-def test_replicas(mesh: tuple[int, int], four: RankPool, options: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [((2, 2), 3), *(pytest.param(*each, marks=pytest.mark.long) for each in (((4, 1), 3), ((2, 2), 1), ((2, 2), 2)))],
+)
+def test_replicas(mesh: tuple[int, int], stage: int, four: RankPool, options: dict[str, dict[str, Any]]) -> None:
     loop = replace(LOOPS["Adafactor"], num_steps=2)
     plain = train_alone(loop, 4)
-    given = {**options["nvme"], "mesh": mesh, "host_memory": 1024 * KIB}
+    given = {**options["nvme"], "mesh": mesh, "stage": stage, "host_memory": 1024 * KIB, "device_memory": 1536 * KIB}
     for rank, ours in enumerate(four.run(train_on_ranks, loop, given)):
         assert_same(ours, of_rank(plain, rank, 4))
 
