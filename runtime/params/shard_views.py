@@ -28,7 +28,7 @@ class _Shard(HomeTensor, DTensor):
         return super().to_local(**kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        """Return the full value, gathered from all ranks. RankError if one is gone."""
+        """Return the full value, gathered from all ranks. RankError if one is gone, or cannot go on after an error."""
         await_home(self)
         with _naming_lost_ranks(self.record()):
             return super().full_tensor(**kwargs)
@@ -61,7 +61,7 @@ class HomeParameterShard(HomeParameter, DTensor):
         return super().to_local(**kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        """Return the full value, gathered from all ranks. RankError if one is gone."""
+        """Return the full value, gathered from all ranks. RankError if one is gone, or cannot go on after an error."""
         await_home(self)
         with _naming_lost_ranks(record_of(self)):
             return super().full_tensor(**kwargs)
@@ -73,8 +73,11 @@ class HomeParameterShard(HomeParameter, DTensor):
 
 
 def _naming_lost_ranks(record: StoredParameter | None) -> AbstractContextManager[None]:
-    """Return a block in which an error of a collective becomes a RankError."""
-    return nullcontext() if record is None else record.store.ranks.raising(f"the gather of {record.name}")
+    """Return a block in which an error of a collective becomes a RankError, which an earlier error raises at once."""
+    if record is None:
+        return nullcontext()
+    record.store.ranks.check_together()
+    return record.store.ranks.raising(f"the gather of {record.name}")
 
 
 _KINDS: dict[type[Tensor], type[DTensor]] = {HomeTensor: HomeTensorShard, HomeGradient: HomeGradientShard}

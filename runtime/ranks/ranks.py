@@ -101,7 +101,7 @@ class Ranks:
 
     def all_gather(self, name: str, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> Collective:
         """Start gathering flat shards, of equal sizes in the shard group, into wholes of ``size`` times as many elements."""
-        self._check()
+        self.check_together()
         group = self._gathers
         with self.raising(name), _coalescing_manager(group, async_ops=True) as manager:
             for shard, whole in zip(shards, wholes, strict=True):
@@ -140,7 +140,7 @@ class Ranks:
         self, name: str, sent: Tensor, num_sent: Sequence[int], received: Tensor, num_received: Sequence[int]
     ) -> Collective:
         """Start sending and receiving flat parts, so many elements to and from each rank of the shard group."""
-        self._check()
+        self.check_together()
         with self.raising(name):
             work = dist.all_to_all_single(
                 received, sent, list(num_received), list(num_sent), group=self._reductions, async_op=True
@@ -149,7 +149,7 @@ class Ranks:
 
     def reduce_rows(self, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
         """Start summing a flat ``value`` over the shard group, in any order, and receiving our elements of the sum."""
-        self._check()
+        self.check_together()
         with self.raising(name):
             if len(set(counts)) == 1:
                 work = _reduce_scatter(received, value, group=self._reductions, async_op=True)
@@ -163,7 +163,7 @@ class Ranks:
 
         Every replica calls this; on the others it moves nothing.
         """
-        self._check()
+        self.check_together()
         nothing, counts = total[:0], [0] * self.num_replicas
         sent, received = (nothing, counts), (nothing, counts)
         if self.replica == sender:
@@ -178,7 +178,7 @@ class Ranks:
 
     def broadcast_last(self, name: str, total: Tensor) -> Collective:
         """Start copying a ``total`` from the last replica to all others."""
-        self._check()
+        self.check_together()
         with self.raising(name):
             last = self.num_replicas - 1
             work = dist.broadcast(total, group=self._replicas, group_src=last, async_op=True)
@@ -186,7 +186,7 @@ class Ranks:
 
     def sum_replicas(self, name: str, total: Tensor) -> Collective:
         """Start summing a ``total`` over replicas, in any order and in place."""
-        self._check()
+        self.check_together()
         with self.raising(name):
             work = dist.all_reduce(total, group=self._replicas, async_op=True)
         return Collective(name=name, works=(work,), tensors=(total,))
@@ -263,7 +263,7 @@ class Ranks:
         return tuple(map(max, zip(*self.exchange_numbers(what, numbers), strict=True)))
 
     def _all_gather_now(self, what: str, mine: Tensor) -> Tensor:
-        self._check()
+        self.check_together()
         given = torch.empty(self.mesh_size, mine.numel(), dtype=mine.dtype, device="cpu")
         with self.raising(what):
             work = _all_gather(given.view(-1), mine, group=self._control, async_op=True)
@@ -345,7 +345,8 @@ class Ranks:
                 absent.append(rank)
         return f"{describe_ranks(absent)} had not come to {what}" if absent else f"{what} did not end"
 
-    def _check(self) -> None:
+    def check_together(self) -> None:
+        """Raise RankError if ranks have failed, so that a collective could wait for one for ever."""
         if self.failure is not None:
             raise RankError(f"the ranks of this model cannot go on: {self.failure}; {REMEDY}")
 

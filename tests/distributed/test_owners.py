@@ -1,9 +1,13 @@
 """Optimizers that need whole tensors, on ranks: each parameter has an owner, and the bits are those of one process."""
 
 import copy
+import functools
+import os
+import signal
+import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +35,11 @@ from tests.distributed.workloads import (
 )
 from tests.support.rank_pool import RankPool
 from tests.support.traces import Trace, assert_equal, assert_same
+from zinf_compile.ir.errors import StoreError
+from zinf_compile.runtime.optim.owners import OwnedUpdate
 from zinf_compile.runtime.optim.shadow import is_element_wise
 from zinf_compile.runtime.params.records import record_of
-from zinf_compile.runtime.store.store import store_of
+from zinf_compile.runtime.store.store import Store, store_of
 
 
 class TwoClasses(nn.Module):
@@ -154,11 +160,14 @@ def test_stages(name: str, stage: int, capture: bool, two: RankPool, options: di
         assert_same(ours, of_rank(plain, rank, 2))
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), pytest.param((4, 1), marks=pytest.mark.long)])
-def test_replicas(mesh: tuple[int, int], four: RankPool, options: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [((2, 2), 3), *(pytest.param(*each, marks=pytest.mark.long) for each in (((4, 1), 3), ((2, 2), 1), ((2, 2), 2)))],
+)
+def test_replicas(mesh: tuple[int, int], stage: int, four: RankPool, options: dict[str, dict[str, Any]]) -> None:
     loop = replace(LOOPS["Adafactor"], num_steps=2)
     plain = train_alone(loop, 4)
-    given = {**options["nvme"], "mesh": mesh, "host_memory": 1024 * KIB}
+    given = {**options["nvme"], "mesh": mesh, "stage": stage, "host_memory": 1024 * KIB, "device_memory": 1536 * KIB}
     for rank, ours in enumerate(four.run(train_on_ranks, loop, given)):
         assert_same(ours, of_rank(plain, rank, 4))
 
@@ -363,6 +372,138 @@ def test_an_error_in_an_update_ends_all_ranks(three: RankPool, options: dict[str
         what = f"rank {owner}: an update of whole tensors by their owners: ArithmeticError: the norm is odd"
         assert what in outcomes[rank].message
         assert "restart all ranks" in outcomes[rank].message
+
+
+FAILING = LOOPS["NormedMomentum"]  # whose state is on disk
+ANY = {"before", "after", "torn"}  # the values that rows may have: all of them one of these
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """What a rank raised and when, and which value it then has of its rows of each parameter."""
+
+    kind: str
+    message: str
+    ended: float
+    values: Mapping[str, str]
+
+    @property
+    def states(self) -> set[str]:
+        """Return the values that there are."""
+        return set(self.values.values()) - {"no rows"}
+
+
+def break_off(store: Store, happens: str) -> None:
+    """Let something happen on rank 1 in the next step: on its disk, or Ctrl-C, while rank 0 takes long where it waits."""
+    rank, ranks, engine, update = dist.get_rank(), store.ranks, store.engine, OwnedUpdate.run
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    waits = {"interrupt before updates": "share_alike", "interrupt behind updates": "send_from_owner"}
+
+    def fail(*_: object) -> None:
+        raise StoreError(f"the {happens} failed: Input/output error")
+
+    def interrupt_and_update(updated: OwnedUpdate) -> dict[str, Any]:
+        for _ in range(2):  # by someone who does not want to wait for the end of the step
+            signal.raise_signal(signal.SIGINT)
+        return update(updated)
+
+    def while_others_wait(call: Callable[..., Any], *args: Any) -> Any:
+        setattr(ranks, waits[happens], call)
+        if rank == 0:
+            time.sleep(2.0)
+        elif rank == 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return call(*args)
+
+    if happens in waits:
+        setattr(ranks, waits[happens], functools.partial(while_others_wait, getattr(ranks, waits[happens])))
+    elif rank == 1 and happens == "interrupts in an update":
+        OwnedUpdate.run = interrupt_and_update  # type: ignore[method-assign]
+    elif rank == 1:
+        setattr(engine, happens, fail)
+
+
+def step_until(happens: str, options: Mapping[str, Any], values: Sequence[Mapping[str, Tensor]]) -> Broken:
+    """Train on each rank; in its second step something happens on rank 1. ``values`` are those after each step."""
+    model = optimize(FAILING.build(), options)
+    optimizer, store = FAILING.make_optimizer(model), store_of(record_of(next(model.parameters())))
+    try:
+        for step in range(3):
+            model(**batch_of(step, dist.get_rank())).backward()
+            if step == 1:
+                break_off(store, happens)
+            optimizer.step()
+            optimizer.zero_grad()
+    except (StoreError, KeyboardInterrupt) as error:
+        raised, ended = error, time.monotonic()
+    for again in (lambda: model(**batch_of(0, 0)), optimizer.step, lambda: full(model.embed.weight)):
+        with pytest.raises(StoreError):  # at once
+            again()
+    assert time.monotonic() - ended < SOON
+    store.check_integrity()
+    found = {name: find_value(parameter, name, values) for name, parameter in model.named_parameters()}
+    return Broken(kind=type(raised).__name__, message=str(raised), ended=ended, values=found)
+
+
+def find_value(parameter: Tensor, name: str, values: Sequence[Mapping[str, Tensor]]) -> str:
+    """Return which value a rank has of its rows of a parameter: that before the second step, after it, or none."""
+    try:
+        rows = full_rows(parameter)
+    except StoreError as error:
+        assert f"parameter '{name}' was being updated when an error came" in str(error)  # noqa: PT017
+        return "torn"
+    shards = [each[name].chunk(dist.get_world_size()) for each in values]
+    rank = dist.get_rank()
+    if rank >= len(shards[0]):
+        return "no rows"
+    found = [step for step, of_ranks in enumerate(shards) if torch.equal(rows, of_ranks[rank].reshape(-1))]
+    assert found in ([0], [1]), f"{name} has neither value"
+    return ("before", "after")[found[0]]
+
+
+def run_until(happens: str, three: RankPool, options: Mapping[str, Any]) -> list[Broken]:
+    """Return what each rank raised, after checking that rank 1 has its own error, and that the others name it, soon."""
+    outcomes = three.run(step_until, happens, options, train_alone(FAILING, 3).parameters)
+    three.stop()  # collectives may be left behind
+    assert outcomes[1].kind == ("KeyboardInterrupt" if "interrupt" in happens else "StoreError")
+    for rank in (0, 2):
+        assert outcomes[rank].kind == "RankError"
+        assert "rank 1: " in outcomes[rank].message
+        assert ("KeyboardInterrupt" if "interrupt" in happens else f"the {happens} failed") in outcomes[rank].message
+        assert "restart all ranks" in outcomes[rank].message
+        assert outcomes[rank].ended - outcomes[1].ended < SOON
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("happens", "here", "elsewhere"),
+    [
+        ("read", {"before"}, {"before"}),
+        ("write", {"after", "torn"}, {"after"}),
+        ("interrupt before updates", {"before"}, {"before"}),
+    ],
+)
+def test_what_breaks_off_an_update_on_one_rank_ends_all(
+    happens: str, here: set[str], elsewhere: set[str], three: RankPool, options: dict[str, dict[str, Any]]
+) -> None:
+    """What is read in time changes nothing on any rank; what cannot be written home cannot be read, on that rank."""
+    outcomes = run_until(happens, three, options["nvme"])
+    assert [each.states for each in outcomes] == [elsewhere, here, elsewhere]
+
+
+def test_an_interrupt_while_updated_rows_are_on_their_way(three: RankPool, options: dict[str, dict[str, Any]]) -> None:
+    """Rows that may have come in part cannot be read; those of later rounds have not changed on any rank."""
+    outcomes = run_until("interrupt behind updates", three, options["nvme"])
+    assert outcomes[1].states == {"before", "torn"}
+    for name, value in outcomes[1].values.items():
+        assert {each.values[name] for each in outcomes} - {"no rows"} <= ({"before"} if value == "before" else ANY)
+
+
+@pytest.mark.long
+def test_an_impatient_interrupt_in_an_update(three: RankPool, options: dict[str, dict[str, Any]]) -> None:
+    """It takes effect in the next wait for other ranks, or after the round."""
+    for each in run_until("interrupts in an update", three, options["nvme"]):
+        assert each.states <= ANY
 
 
 def drop_a_gradient(options: Mapping[str, Any]) -> str:

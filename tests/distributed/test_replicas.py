@@ -24,7 +24,7 @@ from tests.distributed.test_loops import (
     scale,
     scale_rows,
 )
-from tests.distributed.workloads import Loop, of_rank, placements, train_alone, train_on_ranks
+from tests.distributed.workloads import KIB, Loop, of_rank, placements, train_alone, train_on_ranks
 from tests.support.rank_pool import Raised, RankPool
 from tests.support.traces import assert_same
 from zinf_compile.ir.slices import Slice
@@ -94,6 +94,31 @@ def test_two_replicas_of_two(placement: str, four: RankPool, options: dict[str, 
     loop = Loop(num_steps=2, num_accumulated=2)
     plain = train_alone(loop, 4)
     for rank, ours in enumerate(four.run(train_on_ranks, loop, options[placement])):
+        assert_same(ours, of_rank(plain, rank, 4))
+
+
+@pytest.mark.parametrize(
+    ("stage", "capture", "looks"),
+    [
+        (1, True, False),
+        (2, False, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((1, True, True), (1, False, True), (2, True, True), (2, True, False))
+        ),
+    ],
+)
+@pytest.mark.parametrize("mesh", [(2, 2), *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ((4, 1), (1, 4)))])
+def test_stages_that_keep_more_on_every_rank(
+    mesh: tuple[int, int], stage: int, capture: bool, looks: bool, four: RankPool, options: dict[str, dict[str, Any]]
+) -> None:
+    """Compute copies stay on the device although they would stream; in stage 1 a captured step has one reduction."""
+    loop = Loop(num_steps=2, num_accumulated=2, looks_at_gradients=looks)
+    plain = train_alone(loop, 4, reduces_once=stage == 1 and capture)
+    if not looks:
+        plain.gradients = []
+    given = {**options["nvme"], "mesh": mesh, "stage": stage, "capture": capture, "device_memory": 1024 * KIB}
+    for rank, ours in enumerate(four.run(train_on_ranks, loop, given)):
         assert_same(ours, of_rank(plain, rank, 4))
 
 

@@ -75,14 +75,14 @@ def build_frozen(seed: int = 0) -> nn.Module:
 class Small(nn.Module):
     """An embedding, an MLP and a head, whose rows are whole sectors in 16s.
 
-    With ``num_ranks`` it computes the layers of ``TILES`` in plain PyTorch as so many ranks do, by tiles.
+    With ``num_ranks`` it computes the layers of ``tiles`` in plain PyTorch as so many ranks do, by tiles.
     """
 
-    def __init__(self, num_ranks: int = 0) -> None:
+    def __init__(self, num_ranks: int = 0, tiles: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.embed = nn.Embedding(51, 64, padding_idx=49)
         self.up, self.down, self.head = nn.Linear(64, 193), nn.Linear(193, 64), nn.Linear(64, 51, bias=False)
-        for name, num_tiles in TILES.items():
+        for name, num_tiles in (TILES if tiles is None else tiles).items():
             layer = self.get_submodule(name.removesuffix(".weight"))
             if num_ranks and isinstance(layer, nn.Linear):
                 layer.forward = functools.partial(by_tiles, layer, blocks_of(layer.out_features, num_tiles, num_ranks))
@@ -121,10 +121,10 @@ def by_tiles(layer: nn.Linear, blocks: list[list[int]], x: Tensor) -> Tensor:
     return torch.cat([piece[rank] for rank in range(len(blocks)) for piece in pieces], -1)
 
 
-def build_small(num_ranks: int = 0) -> nn.Module:
+def build_small(num_ranks: int = 0, tiles: Mapping[str, int] | None = None) -> nn.Module:
     """Return a Small, the same on every rank."""
     torch.manual_seed(0)
-    return Small(num_ranks)
+    return Small(num_ranks, tiles)
 
 
 def batch_of(step: int, rank: int) -> Mapping[str, Tensor]:

@@ -213,6 +213,13 @@ class GraphPlanner:
     def _with_homes(
         self, request: Request, parameters: Iterable[ParameterFact], placements: Iterable[Placement] | None
     ) -> Request:
-        """Return the request with these parameters of the model, tiled ones replaced by their tiles."""
+        """Return the request with these parameters of the model, tiled ones replaced by their tiles.
+
+        Homes are planned anew if several ranks have all rows of something that this graph reads in tiles: rows of a tile
+        are not consecutive there. The parameters move, and the other graphs are planned again for their new homes.
+        """
         cut = None if placements is None else self.tiled.cut_placements(placements)
+        tiles = () if cut is None or self._num_ranks == 1 else (item for item in cut if item.tile_of is not None)
+        if any(tile.is_whole(role) for tile in tiles for role in tile.by_role):
+            cut = None
         return replace(request, parameters=self.tiled.cut_facts(parameters), placements=cut)

@@ -61,13 +61,9 @@ class StoreCatalog:
         """Return how many ranks divide every parameter among them."""
         return self.store.ranks.size
 
-    def fact_of(self, param: int) -> ParameterFact | None:
-        """Return the fact of a parameter by its number in graphs; None if it must stay whole, as ranks have it already."""
-        name = find_record(param).name
-        is_fixed = self.has_plans and self.num_ranks > 1
-        if is_fixed and any(item.parameter == name and item.compute is Tier.DEVICE for item in self.placements):
-            return None
-        return self.store.facts[name]
+    def fact_of(self, param: int) -> ParameterFact:
+        """Return the fact of a parameter by its number in graphs."""
+        return self.store.facts[find_record(param).name]
 
     def number_of(self, param: int, number: int, tiles: Sequence[Slice]) -> int:
         """Return the number by which ops refer to one of the tiles of a parameter."""

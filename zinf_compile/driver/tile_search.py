@@ -57,7 +57,7 @@ class Catalog(Protocol):
         """Return how many ranks divide every parameter, and every tile of one."""
 
     def fact_of(self, param: int) -> ParameterFact | None:
-        """Return the fact of a parameter; None for one that must stay whole."""
+        """Return the fact of a parameter; None for one that the model does not have."""
 
     def number_of(self, param: int, number: int, tiles: Sequence[Slice]) -> int:
         """Return the number by which ops refer to one of the tiles of a parameter."""

@@ -74,7 +74,7 @@ def plan(
             answer for other sizes: ``plan.what_if(batch=8)``, ``plan.max_batch()``. Capture takes longer.
         world: number of ranks that train the model together, one per device, on as many nodes as needed. Inputs and
             budgets are those of one rank, which keeps its shard of parameters, gradients and optimizer state (ZeRO-3).
-            Planning only: nothing runs on several ranks yet.
+            Replicas are not planned.
         compute: as in ``optimize``: "inductor", the default, plans each block as one compiled op, "aten" op by op.
             Nothing is compiled: a block is assumed to take the traffic of its inputs and results, and the
             arithmetic of its matrix products.
