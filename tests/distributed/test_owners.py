@@ -478,9 +478,9 @@ def run_until(happens: str, three: RankPool, options: Mapping[str, Any]) -> list
 @pytest.mark.parametrize(
     ("happens", "here", "elsewhere"),
     [
-        ("read", {"before"}, {"before"}),
         ("write", {"after", "torn"}, {"after"}),
-        ("interrupt before updates", {"before"}, {"before"}),
+        pytest.param("read", {"before"}, {"before"}, marks=pytest.mark.long),
+        pytest.param("interrupt before updates", {"before"}, {"before"}, marks=pytest.mark.long),
     ],
 )
 def test_what_breaks_off_an_update_on_one_rank_ends_all(
