@@ -1,6 +1,7 @@
 """What ranks agree on before anything moves: the model, the options, the rates of the hardware, the facts of a graph.
 
-Plans follow from these and from nothing else. So rank 0 makes a plan for all ranks, whose requests for it are compared by hash.
+Plans follow from these and from nothing else. So rank 0 makes a plan for all ranks, after they have compared hashes of what
+it is made from.
 """
 
 import os
@@ -53,13 +54,12 @@ def check_record_alike(ranks: Ranks, what: str, mine: object) -> None:
     """
     if ranks.is_alone:
         return
-    hashes = ranks.exchange_numbers(what, _hashes(mine))
+    hashes: Sequence[Sequence[int]] = ranks.exchange_numbers(what, _hashes(mine))
     path = ""
     while (first := _first_difference(hashes)) is not None:
         name, mine = _parts_of(mine)[first]
         path += name
-        found = ranks.exchange(f"parts of {what}", (type(mine).__name__, _hashes(mine)))
-        kinds, hashes = zip(*found, strict=True)
+        kinds, hashes = zip(*ranks.exchange(f"parts of {what}", (type(mine).__name__, _hashes(mine))), strict=True)
         if len(set(kinds)) > 1 or _first_difference(hashes) is None:
             path = path.removeprefix(".")
             values = {path: _shorten(mine), f"the hash of {path}": hash_of(repr(mine).encode())}

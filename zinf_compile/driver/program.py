@@ -225,7 +225,8 @@ class Program:
                 f"looking for the largest inputs of {self._name}", lambda: describe_largest(request, sizes)
             )
             raise CapacityError(
-                f"this call has {dump_sizes(sizes)}, and {self._name} is planned for {dump_sizes(before)}; {largest}; {error}"
+                f"this call has {dump_sizes(sizes)}, and {self._name} is planned for {dump_sizes(before)}; {largest}; "
+                f"{error}"
             ) from error
         self._shapes.facts = facts
         self.replanned.append(f"{self._name}: planned for {dump_sizes(before)}, and again for {dump_sizes(sizes)}")

@@ -35,8 +35,8 @@ class DeviceCapacityError(CapacityError):
         self.activations_nbytes = activations_nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        numbers = {"needed_nbytes": self.needed_nbytes, "activations_nbytes": self.activations_nbytes}
-        return partial(type(self), **numbers), self.args, vars(self)
+        make = partial(type(self), needed_nbytes=self.needed_nbytes, activations_nbytes=self.activations_nbytes)
+        return make, self.args, vars(self)
 
 
 class StoreError(ZinfError, OSError):
