@@ -1,6 +1,7 @@
-"""What ranks agree on before anything moves: the model, the options, the rates of the hardware.
+"""What ranks agree on before anything moves: the model, the options, the rates of the hardware, the facts of a graph.
 
-Plans follow from these and from nothing else. So every rank makes the same plan, and their hashes are compared.
+Plans follow from these and from nothing else. So rank 0 makes a plan for all ranks, after they have compared hashes of what
+it is made from.
 """
 
 import os
@@ -8,7 +9,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,15 +17,18 @@ from torch import Tensor
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import RankError
 from zinf_compile.ir.hardware import Hardware
-from zinf_compile.runtime.ranks.ranks import Ranks, describe_ranks
+from zinf_compile.runtime.ranks.ranks import Ranks, describe_ranks, hash_of
 
 _BUDGETS = ("device_memory", "host_memory", "nvme_memory", "prefetch_memory")
 _OWN = (*_BUDGETS, "nvme", "device")  # options that may differ between ranks
 _PROBE_NBYTES = 8 * 2**20  # of an all-gather that is timed
 _NUM_PROBES = 3
+_MOST_CHARACTERS = 80  # of a value in an error
+_SAME_BUILD = "every rank builds the same model with the same options and seed"
+_SAME_GRAPH = "every rank builds the same model with the same options, and calls it with the same shapes"
 
 
-def check_alike(ranks: Ranks, what: str, mine: Mapping[str, object]) -> None:
+def check_alike(ranks: Ranks, what: str, mine: Mapping[str, object], *, remedy: str = _SAME_BUILD) -> None:
     """Raise RankError, on every rank, if ``mine`` is not the same everywhere; it names the first difference."""
     everywhere = ranks.exchange(what, dict(mine))
     first = everywhere[0]
@@ -34,12 +38,57 @@ def check_alike(ranks: Ranks, what: str, mine: Mapping[str, object]) -> None:
             theirs = everywhere[others[0]]
             raise RankError(
                 f"{what} differ: '{name}' is {_show(first, name)} on rank 0 and {_show(theirs, name)} on "
-                f"{describe_ranks(others)}; every rank builds the same model with the same options and seed"
+                f"{describe_ranks(others)}; {remedy}"
             )
 
 
 def _show(values: Mapping[str, object], name: str) -> str:
     return str(values[name]) if name in values else "missing"
+
+
+def check_record_alike(ranks: Ranks, what: str, mine: object) -> None:
+    """Raise RankError, on every rank, if a record is not the same everywhere; it names the first field that differs.
+
+    A record is a dataclass of numbers, text, enums, records and tuples of these. Hashes of its fields are compared. Only
+    if some differ, parts of the first such field are, until the smallest part that differs is found.
+    """
+    if ranks.is_alone:
+        return
+    hashes: Sequence[Sequence[int]] = ranks.exchange_numbers(what, _hashes(mine))
+    path = ""
+    while (first := _first_difference(hashes)) is not None:
+        name, mine = _parts_of(mine)[first]
+        path += name
+        kinds, hashes = zip(*ranks.exchange(f"parts of {what}", (type(mine).__name__, _hashes(mine))), strict=True)
+        if len(set(kinds)) > 1 or _first_difference(hashes) is None:
+            path = path.removeprefix(".")
+            values = {path: _shorten(mine), f"the hash of {path}": hash_of(repr(mine).encode())}
+            check_alike(ranks, what, values, remedy=_SAME_GRAPH)
+
+
+def _parts_of(value: object) -> list[tuple[str, object]]:
+    """Return the parts of a record or tuple, with what a path to each of them continues with; none for anything else."""
+    if isinstance(value, tuple):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    if is_dataclass(value):
+        return [(f".{field.name}", getattr(value, field.name)) for field in fields(value)]
+    return []
+
+
+def _hashes(value: object) -> list[int]:
+    return [hash_of(repr(part).encode()) for _, part in _parts_of(value)]
+
+
+def _first_difference(hashes: Sequence[Sequence[int]]) -> int | None:
+    """Return the first position at which not all ranks have the same hash, of those that all have; None if there is none."""
+    return next((index for index, each in enumerate(zip(*hashes, strict=False)) if len(set(each)) > 1), None)
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{len(value)} items" if isinstance(value, tuple) else f"{text[:_MOST_CHARACTERS]}..."
 
 
 def agree_on_config(ranks: Ranks, config: Config) -> Config:

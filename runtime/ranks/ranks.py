@@ -14,9 +14,11 @@ order. Parameter gathers, gradient reductions, what passes between replicas, and
 each.
 """
 
+import hashlib
 import itertools
 import math
 import pickle
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
+from torch._dispatch.python import no_python_dispatcher
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store
@@ -215,7 +219,7 @@ class Ranks:
                 self._look_for_others(collective.name, waited)
 
         with self.raising(collective.name):
-            wait_for(is_done, f"{collective.name} on rank {self.mesh_rank}", look=look)
+            wait_for(is_done, f"rank {self.mesh_rank}, at {collective.name}", look=look)
         self.waited_seconds += time.monotonic() - start
 
     # Control messages
@@ -224,9 +228,8 @@ class Ranks:
         """Block until every rank is about to do the same. RankError, on every rank, that says what each does if not."""
         if self.is_alone:
             return
-        text = what.encode()[:_MEETING_NBYTES]
-        mine = torch.frombuffer(bytearray(text.ljust(_MEETING_NBYTES)), dtype=torch.uint8)
-        met = [bytes(each.numpy()).decode(errors="replace").rstrip() for each in self._all_gather_now(what, mine)]
+        text = what.encode()[:_MEETING_NBYTES].ljust(_MEETING_NBYTES)
+        met = [each.decode(errors="replace").rstrip() for each in self._gather_now(what, text)]
         if len(set(met)) > 1:
             doing = "; ".join(
                 f"{describe_ranks([rank for rank, each in enumerate(met) if each == one])}: {one}"
@@ -241,20 +244,17 @@ class Ranks:
         """Return what every rank gave, in the order of ranks. A value is pickled: keep it small."""
         if self.is_alone:
             return [value]
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [size for (size,) in self.exchange_numbers(what, [mine.numel()])]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-        padded[: mine.numel()] = mine
-        given = self._all_gather_now(what, padded)
-        return [pickle.loads(bytes(each[:size].numpy())) for each, size in zip(given, sizes, strict=True)]
+        mine = pickle.dumps(value)
+        most = max(size for (size,) in self.exchange_numbers(what, [len(mine)]))
+        return [pickle.loads(each) for each in self._gather_now(what, mine.ljust(most))]  # it ignores what follows
 
     def exchange_numbers(self, what: str, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """Return what every rank gave: as many numbers of 64 bits on each."""
         if self.is_alone:
             return [tuple(numbers)]
         self.meet(what)
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        return [tuple(each.tolist()) for each in self._all_gather_now(what, mine)]
+        packing = struct.Struct(f"{len(numbers)}q")
+        return [packing.unpack(each) for each in self._gather_now(what, packing.pack(*numbers))]
 
     def largest(self, what: str, *numbers: int) -> tuple[int, ...]:
         """Return the largest of each number over all ranks."""
@@ -262,13 +262,31 @@ class Ranks:
             return numbers
         return tuple(map(max, zip(*self.exchange_numbers(what, numbers), strict=True)))
 
-    def _all_gather_now(self, what: str, mine: Tensor) -> Tensor:
+    def _gather_now(self, what: str, mine: bytes) -> list[bytes]:
+        """Return what every rank gave, as many bytes on each."""
         self.check_together()
-        given = torch.empty(self.mesh_size, mine.numel(), dtype=mine.dtype, device="cpu")
-        with self.raising(what):
-            work = _all_gather(given.view(-1), mine, group=self._control, async_op=True)
-        self.wait(Collective(name=what, works=(work,), tensors=(mine, given)))
-        return given[self._places]
+        with _outside_capture():
+            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            given = torch.empty(self.mesh_size, len(mine), dtype=torch.uint8, device="cpu")
+            with self.raising(what):
+                work = _all_gather(given.view(-1), sent, group=self._control, async_op=True)
+            self.wait(Collective(name=what, works=(work,), tensors=(sent, given)))
+            return [given[place].numpy().tobytes() for place in self._places]
+
+    def _receive_from_first(self, what: str, mine: bytes) -> bytes:
+        """Return the bytes that rank 0 gave; the others, which give none, wait until it does."""
+        (nbytes,) = struct.unpack("q", self._broadcast_now(what, struct.pack("q", len(mine))))
+        return self._broadcast_now(what, mine or bytes(nbytes))
+
+    def _broadcast_now(self, what: str, mine: bytes) -> bytes:
+        """Return the bytes of rank 0, of which there are as many as of ``mine`` on every rank."""
+        self.check_together()
+        with _outside_capture():
+            given = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            with self.raising(what):
+                work = dist.broadcast(given, group=self._control, group_src=self._places[0], async_op=True)
+            self.wait(Collective(name=what, works=(work,), tensors=(given,)))
+            return given.numpy().tobytes()
 
     def do_alike(self, what: str, call: Callable[[], T]) -> T:
         """Call what may raise on some ranks only. If it does, every rank raises: its own error, or RankError with theirs."""
@@ -291,6 +309,39 @@ class Ranks:
             rank, first = next(iter(failed.items()))
             raise RankError(f"{what} failed on {describe_ranks(list(failed))}; rank {rank}: {first}")
         return cast(T, result)
+
+    def do_on_first(self, what: str, call: Callable[[], T]) -> T:
+        """Call on rank 0 only, for which the others wait; return what it returned, pickled, on every rank.
+
+        Its ZinfError is raised on every rank. Any other error of rank 0 is a RankError on the others, and so is a result
+        that does not arrive as it was sent.
+        """
+        if self.is_alone:
+            return call()
+        self.meet(what)
+        mine = self._pickle_outcome(what, call) if self.mesh_rank == 0 else b""
+        outcome = self._receive_from_first(f"the end of {what} on rank 0", mine)
+        hashes = self.exchange_numbers(f"the hash of {what}", [hash_of(outcome)])
+        others = [rank for rank, each in enumerate(hashes) if each != hashes[0]]
+        if others:
+            raise self._broken(f"the result of {what} is not on {describe_ranks(others)} what rank 0 has sent")
+        result, error = pickle.loads(outcome)
+        try:
+            if error is not None:
+                raise error
+            return cast(T, result)
+        finally:
+            del error  # its traceback has this frame: no cycle is to keep what the callers hold
+
+    def _pickle_outcome(self, what: str, call: Callable[[], object]) -> bytes:
+        """Return what a call returned, and its ZinfError, one of which is None. Other ranks hear of any other error."""
+        try:
+            return pickle.dumps((call(), None))
+        except ZinfError as error:
+            return pickle.dumps((None, error))
+        except BaseException as error:
+            self.fail(f"{what}: {describe(error)}")
+            raise
 
     def share_alike(self, what: str, call: Callable[[], T]) -> list[T]:
         """Call what may raise on some ranks only; return what it returned on each, pickled, or raise as ``do_alike``."""
@@ -370,6 +421,16 @@ class Ranks:
         return RankError(f"rank {self.mesh_rank} cannot go on: {why}; {REMEDY}")
 
 
+@contextmanager
+def _outside_capture() -> Iterator[None]:
+    """A block in which tensors are real and ops are those of C++, although AOTAutograd has a graph planned meanwhile.
+
+    With Python's dispatcher, starting a collective holds the lock of Python, for which the threads of gloo wait.
+    """
+    with no_python_dispatcher(), unset_fake_temporarily():
+        yield
+
+
 def _timeout_of(mesh: DeviceMesh | None) -> float:
     """Return how long a rank waits for the others: as long as the process group of the mesh says."""
     if mesh is None:
@@ -411,6 +472,11 @@ def _group_of(purpose: str, members: Sequence[int], **options: Any) -> dist.Proc
 def is_grouped() -> bool:
     """Return whether torch.distributed has a default group of more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def hash_of(given: bytes) -> int:
+    """Return a hash of bytes, 63 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(given, digest_size=8).digest()) >> 1
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

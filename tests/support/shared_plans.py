@@ -1,4 +1,4 @@
-"""Tests of one run share plans: planning is pure, and most tests plan what an earlier one, or another rank, has planned.
+"""Tests of one run share plans: planning is pure, and most tests plan what an earlier one, or another process, has planned.
 
 The key is all of the request, with what tests patch in modules of the planner; of classes, only ``Config.staging_memory``.
 """

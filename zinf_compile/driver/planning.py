@@ -1,6 +1,7 @@
 """Plans a captured graph, to run on this machine or offline for another. Its parameters come from a ``Catalog``.
 
-A graph that runs and one that is captured over fake tensors go through the same steps.
+A graph that runs and one that is captured over fake tensors go through the same steps. For several ranks, rank 0 makes
+each plan, from a request that is the same on all of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,8 @@ from zinf_compile.passes.planner.search.planner import Request, make_plan
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.runtime.process.interrupts import interruptible
+from zinf_compile.runtime.ranks.agreement import check_record_alike
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +61,13 @@ class GraphPlanner:
         open_nbytes: int = 0,
         num_ranks: int = 1,
         num_replicas: int = 1,
+        ranks: Ranks = ALONE,
         every_policy: bool = False,
     ) -> None:
         """``open_nbytes`` are the device bytes that open forwards hold, not counting the graph's inputs.
+
+        ``ranks`` are those that plan together, all of which call the same methods. A plan made in one process may be for
+        many ranks too.
 
         With ``every_policy``, forms that cannot be faster are kept too, because they may be needed for what-if
         questions about other budgets. ``notes`` are added to the notes of every plan.
@@ -73,6 +80,7 @@ class GraphPlanner:
         self._notes = notes
         self._kernel_cache_nbytes = kernel_cache_nbytes
         self._num_ranks, self._num_replicas = num_ranks, num_replicas
+        self._ranks = ranks
         self._every_policy = every_policy
 
     def choose(self, graph: Splitter, reads: Mapping[int, torch.dtype]) -> Chosen:
@@ -139,14 +147,21 @@ class GraphPlanner:
     ) -> PlanView:
         """Return the best plan for the candidates, verified. Raises CapacityError if none fits.
 
-        ``captured`` are the facts with symbolic sizes, if ``candidates`` are already at some sizes.
+        ``captured`` are the facts with symbolic sizes, if ``candidates`` are already at some sizes. All ranks return the
+        plan of rank 0, or raise its error. RankError if their requests differ.
         """
         request = self.request_for(candidates, captured=captured)
         if narrowing is not None:
             placements = narrowing.placements if self._catalog.has_plans else None
             request = self._with_homes(request, narrowing.parameters, placements)
-        with interruptible():  # safe: planning changes no state
-            plan = self.with_notes(make_plan(request))
+
+        def make() -> Plan:
+            with interruptible():  # safe: planning changes no state
+                return self.with_notes(make_plan(request))
+
+        if not self._ranks.is_alone:
+            check_record_alike(self._ranks, f"requests for a plan of {self.name}", _without_own(request))
+        plan = self._ranks.do_on_first(f"planning {self.name}", make)
         verify_plan(plan)
         return PlanView(plan, request)
 
@@ -223,3 +238,9 @@ class GraphPlanner:
         if any(tile.is_whole(role) for tile in tiles for role in tile.by_role):
             cut = None
         return replace(request, parameters=self.tiled.cut_facts(parameters), placements=cut)
+
+
+def _without_own(request: Request) -> Request:
+    """Return a request without what each rank has of its own, and what plans are not made from."""
+    config = replace(request.config, nvme=None if request.config.nvme is None else ".", device="")
+    return replace(request, config=config, captured=())

@@ -221,9 +221,12 @@ class Program:
             planned = self._plan_for(facts)
         except CapacityError as error:
             request = self._request()
+            largest = self._store.ranks.do_on_first(
+                f"looking for the largest inputs of {self._name}", lambda: describe_largest(request, sizes)
+            )
             raise CapacityError(
-                f"this call has {dump_sizes(sizes)}, and {self._name} is planned for {dump_sizes(before)}; "
-                f"{describe_largest(request, sizes)}; {error}"
+                f"this call has {dump_sizes(sizes)}, and {self._name} is planned for {dump_sizes(before)}; {largest}; "
+                f"{error}"
             ) from error
         self._shapes.facts = facts
         self.replanned.append(f"{self._name}: planned for {dump_sizes(before)}, and again for {dump_sizes(sizes)}")
@@ -263,8 +266,11 @@ class Program:
         try:
             return self._plan_for(self._shapes.facts)
         except CapacityError as error:
-            wanted, least = self._catalog.config.reserve_memory, self._catalog.process.least
-            if self.last_runs or least >= wanted:
+            if self.last_runs:
+                raise
+            wanted = self._catalog.config.reserve_memory
+            (least,) = self._store.ranks.largest("the least memory of the process", self._catalog.process.least)
+            if least >= wanted:
                 raise
             self._catalog.reserve(least)  # what steps add is measured after them
             try:

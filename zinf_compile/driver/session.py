@@ -326,6 +326,7 @@ class Session:
             open_nbytes=opened,
             num_ranks=ranks.size,
             num_replicas=ranks.num_replicas,
+            ranks=ranks,
         )
 
     def _next_name(self) -> str:

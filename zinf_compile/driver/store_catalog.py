@@ -107,7 +107,9 @@ class StoreCatalog:
             else:
                 placements = plan_placement(facts, self.config, num_ranks=ranks)
             check_budgets(facts, placements, self.config)
-            self.store.reserve_growth(placements)
+            self.store.ranks.do_alike(
+                "reserving room for narrower copies", lambda: self.store.reserve_growth(placements)
+            )
         except (CapacityError, StoreError) as error:
             nbytes = format_bytes(sum(fact.compute_nbytes for fact in fresh.values()))
             self.notes.append(

@@ -1,5 +1,8 @@
 """The errors a person can meet, by audience. Every message says what, where, the numbers, and what to do."""
 
+from functools import partial
+from typing import Any
+
 from zinf_compile.ir.glossary import printable
 
 
@@ -31,6 +34,10 @@ class DeviceCapacityError(CapacityError):
         self.needed_nbytes = needed_nbytes
         self.activations_nbytes = activations_nbytes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(type(self), needed_nbytes=self.needed_nbytes, activations_nbytes=self.activations_nbytes)
+        return make, self.args, vars(self)
+
 
 class StoreError(ZinfError, OSError):
     """Bytes could not be moved: names the parameter, the file, the offset and the system's reason."""
@@ -43,6 +50,9 @@ class DamageError(StoreError):
         """``is_named`` says whether the message names what lies there."""
         super().__init__(message)
         self.is_named = is_named
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), is_named=self.is_named), self.args, vars(self)
 
 
 class RankError(StoreError):
