@@ -35,9 +35,10 @@ def plan_exactly(request: Request, graph: GraphFacts, *, seconds: float = 60.0) 
     Raises ConfigError for several ranks, and for a step that is not synchronous.
     """
     timing = request.config.step_timing
-    if request.num_ranks > 1 or timing is not StepTiming.SYNCHRONOUS:
+    world = request.num_ranks * request.num_replicas
+    if world > 1 or timing is not StepTiming.SYNCHRONOUS:
         raise ConfigError(
-            f"{request.name}: an exact plan is of one rank with a synchronous step, not of {request.num_ranks} with "
+            f"{request.name}: an exact plan is of one rank with a synchronous step, not of {world} with "
             f"one {timing}; give overlap_step=False and plan for one rank"
         )
     builder = PlanBuilder(request, graph)

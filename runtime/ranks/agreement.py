@@ -4,11 +4,13 @@ Plans follow from these and from nothing else. So rank 0 makes a plan for all ra
 it is made from.
 """
 
+import itertools
+import math
 import os
 import statistics
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 
 import torch
@@ -17,11 +19,11 @@ from torch import Tensor
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import RankError
 from zinf_compile.ir.hardware import Hardware
-from zinf_compile.runtime.ranks.ranks import Ranks, describe_ranks, hash_of
+from zinf_compile.runtime.ranks.ranks import Collective, Ranks, describe_ranks, hash_of
 
 _BUDGETS = ("device_memory", "host_memory", "nvme_memory", "prefetch_memory")
 _OWN = (*_BUDGETS, "nvme", "device")  # options that may differ between ranks
-_PROBE_NBYTES = 8 * 2**20  # of an all-gather that is timed
+_PROBE_NBYTES = 8 * 2**20  # of the full value whose shards are gathered, or added up, in a timed collective
 _NUM_PROBES = 3
 _MOST_CHARACTERS = 80  # of a value in an error
 _SAME_BUILD = "every rank builds the same model with the same options and seed"
@@ -131,12 +133,12 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def agree_on_hardware(ranks: Ranks, mine: Hardware) -> Hardware:
-    """Return rates that all ranks plan with: the median of each route, and the links of a shard group, which are timed."""
+    """Return rates that all ranks plan with: the median of each route, and the links, which are timed."""
     if ranks.is_alone:
         return mine
-    link = _measure_links(ranks)
-    everywhere = ranks.exchange("rates of the hardware", (mine, os.uname().nodename, link))
-    machines, nodes, links = zip(*everywhere, strict=True)
+    link, between = _measure_links(ranks), _measure_replica_links(ranks)
+    everywhere = ranks.exchange("rates of the hardware", (mine, os.uname().nodename, link, between))
+    machines, nodes, links, links_between = zip(*everywhere, strict=True)
     first: Hardware = machines[0]
     routes = tuple(
         replace(
@@ -147,17 +149,28 @@ def agree_on_hardware(ranks: Ranks, mine: Hardware) -> Hardware:
         )
         for route in first.routes
     )
-    slowest = min(links)
-    groups = [nodes[first : first + ranks.size] for first in range(0, ranks.mesh_size, ranks.size)]
-    each = min(ranks.size // len(set(group)) for group in groups)
+    each, in_group, between_groups = count_devices(nodes, ranks.size), min(links), min(links_between)
+    # Of a node: what its devices get that use its links at the same time.
+    of_node = [in_group * each] if ranks.size > 1 else []
+    if ranks.num_replicas > 1:
+        of_node.append(between_groups * min(ranks.size, each))
     agreed = replace(
         first,
         routes=routes,
         devices_per_node=each,
-        device_link_bytes_per_second=slowest,
-        node_link_bytes_per_second=slowest * each,
+        device_link_bytes_per_second=in_group or between_groups,
+        node_link_bytes_per_second=min(of_node),
     )
-    return agreed.with_world(ranks.size)
+    return agreed.with_world(ranks.size, ranks.num_replicas)
+
+
+def count_devices(nodes: Sequence[str], num_ranks: int) -> int:
+    """Return how many ranks share a node, for plans, which have as many on each and no replica spread unevenly.
+
+    ``nodes`` are those of all ranks, in replicas of ``num_ranks``. Fewer than there are if machines are not like that.
+    """
+    each = math.gcd(*(len(list(run)) for _, run in itertools.groupby(nodes)))
+    return math.gcd(each, num_ranks) if num_ranks % each and each % num_ranks else each
 
 
 def _measure_links(ranks: Ranks) -> float:
@@ -166,9 +179,24 @@ def _measure_links(ranks: Ranks) -> float:
         return 0.0
     shard = torch.zeros(_PROBE_NBYTES // ranks.size, dtype=torch.uint8)
     whole = torch.empty(shard.numel() * ranks.size, dtype=torch.uint8)
+    seconds = _usual_seconds(ranks, lambda: ranks.all_gather("a timed all-gather", [shard], [whole]))
+    return (whole.numel() - shard.numel()) / seconds
+
+
+def _measure_replica_links(ranks: Ranks) -> float:
+    """Return the bytes per second that a rank sends in an all-reduce of a shard between replicas; 0 for one replica."""
+    if ranks.num_replicas == 1:
+        return 0.0
+    shard = torch.zeros(_PROBE_NBYTES // ranks.size // torch.float32.itemsize)
+    seconds = _usual_seconds(ranks, lambda: ranks.sum_replicas("a timed all-reduce between replicas", shard))
+    return 2 * shard.nbytes * (ranks.num_replicas - 1) / ranks.num_replicas / seconds
+
+
+def _usual_seconds(ranks: Ranks, start: Callable[[], Collective]) -> float:
+    """Return the median seconds of a collective."""
     seconds = []
     for _ in range(_NUM_PROBES):
-        start = time.perf_counter()
-        ranks.wait(ranks.all_gather("a timed all-gather", [shard], [whole]))
-        seconds.append(time.perf_counter() - start)
-    return (whole.numel() - shard.numel()) / statistics.median(seconds)
+        began = time.perf_counter()
+        ranks.wait(start())
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)

@@ -2,7 +2,9 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,26 @@ from tests.distributed.test_loops import (
     scale,
     scale_rows,
 )
-from tests.distributed.workloads import KIB, Loop, of_rank, placements, train_alone, train_on_ranks
+from tests.distributed.workloads import (
+    KIB,
+    Loop,
+    batch_of,
+    build_gpt,
+    of_rank,
+    optimize,
+    placements,
+    train_alone,
+    train_on_ranks,
+)
 from tests.support.rank_pool import Raised, RankPool
 from tests.support.traces import assert_same
+from zinf_compile.hardware.profile_io import load_hardware
+from zinf_compile.ir.hardware import DEVICE_LINKS
+from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.slices import Slice
+from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.runtime.ranks import reductions
+from zinf_compile.runtime.ranks.agreement import count_devices
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.ranks.reductions import Reductions
 
@@ -95,6 +112,53 @@ def test_two_replicas_of_two(placement: str, four: RankPool, options: dict[str, 
     plain = train_alone(loop, 4)
     for rank, ours in enumerate(four.run(train_on_ranks, loop, options[placement])):
         assert_same(ours, of_rank(plain, rank, 4))
+
+
+def plan_on_ranks(options: Mapping[str, Any]) -> Plan:
+    """Return the plan of a rank, after one backward."""
+    model = optimize(build_gpt(), options)
+    model(**batch_of(0, dist.get_rank())).backward()
+    (view,) = zinf_compile.report(model).plans
+    zinf_compile.close(model)
+    return view.plan
+
+
+@pytest.mark.parametrize(
+    ("mesh", "reduce"), [((2, 2), "ordered"), pytest.param((4, 1), "fast", marks=pytest.mark.long)]
+)
+def test_a_plan_counts_the_seconds_between_replicas(
+    mesh: tuple[int, int], reduce: str, four: RankPool, options: Mapping[str, Any]
+) -> None:
+    plan, *others = four.run(plan_on_ranks, {**options["nvme"], "mesh": mesh, "reduce": reduce})
+    assert others == [plan] * 3
+    assert (plan.num_replicas, plan.num_ranks, plan.hardware.num_nodes) == (*mesh, 1)
+    assert plan.is_reduced_in_order == (reduce == "ordered")
+    assert not any("replica" in note for note in plan.notes)
+    alone = replace(plan, num_replicas=1)
+    assert simulate(plan).step_seconds > simulate(alone).step_seconds
+    passed = Counter(event.name for event in simulate(plan).events if event.lane == DEVICE_LINKS)
+    passed.subtract(event.name for event in simulate(alone).events if event.lane == DEVICE_LINKS)
+    assert +passed == Counter(sink.label for sink in plan.sinks)  # each gradient once more
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_ranks", "num_devices"),
+    [
+        ("aaaa", 2, 4),
+        ("aaaa", 1, 4),
+        ("aabb", 2, 2),
+        ("aabb", 4, 2),
+        ("aaaabbbb", 2, 4),
+        ("aaabbb", 2, 1),  # the second replica is on both: as if each rank had a node
+        ("aaabb", 5, 1),
+        ("abab", 2, 1),
+    ],
+)
+def test_ranks_of_a_node_are_counted_as_plans_can_have_them(nodes: str, num_ranks: int, num_devices: int) -> None:
+    assert count_devices(nodes, num_ranks) == num_devices
+    num_replicas = len(nodes) // num_ranks
+    hardware = replace(load_hardware("dgx2"), devices_per_node=num_devices).with_world(num_ranks, num_replicas)
+    assert hardware.num_nodes == len(nodes) // num_devices
 
 
 @pytest.mark.parametrize(

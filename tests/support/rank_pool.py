@@ -151,14 +151,13 @@ def _fixed_rates() -> Iterator[None]:
     from zinf_compile.driver import session
     from zinf_compile.runtime.ranks import agreement
 
-    time_links = agreement._measure_links
-
-    def measure_links(ranks: Any) -> float:
-        return LINK_RATE if time_links(ranks) else 0.0
+    def fix(time_links: Any) -> Any:
+        return lambda ranks: LINK_RATE if time_links(ranks) else 0.0
 
     with (
         mock.patch.object(session, "measure_hardware", with_fixed_rates),
-        mock.patch.object(agreement, "_measure_links", measure_links),
+        mock.patch.object(agreement, "_measure_links", fix(agreement._measure_links)),
+        mock.patch.object(agreement, "_measure_replica_links", fix(agreement._measure_replica_links)),
     ):
         yield
 

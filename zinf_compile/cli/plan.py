@@ -47,7 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     budget.add_argument("--nvme", type=Path, metavar="DIR", help="of this machine, a folder on the disk to plan for")
     budget.add_argument(
-        "--world", type=int, default=1, metavar="N", help="ranks, one a device, that share the model (default: 1)"
+        "--world", type=int, default=1, metavar="N", help="ranks, one a device, that train the model (default: 1)"
+    )
+    budget.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="groups of these ranks that keep the whole model each (default: 1)",
     )
     budget.add_argument("--device-memory", metavar="SIZE", help="default: that of one device of the hardware")
     budget.add_argument("--host-memory", metavar="SIZE", help="default: one device's share of the hardware's")
@@ -84,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
                 optimizer=optimizer,
                 train=not args.inference,
                 world=args.world,
+                replicas=args.replicas,
                 **{name: getattr(args, name) for name in names},
             )
     except CapacityError as error:

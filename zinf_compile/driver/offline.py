@@ -71,12 +71,14 @@ class OfflinePlanner:
         hardware: Hardware,
         *,
         num_ranks: int,
+        num_replicas: int,
         kernel_cache_nbytes: int,
         op_by_op: str | None,
     ) -> None:
         """``op_by_op`` is the reason why graphs cannot compute in segments; None if they can."""
         self._subject, self._catalog, self._hardware = subject, catalog, hardware
-        self._num_ranks, self._kernel_cache_nbytes = num_ranks, kernel_cache_nbytes
+        self._num_ranks, self._num_replicas = num_ranks, num_replicas
+        self._kernel_cache_nbytes = kernel_cache_nbytes
         self._op_by_op = op_by_op
         self._tiles = OfflineTiles(catalog)
 
@@ -161,6 +163,7 @@ class OfflinePlanner:
             tiled=self._tiles.tiled_in(graph),
             kernel_cache_nbytes=self._kernel_cache_nbytes,
             num_ranks=self._num_ranks,
+            num_replicas=self._num_replicas,
             every_policy=True,
         )
 

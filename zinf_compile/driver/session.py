@@ -79,11 +79,6 @@ class Session:
         self.graph_breaks: list[str] = []
         self._has_warned = False  # of a slow dtype
         self.catalog = StoreCatalog(self.store)
-        if ranks.num_replicas > 1:
-            self.catalog.notes.append(
-                f"{ranks.num_replicas} replicas of {ranks.size} ranks each train the model: this is the plan of every rank, "
-                "without the seconds that gradients take between replicas"
-            )
 
     @property
     def config(self) -> Config:

@@ -22,7 +22,7 @@ from zinf_compile.ir.config import OPTIONS, Config, make_config
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier, format_bytes
-from zinf_compile.ir.hardware import Hardware, TierSize
+from zinf_compile.ir.hardware import Hardware, TierSize, count_ranks_of_replica
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture.offline.optimizer_state import StatesOfOptimizer
 from zinf_compile.passes.capture.offline.trace import Inputs
@@ -48,6 +48,7 @@ def plan(
     train: bool = True,
     dynamic: bool = False,
     world: int = 1,
+    replicas: int = 1,
     **options: object,
 ) -> PlanView:
     """Return the plan of one call of ``model`` on ``hardware``, with its backward and optimizer step.
@@ -74,7 +75,9 @@ def plan(
             answer for other sizes: ``plan.what_if(batch=8)``, ``plan.max_batch()``. Capture takes longer.
         world: number of ranks that train the model together, one per device, on as many nodes as needed. Inputs and
             budgets are those of one rank, which keeps its shard of parameters, gradients and optimizer state (ZeRO-3).
-            Replicas are not planned.
+            ``optimize`` runs such plans on CPUs.
+        replicas: number of groups of ``world / replicas`` ranks, as in a mesh of (replicate, shard). Each group keeps
+            the whole model, in shards, and they add up their gradients.
         compute: as in ``optimize``: "inductor", the default, plans each block as one compiled op, "aten" op by op.
             Nothing is compiled: a block is assumed to take the traffic of its inputs and results, and the
             arithmetic of its matrix products.
@@ -92,19 +95,21 @@ def plan(
     refuse_optimized(model)
     is_here = hardware is None
     kernel_cache = kernel_cache_nbytes() if is_here else 0  # of CPU kernels
-    hardware = _find_hardware(hardware, nvme, options).with_world(world)
+    num_ranks = count_ranks_of_replica(world, replicas)
+    hardware = _find_hardware(hardware, nvme, options).with_world(num_ranks, replicas)
     config = _make_config(options, hardware)
     called = replace(_make_inputs(inputs), loss=loss)
     parameters = _parameter_facts(model, config, optimizer if train else None)
     named = dict(model.named_parameters())
-    check_tiles(config, named, world)
-    catalog = PaperCatalog(config, parameters, world)
+    check_tiles(config, named, num_ranks)
+    catalog = PaperCatalog(config, parameters, num_ranks)
     subject = Subject(model=model, name=type(model).__name__, inputs=called, train=train, dynamic=dynamic)
     return OfflinePlanner(
         subject,
         catalog,
         hardware,
-        num_ranks=world,
+        num_ranks=num_ranks,
+        num_replicas=replicas,
         kernel_cache_nbytes=kernel_cache,
         op_by_op=describe_missing_compiler() if is_here and config.compute == "inductor" else None,
     ).plan()

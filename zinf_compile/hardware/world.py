@@ -4,6 +4,11 @@ Every rank keeps its shard of every copy, gradient and optimizer state, but all 
 gather reads this rank's shard over its route, as all ranks do at once, and then gathers the full value over the links.
 A gradient is reduced over the links before its shard leaves. ZeRO stage 3 and bandwidth-centric partitioning:
 Rajbhandari et al., arXiv 1910.02054 (section 5) and 2104.07857 (section 6.1).
+
+Several replicas of such ranks may train together. Each rank then adds its shard of a gradient to those of its peers, the
+ranks with the same rows in other replicas, before the shard leaves. In order, the shard goes from replica to replica, one
+after the other, and the last one broadcasts the total over a binomial tree, as gloo does: in each round every rank that
+has the total sends it to one that does not. Otherwise it is an all-reduce in a ring.
 """
 
 from dataclasses import dataclass
@@ -12,6 +17,7 @@ from typing import NamedTuple
 
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware, Route, route_name
+from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.slices import shard_size
 from zinf_compile.ir.transfers import Moved, Transfer
 
@@ -31,10 +37,22 @@ class Leg(NamedTuple):
 # Not slotted: what is asked for again and again is worked out once.
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """So many ranks, one on each device of some hardware."""
+    """Replicas of so many ranks, one on each device of some hardware."""
 
     hardware: Hardware
     num_ranks: int
+    num_replicas: int = 1
+    is_ordered: bool = True  # whether gradients are added in the order of ranks
+
+    @staticmethod
+    def of_plan(plan: Plan) -> "World":
+        """Return the ranks that a plan is for."""
+        return World(
+            hardware=plan.hardware,
+            num_ranks=plan.num_ranks,
+            num_replicas=plan.num_replicas,
+            is_ordered=plan.is_reduced_in_order,
+        )
 
     @cached_property
     def routes(self) -> dict[tuple[Tier, Tier], Route]:
@@ -49,8 +67,13 @@ class World:
 
     @cached_property
     def links(self) -> Route:
-        """Return the links between the devices of all ranks, as a route of full bytes."""
+        """Return the links between the devices of a replica, as a route of full bytes."""
         return self.hardware.links(self.num_ranks)
+
+    @cached_property
+    def replica_links(self) -> Route:
+        """Return the links between replicas, as a route of the bytes that one rank passes on."""
+        return self.hardware.replica_links(self.num_ranks, self.num_replicas)
 
     def legs(self, transfer: Transfer, *, is_resident: bool = False) -> tuple[Leg, ...]:
         """Return the legs of a transfer, () if no bytes move. ``is_resident`` says where a gradient's parameter is."""
@@ -73,8 +96,21 @@ class World:
         """Return the way of a full gradient of so many bytes from the device to its home; () where it stays as it is.
 
         That of a resident parameter goes over the links twice: its update, in shards, has to come back to every rank.
+        Between replicas only its shard goes: they update the same rows.
         """
-        reduced = () if self.num_ranks == 1 else (Leg(self.links, nbytes * (2 if is_resident else 1)),)
-        if home is Tier.DEVICE:
-            return reduced
-        return (*reduced, Leg(self.routes[Tier.DEVICE, home], shard_size(nbytes, self.num_ranks)))
+        legs, shard = [], shard_size(nbytes, self.num_ranks)
+        if self.num_ranks > 1:
+            legs.append(Leg(self.links, nbytes * (2 if is_resident else 1)))
+        if self.num_replicas > 1:
+            legs.append(Leg(self.replica_links, self._passed_nbytes(shard)))
+        if home is not Tier.DEVICE:
+            legs.append(Leg(self.routes[Tier.DEVICE, home], shard))
+        return tuple(legs)
+
+    def _passed_nbytes(self, shard: int) -> int:
+        """Return the bytes that go from replica to replica, one after the other, until all have the sum of a shard."""
+        hops = self.num_replicas - 1
+        if self.is_ordered:
+            rounds = hops.bit_length()  # each doubles the replicas that have the total
+            return (hops + rounds) * shard
+        return -(-2 * hops * shard // self.num_replicas)

@@ -56,18 +56,18 @@ def _explain_parameter(plan: Plan, placement: Placement) -> Iterator[str]:
         yield f"  {_explain_gather(plan, timeline, gather)}"
     for sink in plan.sinks:
         if sink.name == placement.parameter:
-            legs = _world(plan).legs(sink, is_resident=not gathers)
+            legs = World.of_plan(plan).legs(sink, is_resident=not gathers)
             yield f"  gradient: leaves after tick {sink.made_at}, {_tell_way(legs) or 'and stays on the device'}"
     if not any(use.parameter == placement.parameter for use in plan.uses):
         yield "  this graph does not read it"
     elif not gathers:
-        legs = _world(plan).gather_legs(Tier.HOST, placement.compute_nbytes)
+        legs = World.of_plan(plan).gather_legs(Tier.HOST, placement.compute_nbytes)
         saved = sum(leg.seconds for leg in legs)
         yield f"  it is resident, so nothing moves; each gather from host would take {saved:.3g} s"
 
 
 def _explain_gather(plan: Plan, timeline: Timeline, transfer: Transfer) -> str:
-    way, phase = _tell_way(_world(plan).legs(transfer)), plan.schedule.phase_of(transfer.issue)
+    way, phase = _tell_way(World.of_plan(plan).legs(transfer)), plan.schedule.phase_of(transfer.issue)
     stalls = sum(stall.seconds for stall in timeline.stalls_in(phase) if stall.name == transfer.name)
     together = f" with {len(transfer.parameters) - 1} more" if len(transfer.parameters) > 1 else ""
     return (
@@ -107,10 +107,6 @@ def _explain_value(plan: Plan, graph: GraphFacts, value: ValueFact, op: OpFact[S
                 away = _route_seconds(plan.hardware, Tier.DEVICE, tier, value.nbytes)
                 back = _route_seconds(plan.hardware, tier, Tier.DEVICE, value.nbytes)
                 yield f"  swapping it to {tier} would take {away + back:.3g} s on the way there and back"
-
-
-def _world(plan: Plan) -> World:
-    return World(hardware=plan.hardware, num_ranks=plan.num_ranks)
 
 
 def _tell_way(legs: Sequence[Leg]) -> str:

@@ -27,7 +27,7 @@ def dump_plan_difference(a: Plan, b: Plan) -> str:
     counted = [field.name for field in fields(a.activations) if field.name != "recomputed"]
     tiers = {tier.tier: tier for tier in b.tiers}
     lines = [
-        *_changes("", a, b, (*scalars, "num_ranks", "notes")),
+        *_changes("", a, b, (*scalars, "num_ranks", "num_replicas", "is_reduced_in_order", "notes")),
         *(
             line
             for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -92,6 +92,8 @@ def _name_amount(item: Rate | OpRate | Route | TierSize | tuple[str, int] | str)
 
 
 def _format_field(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, int) and ("nbytes" in name or name in ("capacity", "predicted_peak", "parts", "tiers")):
         return format_bytes(value)
     if isinstance(value, float):

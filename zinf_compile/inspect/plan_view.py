@@ -109,8 +109,13 @@ class PlanView:
 
     @property
     def num_ranks(self) -> int:
-        """Return how many ranks train the model together."""
+        """Return how many ranks divide the model among them."""
         return self.plan.num_ranks
+
+    @property
+    def num_replicas(self) -> int:
+        """Return how many replicas of these ranks train together and add up their gradients."""
+        return self.plan.num_replicas
 
     @property
     def tiers(self) -> tuple[TierPlan, ...]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from zinf_compile.hardware.world import World
 from zinf_compile.inspect.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
 from zinf_compile.inspect.step_summary import dump_live_set, dump_summary
 from zinf_compile.inspect.text.plan_names import NamePattern, cut_name, join_name, name_pattern, summarize_names
@@ -57,12 +58,23 @@ def _dump_header(plan: Plan, width: int) -> list[str]:
 
 def _dump_world(plan: Plan) -> list[str]:
     """Return lines on the ranks that the plan is for; none for one rank."""
-    if plan.num_ranks == 1:
+    if plan.mesh_size == 1:
         return []
-    nodes = f"{plan.hardware.num_nodes} node{'s' if plan.hardware.num_nodes > 1 else ''}"
+    world, nodes = World.of_plan(plan), f"{plan.hardware.num_nodes} node{'s' if plan.hardware.num_nodes > 1 else ''}"
+    if plan.num_replicas == 1:
+        return [
+            f"  of one of {plan.num_ranks:,} ranks on {nodes}, which keeps its shard of what is not resident, and gathers",
+            f"  the full value over the {world.links.name}",
+        ]
+    ranks, keeps = "1 rank", "everything"
+    if plan.num_ranks > 1:
+        ranks = f"{plan.num_ranks:,} ranks"
+        keeps = f"its shard of what is not resident, and gathers the full value over the {world.links.name}"
+    order = "in the order of ranks" if plan.is_reduced_in_order else "in any order"
     return [
-        f"  of one of {plan.num_ranks:,} ranks on {nodes}, which keeps its shard of what is not resident, and gathers",
-        f"  the full value over the {plan.hardware.links(plan.num_ranks).name}",
+        f"  of one of {plan.mesh_size:,} ranks on {nodes}, in {plan.num_replicas:,} replicas of {ranks} each",
+        f"  it keeps {keeps}",
+        f"  gradients are added up between replicas over the {world.replica_links.name}, {order}",
     ]
 
 

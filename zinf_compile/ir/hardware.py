@@ -68,6 +68,23 @@ class TierSize:
     nbytes: int
 
 
+def count_ranks_of_replica(world: int, num_replicas: int) -> int:
+    """Return how many of a world of ranks each replica has. ConfigError if replicas do not divide them evenly."""
+    _check_count(world, "ranks")
+    _check_count(num_replicas, "replicas")
+    if world % num_replicas:
+        raise ConfigError(
+            f"{world} ranks do not make {num_replicas} replicas of equally many ranks; give a number of replicas that "
+            f"divides {world}, or {max(1, world // num_replicas) * num_replicas} ranks"
+        )
+    return world // num_replicas
+
+
+def _check_count(number: int, what: str) -> None:
+    if type(number) is not int or number < 1:
+        raise ConfigError(f"a world of {number!r} {what} is none; give a whole number, 1 or more")
+
+
 def route_name(source: Tier, destination: Tier) -> str:
     """Return how a route is written everywhere: ``"nvme -> device"``."""
     return f"{source} -> {destination}"
@@ -124,33 +141,40 @@ class Hardware:
         """Return the memory that its devices compute in."""
         return MemorySpace(unified=self.unified)
 
-    def with_world(self, num_ranks: int) -> "Hardware":
-        """Return the hardware with as many nodes as so many ranks fill, one rank on each device.
+    def with_world(self, num_ranks: int, num_replicas: int = 1) -> "Hardware":
+        """Return the hardware with as many nodes as replicas of so many ranks fill, one rank on each device.
 
-        ConfigError if they do not fill whole nodes, more than one, or if their devices are not connected.
+        Ranks are counted replica by replica. ConfigError if they do not fill whole nodes, more than one, if the ranks of
+        a replica are spread unevenly over nodes, or if their devices are not connected.
         """
-        if type(num_ranks) is not int or num_ranks < 1:
-            raise ConfigError(f"a world of {num_ranks!r} ranks is none; give a whole number, 1 or more")
-        each = self.devices_per_node
-        if num_ranks > each and num_ranks % each:
+        _check_count(num_ranks, "ranks")
+        _check_count(num_replicas, "replicas")
+        total, each = num_ranks * num_replicas, self.devices_per_node
+        if total > each and total % each:
             raise ConfigError(
-                f"{num_ranks} ranks do not fill whole nodes of {self.name}, which have {each} devices each; give "
-                f"{num_ranks - num_ranks % each} or {num_ranks + each - num_ranks % each} ranks"
+                f"{total} ranks do not fill whole nodes of {self.name}, which have {each} devices each; give "
+                f"{total - total % each} or {total + each - total % each} ranks"
             )
-        num_nodes = -(-num_ranks // each)
+        if total > each and num_ranks % each and each % num_ranks:
+            raise ConfigError(
+                f"{num_replicas} replicas of {num_ranks} ranks each are spread unevenly over nodes of {self.name}, which "
+                f"have {each} devices each; give a number of replicas with which each has {each} ranks, a multiple of "
+                f"{each} or a divisor of it"
+            )
+        num_nodes = -(-total // each)
         for links, speed, are_used in (
-            (DEVICE_LINKS, self.device_link_bytes_per_second, min(num_ranks, each) > 1),
+            (DEVICE_LINKS, self.device_link_bytes_per_second, min(total, each) > 1),
             (NODE_LINKS, self.node_link_bytes_per_second, num_nodes > 1),
         ):
             if are_used and not speed:
                 field = f"{links.replace(' links', '_link')}_bytes_per_second"
                 raise ConfigError(
-                    f"{self.name} has no {links}, which {num_ranks} ranks need; give its {field}, such as '70 GB/s'"
+                    f"{self.name} has no {links}, which {total} ranks need; give its {field}, such as '70 GB/s'"
                 )
         return replace(self, num_nodes=num_nodes)
 
     def links(self, num_ranks: int) -> Route:
-        """Return the links as a route of full values, which ranks gather from the shard that each has of them.
+        """Return the links of a shard group as a route of full values, which ranks gather from the shard that each has.
 
         In a ring each device receives what the other ranks have, and each node, meanwhile and once, what the other nodes
         have: the slower of both names the route. Reducing full values to shards takes as long (Patarasuk and Yuan 2009,
@@ -162,8 +186,22 @@ class Hardware:
             speeds.append((self.device_link_bytes_per_second * num_ranks / (num_ranks - 1), DEVICE_LINKS))
         if num_nodes > 1:
             speeds.append((self.node_link_bytes_per_second * num_nodes / (num_nodes - 1), NODE_LINKS))
-        speed, name = min(speeds)
-        return Route(name=name, bytes_per_second=speed, latency_seconds=0.0, lanes=(name,))
+        return _links(speeds)
+
+    def replica_links(self, num_ranks: int, num_replicas: int) -> Route:
+        """Return the links between replicas of so many ranks, as a route of the bytes that one rank passes on.
+
+        All ranks of a replica pass on their shards at the same time, and those in one node share its node links. Where
+        some replicas share a node and others do not, the slower links name the route. More than one replica, as many as
+        ``with_world`` takes.
+        """
+        each, total = self.devices_per_node, num_ranks * num_replicas
+        speeds = []
+        if num_ranks < each:
+            speeds.append((self.device_link_bytes_per_second, DEVICE_LINKS))
+        if total > each:
+            speeds.append((self.node_link_bytes_per_second / min(num_ranks, each), NODE_LINKS))
+        return _links(speeds)
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the matrix-product rate of a dtype; of the slowest known dtype for one that was not measured."""
@@ -185,6 +223,12 @@ class Hardware:
     def bytes_per_second(self, source: Tier, destination: Tier) -> float:
         """Return a route's bandwidth; KeyError for a route the hardware does not have."""
         return self.route(source, destination).bytes_per_second
+
+
+def _links(speeds: list[tuple[float, str]]) -> Route:
+    """Return the slowest of some links, by bytes per second."""
+    speed, name = min(speeds)
+    return Route(name=name, bytes_per_second=speed, latency_seconds=0.0, lanes=(name,))
 
 
 def _rate_of(dtype: str, rates: tuple[Rate, ...]) -> float:

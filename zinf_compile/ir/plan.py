@@ -16,7 +16,7 @@ from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 SECTOR_NBYTES = 4096  # extents of the store file are aligned to this: O_DIRECT needs it on disks with 4 KiB sectors
 UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
 BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
@@ -317,8 +317,15 @@ class Plan:
     prefetch_nbytes: int  # how far transfers may run ahead of compute
     step: StepPlan
     tiers: tuple[TierPlan, ...]
-    num_ranks: int = 1  # that train the model together, each by this plan
+    num_ranks: int = 1  # that divide the model among them, each by this plan
+    num_replicas: int = 1  # of so many ranks, which train together and add up their gradients
+    is_reduced_in_order: bool = True  # whether gradients of several ranks are added in the order of ranks
     notes: tuple[str, ...] = ()  # sentences on how it was made that a reader should know
+
+    @property
+    def mesh_size(self) -> int:
+        """Return how many ranks train the model together, in all replicas."""
+        return self.num_ranks * self.num_replicas
 
     @cached_property
     def by_tick(self) -> TransferIndex:

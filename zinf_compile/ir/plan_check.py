@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zinf_compile.ir.copies import COMPUTE, Role
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import Tier
-from zinf_compile.ir.hardware import Hardware, route_name
+from zinf_compile.ir.hardware import route_name
 from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Transfer, order_transfers
@@ -22,7 +22,7 @@ _MOST_NBYTES = 2**60
 _MOST_SECONDS = 1e12
 _LEAST_RATE, _MOST_RATE = 1.0, 1e21  # per second
 _MOST_NODES = 10**7
-_SMALL = {"num_nodes": _MOST_NODES, "devices_per_node": _MOST_NODES, "num_ranks": _MOST_NODES}
+_SMALL = dict.fromkeys(("num_nodes", "devices_per_node", "num_ranks", "num_replicas"), _MOST_NODES)
 _SHARES = ("takes_of_compute", "updates_take_of_compute", "device_share")
 
 
@@ -198,7 +198,7 @@ def _check_hardware(plan: Plan) -> Iterator[str]:
     for index, route in enumerate(hardware.routes):
         if not route.lanes:
             yield f"is damaged at hardware.routes[{index}].lanes: it is empty"
-    yield from _check_links(hardware, plan.num_ranks)
+    yield from _check_links(plan)
 
 
 def _uses_disk(plan: Plan) -> bool:
@@ -207,8 +207,15 @@ def _uses_disk(plan: Plan) -> bool:
     return Tier.NVME in homes or plan.step.nbytes_read > 0 or plan.step.nbytes_written > 0
 
 
-def _check_links(hardware: Hardware, num_ranks: int) -> Iterator[str]:
+def _check_links(plan: Plan) -> Iterator[str]:
+    hardware, where = plan.hardware, "num_ranks" if plan.num_replicas == 1 else "num_replicas"
     try:
-        hardware.with_world(num_ranks)
+        filled = hardware.with_world(plan.num_ranks, plan.num_replicas)
     except ConfigError as error:
-        yield f"is damaged at num_ranks: {error}"
+        yield f"is damaged at {where}: {error}"
+        return
+    if filled.num_nodes > hardware.num_nodes:
+        yield (
+            f"is damaged at {where}: {plan.mesh_size} ranks do not fit {hardware.num_nodes} nodes of "
+            f"{hardware.devices_per_node} devices each"
+        )

@@ -102,7 +102,12 @@ class Groundwork:
     """What all plan builders of one graph share, independent of offloaded activations and budgets."""
 
     def __init__(self, request: Request, graph: GraphFacts) -> None:
-        self.world = World(hardware=request.hardware, num_ranks=request.num_ranks)
+        self.world = World(
+            hardware=request.hardware,
+            num_ranks=request.num_ranks,
+            num_replicas=request.num_replicas,
+            is_ordered=request.config.reduce == "ordered",
+        )
         self.unseen_placer = Placer(request.parameters, num_ranks=request.num_ranks)  # before a graph is known
         self.placer = Placer(request.parameters, graph.uses, num_ranks=request.num_ranks)
         self.transfers = TransferPlanner(graph, request.parameters, self.world, request.config.step_timing)
@@ -365,6 +370,8 @@ class PlanBuilder:
                 for tier in Tier
             ),
             num_ranks=request.num_ranks,
+            num_replicas=request.num_replicas,
+            is_reduced_in_order=request.config.reduce == "ordered",
         )
 
 

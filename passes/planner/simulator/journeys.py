@@ -1,8 +1,8 @@
 """Transfers in progress. Each takes one or more legs: over a route, and over the links between ranks.
 
 Lanes are used in the order in which legs become ready. A later leg takes its lane only when the leg before has ended, so
-that meanwhile the lane is free for others. A gather of several ranks is held behind its first leg: they start to exchange
-their shards when compute launches that.
+that meanwhile the lane is free for others. A journey may be held before one of its legs until compute launches that: a
+gather of several ranks before they exchange their shards, a gradient before it goes on between replicas.
 """
 
 import heapq
@@ -18,26 +18,28 @@ class Journeys:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._names: list[str] = []
-        self._ends: list[int] = []  # by journey: the node of its last leg that has been placed
+        # By journey: the node of its last leg that has been placed; before the first leg, the nodes that this comes after.
+        self._ends: list[tuple[int, ...]] = []
         self._to_go: list[Sequence[Leg]] = []
         self._ready: list[tuple[float, int]] = []  # a heap: when the next leg may start, and the number of its journey
 
-    def start(self, name: str, legs: Sequence[Leg], after: tuple[int, ...], *, is_held: bool = False) -> int:
+    def start(self, name: str, legs: Sequence[Leg], after: tuple[int, ...], *, held_before: int | None = None) -> int:
         """Start a transfer of one or more legs after some nodes; return its number.
 
-        One that is held takes its second leg only when that is launched.
+        It takes the leg ``held_before``, the first (0) or the second (1), only when that is launched.
         """
         journey = len(self._names)
         self._names.append(name)
-        self._ends.append(self._lanes.travel(legs[0], name, after))
-        self._to_go.append(legs[1:])
-        if len(legs) > 1 and not is_held:
-            self._await_next(journey)
+        self._ends.append(after)
+        self._to_go.append(legs)
+        if held_before != 0:
+            self._place(journey, (), is_held=held_before == 1)
         return journey
 
     def last_of(self, journey: int) -> int:
-        """Return the node of the last leg of a journey that has been placed."""
-        return self._ends[journey]
+        """Return the node of the last leg of a journey that has been placed; at least one has to be."""
+        (node,) = self._ends[journey]
+        return node
 
     def launch(self, journey: int, now: float, after: tuple[int, ...]) -> None:
         """Place the next leg of a journey that is held, after some nodes: compute is there now, and what came has ended."""
@@ -53,19 +55,17 @@ class Journeys:
         """Place every leg that can start before the last one of a journey, and that one; return its node."""
         while self._to_go[journey]:
             self._place_next()
-        return self._ends[journey]
+        return self.last_of(journey)
 
     def _place_next(self) -> None:
         _, journey = heapq.heappop(self._ready)
         self._place(journey, ())
 
-    def _place(self, journey: int, after: tuple[int, ...]) -> None:
-        """Place the next leg of a journey after its last one and after some nodes."""
+    def _place(self, journey: int, after: tuple[int, ...], *, is_held: bool = False) -> None:
+        """Place the next leg of a journey after its last one and after some nodes; hold it before the one that follows."""
         leg, *rest = self._to_go[journey]
-        self._ends[journey] = self._lanes.travel(leg, self._names[journey], (self._ends[journey], *after))
+        node = self._lanes.travel(leg, self._names[journey], (*self._ends[journey], *after))
+        self._ends[journey] = (node,)
         self._to_go[journey] = rest
-        if rest:
-            self._await_next(journey)
-
-    def _await_next(self, journey: int) -> None:
-        heapq.heappush(self._ready, (self._lanes.end_of((self._ends[journey],)), journey))
+        if rest and not is_held:
+            heapq.heappush(self._ready, (self._lanes.end_of((node,)), journey))

@@ -5,8 +5,9 @@ turns on it, like reads and writes of one disk. At the need-by tick of a transfe
 wait is a stall. What leaves the device starts after the op that computes it; backward ends when the last gradient is home.
 A reload starts after its offload has ended. All ranks do the same, so one of them is simulated: its shards move over its
 routes, full values and gradients over the links. Compute starts what moves over the links: at the launch tick of a gather
-it waits until the shards are there, and before a gradient is reduced until the last one was. Before forward it waits for
-the rows of residents that other ranks have updated.
+it waits until the shards are there, and before a gradient is reduced until the last one was. Between replicas a gradient
+moves only while compute waits for it: before the next one is reduced, or at the end of backward. Before forward compute
+waits for the rows of residents that other ranks have updated.
 
 The simulated step is one of many equal ones. With an overlapped optimizer step, forward therefore runs beside the updates
 of the step before. These use the disk whenever nothing else does, in the order of first use. A gather waits for the
@@ -16,9 +17,10 @@ its gradient leaves. What is left of the updates at the end is the stall of the 
 
 import math
 from collections import defaultdict
+from typing import NamedTuple
 
 from zinf_compile.ir.glossary import Phase, StepTiming, Tier
-from zinf_compile.ir.plan import ComputeSpan, Plan
+from zinf_compile.ir.plan import ComputeSpan, Placement, Plan
 from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATED_RESIDENTS, Event, MemoryPoint, TickTime, Timeline
 from zinf_compile.ir.transfers import Moved, Transfer
 from zinf_compile.passes.planner.simulator.journeys import Journeys
@@ -51,6 +53,14 @@ def simulate(plan: Plan) -> Timeline:
     )
 
 
+class _Reduction(NamedTuple):
+    """A gradient that is being reduced."""
+
+    journey: int
+    reduced: int | None  # the node that reduces it inside the shard group; None where that is one rank
+    taken_by: Placement | None  # whose update in backward takes it
+
+
 # Overhead of the compute thread for a gather (issue, wait, release), and for a gradient that goes to the disk
 # beyond what storing it takes anyhow, in calls of ops. Measured: 500 and 600 microseconds, where a call took 19.
 _CALLS_OF_GATHER, _CALLS_OF_WRITTEN = 25, 30
@@ -73,7 +83,7 @@ class _Walk:
         self._sinks: list[int] = []  # journeys of gradients, which backward waits for at its end
         self._launches: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by tick: need-by ticks and journeys
         self._held: set[int] = set()  # gathers whose shards the ranks do not exchange yet
-        self._reduction: int | None = None  # the last one: they have the same buffers
+        self._reduction: _Reduction | None = None  # the last one: they have the same buffers
         self._updates = Updates(plan, self.lanes)
         self._read: dict[int, list[str]] = defaultdict(list)  # residents that are updated beside forward, by first use
         self._timing = plan.step.timing
@@ -96,7 +106,7 @@ class _Walk:
                 visits.update((transfer.issue, transfer.need_by))
                 if transfer.launch is not None:
                     visits.add(transfer.launch)
-            elif not transfer.stays or self._timing is StepTiming.IN_BACKWARD or plan.num_ranks > 1:
+            elif not transfer.stays or self._timing is StepTiming.IN_BACKWARD or plan.mesh_size > 1:
                 visits.add(transfer.issue)  # others neither move nor are taken by an update
         self._visits = sorted(visits, reverse=True)
 
@@ -122,6 +132,8 @@ class _Walk:
         """Issue the gradients of the last op, and wait until all gradients are home."""
         for tick in reversed(self._visits):
             self._visit(tick)
+        if self._plan.num_replicas > 1:
+            self._finish_reduction()
         self._journeys.advance(math.inf)
         nodes = [self._journeys.finish(sink) for sink in self._sinks]
         if nodes:
@@ -185,7 +197,8 @@ class _Walk:
         elif transfer.is_reload:
             after = (*after, self._journeys.finish(self._offloads[transfer.name]))
         is_held = transfer.what is Moved.PARAMETERS and self._plan.num_ranks > 1
-        journey = self._journeys.start(transfer.label, self._ways.legs(transfer), after, is_held=is_held)
+        held_before = 1 if is_held else None
+        journey = self._journeys.start(transfer.label, self._ways.legs(transfer), after, held_before=held_before)
         self._awaited[transfer.need_by].append(journey)
         if is_held:
             self._held.add(journey)
@@ -212,17 +225,34 @@ class _Walk:
         """Start moving a gradient home, and queue the update in backward that takes it."""
         taken_by = self._placements.get(sink.name) if self._timing is StepTiming.IN_BACKWARD else None
         legs = self._ways.legs(sink)
-        if self._reduction is not None and legs:
-            self._wait(self._reduction)
-        after = self._after
-        if legs:
-            journey = self._journeys.start(sink.label, legs, after)
-            self._reduction = self._journeys.last_of(journey) if self._plan.num_ranks > 1 else None
-            self._sinks.append(journey)
-            if taken_by is not None:
-                after = (self._journeys.finish(journey),)
-        if taken_by is not None:
-            self._updates.queue(taken_by, after, with_gradient=False)
+        if not legs:
+            self._update(taken_by, self._after)
+            return
+        self._finish_reduction()
+        journey = self._journeys.start(sink.label, legs, self._after, held_before=self._ways.between_replicas)
+        self._sinks.append(journey)
+        reduced = self._journeys.last_of(journey) if self._plan.num_ranks > 1 else None
+        self._reduction = _Reduction(journey, reduced, taken_by)
+        if self._plan.num_replicas == 1 and taken_by is not None:
+            self._update(taken_by, (self._journeys.finish(journey),))
+
+    def _finish_reduction(self) -> None:
+        """Wait for the reduction in flight, if there is one. Of several replicas, that is when it goes on between them."""
+        pending, self._reduction = self._reduction, None
+        if pending is None:
+            return
+        if pending.reduced is not None:
+            self._wait(pending.reduced)
+        if self._plan.num_replicas > 1:
+            self._journeys.launch(pending.journey, self.clock, self._after)
+            self._wait(self._journeys.last_of(pending.journey))
+            if pending.taken_by is not None:
+                self._update(pending.taken_by, (self._journeys.finish(pending.journey),))
+
+    def _update(self, placement: Placement | None, after: tuple[int, ...]) -> None:
+        """Queue the update in backward of a parameter after some nodes, if there is one."""
+        if placement is not None:
+            self._updates.queue(placement, after, with_gradient=False)
 
     def _wait(self, node: int) -> None:
         """Let compute go on after a node, for which it may have to wait."""

@@ -12,7 +12,7 @@ class Ways:
     """The legs of the transfers of one plan."""
 
     def __init__(self, plan: Plan) -> None:
-        self.world = World(hardware=plan.hardware, num_ranks=plan.num_ranks)
+        self.world = World.of_plan(plan)
         self.resident = {use.parameter for use in plan.uses} - plan.by_tick.gathered
         self.updated_residents = [  # every rank has them whole and updates its rows
             placement
@@ -22,6 +22,13 @@ class Ways:
         self._taken = set[str]()  # gradients that updates inside backward take on their way home
         if plan.step.timing is StepTiming.IN_BACKWARD:
             self._taken = {item.parameter for item in plan.placements if item.update_nbytes_written}
+
+    @property
+    def between_replicas(self) -> int | None:
+        """Return the index of the leg of a gradient that goes between replicas; None if there is one replica."""
+        if self.world.num_replicas == 1:
+            return None
+        return 0 if self.world.num_ranks == 1 else 1
 
     @cached_property
     def spread(self) -> tuple[Leg, ...]:

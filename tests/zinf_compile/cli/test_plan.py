@@ -51,7 +51,7 @@ def test_a_gpt_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*GPT, "--hardware", "h200", "--device-memory", "1GiB", "--save", str(path)]) == 0
     printed = capsys.readouterr()
     plan = load_plan(path)
-    assert printed.out.startswith("plan v3  GPT graph 0  training")
+    assert printed.out.startswith("plan v4  GPT graph 0  training")
     assert printed.err == ""
     assert plan.hardware.name == "h200"
     assert plan.tiers[0].capacity == 2**30
@@ -61,6 +61,11 @@ def test_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT, "--hardware", "dgx2", "--world", "32", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["num_ranks"], document["hardware"]["num_nodes"]) == (32, 2)
+    assert main([*GPT, "--hardware", "dgx2", "--world", "32", "--replicas", "4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["num_ranks"], document["num_replicas"], document["hardware"]["num_nodes"]) == (8, 4, 2)
+    assert main([*GPT, "--hardware", "dgx2", "--world", "32", "--replicas", "5"]) == 2
+    assert "32 ranks do not make 5 replicas of equally many ranks" in capsys.readouterr().err
     assert main([*GPT, "--hardware", "dgx2", "--world", "20"]) == 2
     assert "20 ranks do not fill whole nodes of dgx2" in capsys.readouterr().err
 

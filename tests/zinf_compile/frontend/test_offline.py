@@ -19,9 +19,10 @@ from zinf_compile.frontend import offline
 from zinf_compile.hardware.profile_io import load_hardware
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
-from zinf_compile.ir.glossary import Phase, Tier
-from zinf_compile.ir.hardware import Hardware, Rate, TierSize, make_route
+from zinf_compile.ir.glossary import Phase, Tier, format_bytes
+from zinf_compile.ir.hardware import DEVICE_LINKS, NODE_LINKS, Hardware, Rate, TierSize, make_route
 from zinf_compile.passes.planner.search.planner import Request, make_plan
+from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.runtime.native.compiled import find_compiler
 
 MIB = 2**20
@@ -246,6 +247,51 @@ def test_ranks_keep_shards_of_what_one_keeps_in_full() -> None:
     assert streamed
     for alone, shard in streamed:
         assert alone.nbytes_on(Tier.HOST) == 16 * shard.nbytes_on(Tier.HOST) > 0
+
+
+def test_replicas_keep_what_their_ranks_do_and_count_the_seconds_between_them() -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    options = {"hardware": "dgx2", "device_memory": "40MiB", "update_on": "host"}
+    plans = [
+        zinf_compile.plan(model, torch.zeros(2, 1024), **options, world=64, replicas=4, reduce=reduce)
+        for reduce in ("ordered", "fast")
+    ]
+    shard = 4 * 1024 * 1024 // 16
+    # Three hops and two rounds back; in a ring of four, three quarters there and three quarters back.
+    for plan, passes in zip(plans, (5, 1.5), strict=True):
+        assert (plan.num_ranks, plan.num_replicas, plan.hardware.num_nodes) == (16, 4, 4)
+        assert [item.gradient_nbytes for item in plan.placements] == [shard] * 4
+        timeline = simulate(plan.plan)
+        between = [event for event in timeline.events if event.lane == NODE_LINKS]
+        assert [event.nbytes for event in between] == [passes * shard] * 4
+        assert [event.seconds for event in between] == pytest.approx([passes * shard * 16 / 100e9] * 4)
+        assert timeline.step_seconds > simulate(replace(plan.plan, num_replicas=1)).step_seconds
+        assert f"{format_bytes(int(passes * shard))} node links in" in plan.explain("0.weight")
+        assert not any("replica" in note for note in plan.notes)
+
+
+def test_data_parallel_ranks_keep_everything() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+    alone, parallel = (
+        zinf_compile.plan(model, torch.zeros(2, 64), hardware="dgx2", world=ranks, replicas=ranks) for ranks in (1, 8)
+    )
+    assert (parallel.num_ranks, parallel.num_replicas) == (1, 8)
+    assert parallel.placements == alone.placements
+    moved = [event for event in simulate(parallel.plan).events if event.lane == DEVICE_LINKS]
+    assert [event.nbytes for event in moved] == [(7 + 3) * 4 * 64 * 64] * 2  # seven hops, and three rounds back
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas", "message"),
+    [
+        (16, 3, "16 ranks do not make 3 replicas of equally many ranks; give a number of replicas that divides 16"),
+        (16, 0, "a world of 0 replicas is none"),
+        (48, 4, "4 replicas of 12 ranks each are spread unevenly over nodes of dgx2"),
+    ],
+)
+def test_a_world_and_replicas_have_to_fit(world: int, replicas: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        zinf_compile.plan(nn.Linear(4, 4), torch.zeros(2, 4), hardware="dgx2", world=world, replicas=replicas)
 
 
 def test_a_preset_by_its_name() -> None:

@@ -8,7 +8,7 @@ from zinf_compile.hardware.profile_io import load_hardware
 from zinf_compile.hardware.world import World
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import Tier
-from zinf_compile.ir.hardware import DEVICE_LINKS, NODE_LINKS, Hardware
+from zinf_compile.ir.hardware import DEVICE_LINKS, NODE_LINKS, Hardware, count_ranks_of_replica
 
 DGX2 = load_hardware("dgx2")
 
@@ -16,6 +16,57 @@ DGX2 = load_hardware("dgx2")
 @pytest.mark.parametrize(("num_ranks", "num_nodes"), [(1, 1), (3, 1), (16, 1), (32, 2), (512, 32)])
 def test_ranks_fill_nodes(num_ranks: int, num_nodes: int) -> None:
     assert DGX2.with_world(num_ranks) == replace(DGX2, num_nodes=num_nodes)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "num_nodes"), [(1, 16, 1), (3, 5, 1), (1, 32, 2), (4, 8, 2), (16, 2, 2), (32, 3, 6)]
+)
+def test_replicas_fill_nodes_together(num_ranks: int, num_replicas: int, num_nodes: int) -> None:
+    assert DGX2.with_world(num_ranks, num_replicas) == replace(DGX2, num_nodes=num_nodes)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "message"),
+    [
+        (4, 0, r"a world of 0 replicas is none; give a whole number, 1 or more"),
+        (4, 5, r"20 ranks do not fill whole nodes of dgx2, which have 16 devices each; give 16 or 32 ranks"),
+        (
+            12,
+            4,
+            r"4 replicas of 12 ranks each are spread unevenly over nodes of dgx2, which have 16 devices each; give",
+        ),
+        (24, 2, r"2 replicas of 24 ranks each are spread unevenly"),
+    ],
+)
+def test_impossible_replicas_are_refused(num_ranks: int, num_replicas: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DGX2.with_world(num_ranks, num_replicas)
+
+
+def test_replicas_need_links_although_a_rank_alone_does_not() -> None:
+    with pytest.raises(ConfigError, match=r"dgx2 has no device links, which 2 ranks need"):
+        replace(DGX2, device_link_bytes_per_second=0.0).with_world(1, 2)
+    with pytest.raises(ConfigError, match=r"dgx2 has no node links, which 32 ranks need"):
+        replace(DGX2, node_link_bytes_per_second=0.0).with_world(16, 2)
+
+
+@pytest.mark.parametrize(("world", "replicas", "num_ranks"), [(1, 1, 1), (12, 3, 4), (8, 8, 1)])
+def test_replicas_divide_a_world(world: int, replicas: int, num_ranks: int) -> None:
+    assert count_ranks_of_replica(world, replicas) == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas", "message"),
+    [
+        (16, 0, "a world of 0 replicas is none"),
+        (0, 1, "a world of 0 ranks is none"),
+        (16, 3, "16 ranks do not make 3 replicas of equally many ranks; give a number .* that divides 16, or 15 ranks"),
+        (2, 4, "2 ranks do not make 4 replicas of equally many ranks; give a number .* that divides 2, or 4 ranks"),
+    ],
+)
+def test_a_world_that_replicas_do_not_divide_is_refused(world: int, replicas: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        count_ranks_of_replica(world, replicas)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +114,67 @@ def test_shards_move_over_routes_and_full_values_over_links() -> None:
     assert [(leg.route.name, leg.nbytes) for leg in legs] == [(DEVICE_LINKS, 1600), ("device -> host", 100)]
     # A resident parameter is replicated: its gradient is reduced, and its updated shards are all-gathered.
     assert [leg.nbytes for leg in world.gradient_legs(Tier.DEVICE, 1600, is_resident=True)] == [3200]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "node_link", "name", "rate"),
+    [
+        (4, 4, 100e9, DEVICE_LINKS, 70e9),  # all in one node
+        (1, 2, 100e9, DEVICE_LINKS, 70e9),
+        (16, 2, 100e9, NODE_LINKS, 100e9 / 16),  # 16 ranks of a node pass on their shards at once
+        (32, 2, 100e9, NODE_LINKS, 100e9 / 16),
+        (
+            4,
+            8,
+            100e9,
+            NODE_LINKS,
+            100e9 / 4,
+        ),  # four replicas in each of two nodes: one of them passes on to the other node
+        (4, 8, 400e9, DEVICE_LINKS, 70e9),  # where that is faster than passing on inside the node
+        (1, 32, 100e9, DEVICE_LINKS, 70e9),
+        (1, 32, 10e9, NODE_LINKS, 10e9),
+    ],
+)
+def test_the_slower_links_between_replicas_count(
+    num_ranks: int, num_replicas: int, node_link: float, name: str, rate: float
+) -> None:
+    hardware = replace(DGX2, node_link_bytes_per_second=node_link).with_world(num_ranks, num_replicas)
+    links = hardware.replica_links(num_ranks, num_replicas)
+    assert (links.name, links.lanes) == (name, (name,))
+    assert links.bytes_per_second == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "ordered", "fast"),
+    [
+        (2, 2, 1),  # one hop, and back to one rank; half of it there and half of it back
+        (3, 4, 4 / 3),  # two hops, and back in two rounds: to one rank, and from both to the other
+        (4, 5, 3 / 2),  # in the second round two ranks get it at once
+        (8, 10, 7 / 4),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_shards_pass_between_replicas(num_ranks: int, num_replicas: int, ordered: float, fast: float) -> None:
+    """A shard of 2.1 GB takes 0.03 s over the device links, for each time that it passes."""
+    nbytes = 2_100_000_000
+    for is_ordered, times in ((True, ordered), (False, fast)):
+        world = World(hardware=DGX2, num_ranks=num_ranks, num_replicas=num_replicas, is_ordered=is_ordered)
+        *reduced, between, home = world.gradient_legs(Tier.HOST, num_ranks * nbytes, is_resident=False)
+        assert between.route.name == DEVICE_LINKS
+        assert between.seconds == pytest.approx(0.03 * times)
+        assert between.nbytes == pytest.approx(times * nbytes)
+        assert (home.route.name, home.nbytes) == ("device -> host", nbytes)
+        # In the shard group everything is as without replicas.
+        alone = World(hardware=DGX2, num_ranks=num_ranks)
+        assert (*reduced, home) == alone.gradient_legs(Tier.HOST, num_ranks * nbytes, is_resident=False)
+        assert world.gather_legs(Tier.NVME, 1600) == alone.gather_legs(Tier.NVME, 1600)
+
+
+def test_a_resident_of_replicas_passes_between_them_once() -> None:
+    """Inside the group it comes back to all ranks after its update; the other replicas update the same rows."""
+    world = World(hardware=DGX2.with_world(16, 2), num_ranks=16, num_replicas=2)
+    legs = world.gradient_legs(Tier.DEVICE, 1600, is_resident=True)
+    assert [(leg.route.name, leg.nbytes) for leg in legs] == [(DEVICE_LINKS, 3200), (NODE_LINKS, 200)]
 
 
 def test_one_rank_has_no_links_to_go_over() -> None:

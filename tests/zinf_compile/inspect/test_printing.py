@@ -26,7 +26,7 @@ class GoldenTest(TestCase):
         self.assertExpectedInline(
             dump_plan(self.plan),
             """\
-plan v3  small  training
+plan v4  small  training
   compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
 
 tiers     capacity     peak  used  made of
@@ -97,7 +97,7 @@ device at its peak of 752 B, tick 5  role        bytes
         self.assertExpectedInline(
             f"{header}\n\n{transfers}",
             """\
-plan v3  small  training
+plan v4  small  training
   compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
   of one of 2 ranks on 1 node, which keeps its shard of what is not resident, and gathers
   the full value over the device links
@@ -108,6 +108,41 @@ transfers  4 of 800 B in all, at most 400 B ahead of compute
       1 ->       3 ->       5  nvme -> device  layers.1  100 B  200 B  [256, 456)
       6 ->       7 ->       9  nvme -> device  layers.1  100 B  200 B  [256, 456)
       7 ->       9 ->      11  nvme -> device  layers.0  100 B  200 B  [  0, 200)""",
+        )
+
+    def test_replicas(self) -> None:
+        links = {"device_link_bytes_per_second": 100.0, "node_link_bytes_per_second": 100.0}
+        hardware = replace(self.plan.hardware, devices_per_node=2, **links)
+        plan = replace(self.plan, num_ranks=2, num_replicas=2, hardware=hardware.with_world(2, 2))
+        self.assertExpectedInline(
+            dump_plan(plan).partition("\n\n")[0],
+            """\
+plan v4  small  training
+  compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
+  of one of 4 ranks on 2 nodes, in 2 replicas of 2 ranks each
+  it keeps its shard of what is not resident, and gathers the full value over the device links
+  gradients are added up between replicas over the node links, in the order of ranks""",
+        )
+        alone = replace(plan, num_ranks=1, num_replicas=2, hardware=hardware, is_reduced_in_order=False)
+        self.assertExpectedInline(
+            dump_plan(alone).partition("\n\n")[0],
+            """\
+plan v4  small  training
+  compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
+  of one of 2 ranks on 1 node, in 2 replicas of 1 rank each
+  it keeps everything
+  gradients are added up between replicas over the device links, in any order""",
+        )
+        self.assertExpectedInline(
+            dump_plan_difference(plan, alone),
+            """\
+num ranks: 2 -> 1
+is reduced in order: yes -> no
+hardware num nodes: 2 -> 1
+predicted forward: 8.40 s -> 7.00 s (-16.7%)
+predicted backward: 19.0 s -> 16.0 s (-15.8%)
+predicted stalls: 43.4 s -> 39.0 s (-10.1%)
+predicted total: 67.4 s -> 63.0 s (-6.5%)""",
         )
 
     def test_what_differs(self) -> None:
@@ -228,7 +263,7 @@ def test_a_plan_without_transfers(small_plan: Plan) -> None:
     text = dump_plan(plan)
     assert "                     ......\n  device [456, 512)  .#####  3 bound values\n" in text
     text = dump_plan(replace(plan, bound=()))
-    assert "plan v3  small  inference\n" in text
+    assert "plan v4  small  inference\n" in text
     assert "transfers  none: every parameter this graph reads is resident" in text
     assert "\narena  " not in text
     assert "bound  " not in text

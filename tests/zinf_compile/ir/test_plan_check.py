@@ -6,6 +6,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,9 @@ def test_no_change_of_a_file_does_harm(swapping_plan: Plan, tmp_path: Path) -> N
         ),
         (("hardware", "routes"), [], "hardware.routes: there is not one"),
         (("num_ranks",), 0, "num_ranks: 0 is not between 1 and"),
+        (("num_ranks",), 2, "num_ranks: paper has no node links, which 2 ranks need"),
+        (("num_replicas",), 0, "num_replicas: 0 is not between 1 and"),
+        (("num_replicas",), 2, "num_replicas: paper has no node links, which 2 ranks need"),
         (("transfers", 0, "parameters"), ["x"], "transfers: 'x' is no parameter of the plan"),
         (("transfers", 0, "source"), "device", r"transfers\[0\]: it moves no parameters to the device"),
         (("transfers", 0, "destination"), "host", r"transfers\[0\]: it moves no parameters to the device"),
@@ -143,6 +147,26 @@ def test_what_is_wrong_is_named(small_plan: Plan, tmp_path: Path, place: Place, 
     (tmp_path / "plan.json").write_text(json.dumps(document))
     with pytest.raises(PlanFileError, match=rf"plan\.json is damaged at .*{message}.*; save the plan again"):
         load_plan(tmp_path / "plan.json")
+
+
+def test_ranks_of_all_replicas_have_to_fit_the_nodes(small_plan: Plan, tmp_path: Path) -> None:
+    links = {"device_link_bytes_per_second": 100.0, "node_link_bytes_per_second": 100.0}
+    hardware = replace(small_plan.hardware, devices_per_node=4, num_nodes=2, **links)
+    for num_ranks, num_replicas, problem in (
+        (4, 2, None),
+        (1, 8, None),
+        (8, 1, None),
+        (4, 3, "num_replicas: 12 ranks do not fit 2 nodes of 4 devices"),
+        (12, 1, "num_ranks: 12 ranks do not fit 2 nodes of 4 devices"),
+        (3, 2, "num_replicas: 6 ranks do not fill whole nodes"),
+    ):
+        plan = replace(small_plan, hardware=hardware, num_ranks=num_ranks, num_replicas=num_replicas)
+        (tmp_path / "plan.json").write_text(plan_to_json(plan))
+        if problem is None:
+            assert load_plan(tmp_path / "plan.json") == plan
+            continue
+        with pytest.raises(PlanFileError, match=problem):
+            load_plan(tmp_path / "plan.json")
 
 
 def test_other_things_than_files(tmp_path: Path) -> None:

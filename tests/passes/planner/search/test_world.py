@@ -25,7 +25,7 @@ SEQUENCE = 1024
 BLOCK = {"qkv": 3, "out": 1, "up": 4, "down": 4}  # of hidden**2
 
 
-def with_ranks(request: Request, num_ranks: int) -> Request:
+def with_ranks(request: Request, num_ranks: int, num_replicas: int = 1) -> Request:
     """Return the request for many ranks, on the hand-made hardware with links."""
     linked = replace(
         request.hardware,
@@ -33,7 +33,8 @@ def with_ranks(request: Request, num_ranks: int) -> Request:
         device_link_bytes_per_second=20e9,
         node_link_bytes_per_second=10e9,
     )
-    return replace(request, hardware=linked.with_world(num_ranks), num_ranks=num_ranks)
+    hardware = linked.with_world(num_ranks, num_replicas)
+    return replace(request, hardware=hardware, num_ranks=num_ranks, num_replicas=num_replicas)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -46,6 +47,23 @@ def test_plans_of_ranks_are_proved_and_within_budgets(
     verify_plan(plan)
     assert plan.num_ranks == num_ranks
     assert sum(seconds for _, seconds in simulate(plan).phase_seconds) > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 4), (2, 2), (4, 2)])
+@pytest.mark.parametrize("reduce", ["ordered", "fast"])
+def test_plans_of_replicas_are_proved_and_count_the_seconds_between_them(
+    request_of: Callable[..., Request], seed: int, num_ranks: int, num_replicas: int, reduce: str
+) -> None:
+    request = with_ranks(request_of(seed, device=12 * 2**20, host=2**23), num_ranks, num_replicas)
+    plan = make_plan(replace(request, config=replace(request.config, reduce=reduce)))
+    verify_plan(plan)
+    assert (plan.num_ranks, plan.num_replicas, plan.mesh_size) == (num_ranks, num_replicas, num_ranks * num_replicas)
+    assert plan.is_reduced_in_order == (reduce == "ordered")
+    assert plan.sinks
+    alone = replace(plan, num_replicas=1)
+    assert measure_links(simulate(plan)).seconds > measure_links(simulate(alone)).seconds
+    assert simulate(plan).step_seconds > simulate(alone).step_seconds
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -30,12 +30,14 @@ from zinf_compile.passes.planner.placement.homes import make_placement
 ROUTES = tuple((source, destination) for source in Tier for destination in Tier if source is not destination)
 
 
-def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False, num_ranks: int = 1) -> Plan:
+def make_random_plan(
+    seed: int, timing: StepTiming, *, is_duplex: bool = False, world: tuple[int, int] = (1, 1)
+) -> Plan:
     """Return a plan that need not be verified, only be simulated: random homes, ticks, bytes and rates.
 
-    Two ranks share a node.
+    ``world`` is the number of ranks that divide the model, and of their replicas. Two ranks share a node.
     """
-    random = Random(seed)
+    random, (num_ranks, num_replicas) = Random(seed), world
     num_forward = random.randint(3, 20)
     num_ticks = num_forward + random.randint(3, 30)
     placements, uses, transfers, sinks = [], [], [], []
@@ -131,7 +133,7 @@ def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False, 
             optimizer_elements_per_second=100.0,
             updates_take_of_compute=random.choice((0.0, 1.0)),
             devices_per_node=2,
-            num_nodes=max(1, num_ranks // 2),
+            num_nodes=max(1, num_ranks * num_replicas // 2),
             device_link_bytes_per_second=random.uniform(20, 200),
             node_link_bytes_per_second=random.uniform(20, 200),
         ),
@@ -163,6 +165,8 @@ def make_random_plan(seed: int, timing: StepTiming, *, is_duplex: bool = False, 
         ),
         tiers=(),
         num_ranks=num_ranks,
+        num_replicas=num_replicas,
+        is_reduced_in_order=seed % 2 == 0,
     )
     return replace(plan, tiers=tuple(_make_tier(plan, tier) for tier in Tier))
 

@@ -25,15 +25,15 @@ Function = Callable[..., Any]
 many = examples(150)
 seeds = st.integers(0, 10**6)
 timings = st.sampled_from(list(StepTiming))
-worlds = st.sampled_from((1, 2, 8))
+worlds = st.sampled_from(((1, 1), (2, 1), (8, 1), (1, 2), (1, 4), (2, 2), (4, 3)))  # ranks of a replica, and replicas
 
 
 @many
-@given(seed=seeds, timing=timings, is_duplex=st.booleans(), num_ranks=worlds)
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), world=worlds)
 def test_a_lane_does_one_thing_at_a_time(
-    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, num_ranks: int
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, world: tuple[int, int]
 ) -> None:
-    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks))
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, world=world))
     lanes_of = {route.name: route.lanes for route in timeline.plan.hardware.routes}
     lanes: dict[str, list[Event]] = defaultdict(list)
     for event in (*timeline.nodes, *timeline.stalls):
@@ -48,12 +48,12 @@ def test_a_lane_does_one_thing_at_a_time(
 
 
 @many
-@given(seed=seeds, timing=timings, is_duplex=st.booleans(), num_ranks=worlds)
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), world=worlds)
 def test_the_graph_says_the_same_as_the_walk(
-    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, num_ranks: int
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, world: tuple[int, int]
 ) -> None:
     """Every node starts when its last predecessor ends. networkx finds the length of the step from the graph alone."""
-    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks))
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, world=world))
     graph = build_step_graph(timeline)
     for index in nx.topological_sort(graph):
         node = timeline.nodes[index]
@@ -67,11 +67,11 @@ def test_the_graph_says_the_same_as_the_walk(
 
 
 @many
-@given(seed=seeds, timing=timings, is_duplex=st.booleans(), num_ranks=worlds)
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), world=worlds)
 def test_the_critical_path_is_the_step(
-    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, num_ranks: int
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, world: tuple[int, int]
 ) -> None:
-    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks))
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, world=world))
     path = critical_path(timeline)
     assert path[0].start_seconds == 0
     assert all(before.end_seconds == after.start_seconds for before, after in pairwise(path))
@@ -80,20 +80,20 @@ def test_the_critical_path_is_the_step(
 
 
 @many
-@given(seed=seeds, timing=timings, is_duplex=st.booleans(), num_ranks=worlds)
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), world=worlds)
 def test_a_step_takes_as_long_as_its_busiest_lane(
-    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, num_ranks: int
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, world: tuple[int, int]
 ) -> None:
-    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks))
+    timeline = simulate(random_plan(seed, timing, is_duplex=is_duplex, world=world))
     assert max(lane.seconds for lane in busy_lanes(timeline)) <= timeline.step_seconds * (1 + 1e-9)
 
 
 @many
-@given(seed=seeds, timing=timings, is_duplex=st.booleans(), num_ranks=worlds)
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), world=worlds)
 def test_no_step_is_shorter_than_its_bound(
-    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, num_ranks: int
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, world: tuple[int, int]
 ) -> None:
-    plan = random_plan(seed, timing, is_duplex=is_duplex, num_ranks=num_ranks)
+    plan = random_plan(seed, timing, is_duplex=is_duplex, world=world)
     timeline = simulate(plan)
     assert 0 < least_seconds(plan) <= timeline.step_seconds
     takes = any(route.takes_of_compute for route in plan.hardware.routes)  # they make compute's lane longer

@@ -1,4 +1,7 @@
-"""Steps of two ranks, by hand: the disk reads 100 bytes/s of shards, and links all-gather 200 bytes/s of full values."""
+"""Steps of two ranks, by hand: the disk reads 100 bytes/s of shards, and links all-gather 200 bytes/s of full values.
+
+Between replicas a device sends 100 bytes/s.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +9,7 @@ import pytest
 
 from tests.support.hand_made_plans import with_transfers
 from zinf_compile.ir.copies import Role
-from zinf_compile.ir.glossary import Phase, Tier
+from zinf_compile.ir.glossary import Phase, StepTiming, Tier
 from zinf_compile.ir.hardware import DEVICE_LINKS
 from zinf_compile.ir.plan import Placement, Plan
 from zinf_compile.ir.schedule import Schedule
@@ -129,3 +132,80 @@ def test_residents_are_reduced_and_their_updates_gathered_before_forward(small_p
     ]
     assert measure_links(timeline).exposed_seconds == pytest.approx(0.4 + 0.32)
     assert timeline.step_seconds == pytest.approx(0.4 + 12 + 0.32 + 0.032)
+
+
+def of_replicas(pair: Plan, num_ranks: int, num_replicas: int) -> Plan:
+    """Return a plan of two ranks for several replicas in one node, with gradients that stay on the device."""
+    hardware = replace(pair.hardware, devices_per_node=num_ranks * num_replicas)
+    sinks = tuple(replace(sink, destination=Tier.DEVICE) for sink in pair.sinks[:2])
+    return replace(pair, hardware=hardware, num_ranks=num_ranks, num_replicas=num_replicas, transfers=sinks)
+
+
+def test_compute_waits_while_a_gradient_passes_between_replicas(pair: Plan) -> None:
+    # The first gradient is reduced from 9 to 10. The second is complete at 11: compute waits until the shard of the first
+    # has gone to the other replica and back, in 2 s. The second is reduced beside the last second of compute, and then
+    # passes between replicas as well.
+    first, second = (replace(sink, issue=issue) for sink, issue in zip(pair.sinks[:2], (9, 11), strict=True))
+    plan = replace(of_replicas(pair, 2, 2), transfers=())
+    plan = with_transfers(plan, sinks=[replace(sink, destination=Tier.DEVICE) for sink in (first, second)])
+    timeline = simulate(plan)
+    assert spell(timeline.events, DEVICE_LINKS) == [
+        ("gradient layers.1.weight", 9.0, 10.0),
+        ("gradient layers.1.weight", 11.0, 13.0),
+        ("gradient layers.0.weight", 13.0, 14.0),
+        ("gradient layers.0.weight", 14.0, 16.0),
+    ]
+    assert spell(timeline.stalls, COMPUTE_LANE) == [
+        ("stall: gradient layers.1.weight", 11.0, 13.0),
+        ("stall: gradient layers.0.weight", 14.0, 16.0),
+    ]
+    assert measure_links(timeline) == LinkUse(seconds=6.0, exposed_seconds=4.0)
+    assert timeline.step_seconds == 16.0
+    assert least_seconds(plan) <= 16.0
+
+
+def test_replicas_of_one_rank_reduce_between_them_only(pair: Plan) -> None:
+    # Plain data parallelism: 200 bytes go to three others one after the other, and back in two rounds.
+    plan = of_replicas(pair, 1, 4)
+    plan = replace(plan, transfers=(replace(plan.sinks[0], issue=9),))
+    timeline = simulate(plan)
+    assert spell(timeline.events, DEVICE_LINKS) == [("gradient layers.1.weight", 12.0, 22.0)]
+    assert timeline.step_seconds == 22.0
+    assert least_seconds(plan) <= 22.0
+
+
+@pytest.mark.parametrize(("num_ranks", "seconds"), [(1, 2.0), (2, 1.0)])
+def test_a_fast_reduction_between_two_replicas_moves_every_byte_once(
+    pair: Plan, num_ranks: int, seconds: float
+) -> None:
+    plan = replace(of_replicas(pair, num_ranks, 2), is_reduced_in_order=False)
+    timeline = simulate(replace(plan, transfers=(replace(plan.sinks[0], issue=9),)))
+    *_, between = spell(timeline.events, DEVICE_LINKS)
+    assert between == ("gradient layers.1.weight", 12.0, 12.0 + seconds)
+
+
+def test_a_shard_leaves_when_all_replicas_have_added_it_up(pair: Plan) -> None:
+    plan = of_replicas(pair, 2, 2)
+    timeline = simulate(replace(plan, transfers=(replace(pair.sinks[0], issue=9),)))
+    assert spell(timeline.events, DEVICE_LINKS) == [
+        ("gradient layers.1.weight", 9.0, 10.0),
+        ("gradient layers.1.weight", 12.0, 14.0),
+    ]
+    assert spell(timeline.events, "device -> nvme") == [("gradient layers.1.weight", 14.0, 16.0)]
+    assert timeline.step_seconds == 16.0
+
+
+def test_an_update_in_backward_begins_with_the_sum_of_all_replicas(pair: Plan) -> None:
+    plan = of_replicas(pair, 2, 2)
+    sink = replace(plan.sinks[0], issue=9, destination=Tier.HOST)
+    plan = replace(plan, transfers=(sink,), step=replace(plan.step, timing=StepTiming.IN_BACKWARD))
+    timeline = simulate(plan)
+    ((name, begin, _),) = spell(timeline.events, "nvme -> host")
+    assert (name, begin) == ("update of layers.1.weight", 14.0)
+
+
+def test_replicas_of_one_rank_need_no_rows_of_residents(small_plan: Plan) -> None:
+    plan = replace(of_two(small_plan), num_ranks=1, num_replicas=2)
+    names = {event.name for event in simulate(plan).events}
+    assert "updated residents" not in names
+    assert "updated residents" in {event.name for event in simulate(of_two(small_plan)).events}
