@@ -66,7 +66,7 @@ def draw_options(draw: random.Random, loop: Loop) -> dict[str, Any]:
 
 
 def train_drawn(loop: Loop, options: Mapping[str, Any]) -> tuple[Trace, int]:
-    """Return the numbers of a rank, and how many plans offload activations."""
+    """Return the numbers of a rank, and how many of the plans that it made offload activations."""
     given = dict(options)
     swaps = given.pop("swaps")
     with ExitStack() as stack:
@@ -90,7 +90,7 @@ def test_drawn_loops_keep_their_bits(seed: int, two: RankPool, tmp_path: Path) -
         plain.gradients = []
     for rank, (ours, num_swapped) in enumerate(two.run(train_drawn, loop, options)):
         assert_same(ours, of_rank(plain, rank, 2))
-        assert (num_swapped > 0) == (options["swaps"] is not None)
+        assert (num_swapped > 0) == (options["swaps"] is not None and rank == 0)  # which plans for both
 
 
 @pytest.mark.long
