@@ -92,6 +92,7 @@ def test_rank_0_of_two_makes_all_plans(two: RankPool, options: Mapping[str, Any]
     check_made_on_first(two.run(train_and_replan, options))
 
 
+@pytest.mark.long
 def test_rank_0_of_three_makes_all_plans(three: RankPool, options: Mapping[str, Any]) -> None:
     check_made_on_first(three.run(train_and_replan, options))
 
@@ -154,6 +155,7 @@ def look_for_largest(options: Mapping[str, Any]) -> tuple[str, int]:
     return str(caught.value), len(made)
 
 
+@pytest.mark.long
 def test_inputs_that_are_too_large_are_refused_alike(two: RankPool, options: Mapping[str, Any]) -> None:
     (message, count), (same, none) = two.run(look_for_largest, options)
     assert "this call has sequence=900, and TinyGPT graph 1 is planned for sequence=7" in message
@@ -261,9 +263,12 @@ def fail_while_planning(options: Mapping[str, Any], happens: str) -> float:
     ("happens", "on_it", "elsewhere"),
     [
         ("error", "no plan", "rank 0: planning TinyGPT graph 0: ValueError: no plan"),
-        ("interrupt", "", "rank 0: planning TinyGPT graph 0: KeyboardInterrupt"),
-        ("death", None, "another rank is gone"),
-        ("absence", "no plan", "rank 0 had not come to the end of planning TinyGPT graph 0"),
+        pytest.param("interrupt", "", "rank 0: planning TinyGPT graph 0: KeyboardInterrupt", marks=pytest.mark.long),
+        pytest.param("death", None, "another rank is gone", marks=pytest.mark.long),
+        pytest.param(
+            *("absence", "no plan", "rank 0 had not come to the end of planning TinyGPT graph 0"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_happens_to_rank_0_while_it_plans_ends_all(
@@ -327,7 +332,7 @@ def train_without_room(options: Mapping[str, Any], rank: int | None) -> tuple[li
     return [item.parameter for item in planned.plan.placements if item.is_narrowed], planned.plan.notes, len(made)
 
 
-@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("rank", [1, *(pytest.param(rank, marks=pytest.mark.long) for rank in (None, 0))])
 def test_narrower_copies_need_room_on_every_rank(rank: int | None, two: RankPool, options: Mapping[str, Any]) -> None:
     larger = {**options, "host_memory": 600 * KIB}
     (narrowed, notes, count), (same, same_notes, none) = two.run(train_without_room, larger, rank)
