@@ -1,10 +1,10 @@
-"""Peaks of a step that recomputes single values stay within the plan's prediction, measured in a fresh process."""
+"""Peaks of a step that recomputes single values stay within the plan's prediction, measured in a fork of its own."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from tests.support.forks import forks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -63,9 +63,8 @@ def measure(examples):
 """
 
 
-def test_no_peak_is_above_its_prediction() -> None:
-    with forks_of(SCRIPT) as forks:
-        runs = forks.measure(str(EXAMPLES))
+def test_no_peak_is_above_its_prediction(measure: Callable[..., Any]) -> None:
+    runs = measure(SCRIPT, str(EXAMPLES))
     save, again = runs["save"], runs["again"]
     assert (save["policy"], again["policy"]) == ("save", "recompute_values")
     assert again["losses"] == save["losses"]
