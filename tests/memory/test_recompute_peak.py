@@ -28,8 +28,8 @@ def make_plan(request):
 def train(GPT, GPTConfig, recompute):
     torch.manual_seed(0)
     torch._dynamo.reset()
-    tokens = torch.randint(0, 1024, (4, 129))
-    model = GPT(GPTConfig(vocab_size=1024, layers=2, hidden=256, heads=4, seq=128))
+    tokens = torch.randint(0, 128, (4, 129))
+    model = GPT(GPTConfig(vocab_size=128, layers=1, hidden=256, heads=4, seq=128))
     zinf_compile.optimize(model, device_memory="1GiB", host_memory="1GiB", recompute=recompute)
     with sampled(next(model.parameters())._zinf_record.store):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
