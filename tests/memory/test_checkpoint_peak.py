@@ -1,8 +1,6 @@
-"""Saving and loading take constant memory and bypass the page cache: 96 MiB through 4 MiB, in a fresh process."""
+"""Saving and loading take constant memory and bypass the page cache: 96 MiB through 4 MiB, in a fork of its own."""
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,21 +12,19 @@ HOST_MEMORY = 8 * MIB  # staging is half of it
 SLACK = 3 * MIB  # thread stacks, names, Python's allocations; far less than all tensors together
 
 SCRIPT = """
-import ctypes, gc, json, mmap, os, re, sys, threading, time
+import ctypes, mmap, re, time
 from pathlib import Path
 
-import torch, zinf_compile
+from zinf_compile.runtime.process.ram import return_freed_memory
 
-folder, result, host_memory = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-torch.set_num_threads(1)
-peaks = {"anonymous": 0, "staging": 0}
+peaks, record = {"anonymous": 0, "staging": 0}, {}
 
 
 def status(field):
     return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-def sample():
+def sample(staging):
     while True:
         peaks["anonymous"] = max(peaks["anonymous"], status("RssAnon"))
         peaks["staging"] = max(peaks["staging"], staging.held_nbytes)
@@ -44,8 +40,9 @@ def cached(path):
         return sum(page & 1 for page in vector) * mmap.PAGESIZE
 
 
-def measure(name, call):
+def note(name, folder, call):
     gc.collect()
+    return_freed_memory()  # what is free in the heap would hide as much of what is allocated later
     before = status("RssAnon"), status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     peaks.update(anonymous=0, staging=0)
@@ -59,33 +56,31 @@ def measure(name, call):
     }
 
 
-record = {}
-model = torch.nn.Sequential(*(torch.nn.Linear(1024, 512) if i % 2 else torch.nn.Linear(512, 1024) for i in range(16)))
-zinf_compile.optimize(model, device_memory="64MiB", host_memory=host_memory, nvme=folder, capture=False)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-model(torch.ones(2, 512)).sum().backward()
-optimizer.step()
-optimizer.zero_grad()
-zinf_compile.save(folder / "warm", torch.nn.Linear(2, 2))  # imports and the first thread's stack
-zinf_compile.load(folder / "warm", torch.nn.Linear(2, 2))
-staging = next(model.parameters())._zinf_record.store.staging
-threading.Thread(target=sample, daemon=True).start()
-measure("save", lambda: zinf_compile.save(folder / "saved", model, optimizer))
-measure("load", lambda: zinf_compile.load(folder / "saved", model, optimizer))
-record["nbytes"] = sum(path.stat().st_size for path in (folder / "saved").glob("data-*/*"))
-record["direct"] = "O_DIRECT" in next(model.parameters())._zinf_record.store.engine.describe()
-Path(result).write_text(json.dumps(record))
+def measure(case):
+    torch.set_num_threads(1)
+    folder = Path(case["nvme"])
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 512) if i % 2 else torch.nn.Linear(512, 1024) for i in range(16)))
+    zinf_compile.optimize(model, device_memory="64MiB", host_memory=case["host_memory"], nvme=folder, capture=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 512)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zinf_compile.save(folder / "warm", torch.nn.Linear(2, 2))  # imports and the first thread's stack
+    zinf_compile.load(folder / "warm", torch.nn.Linear(2, 2))
+    staging = next(model.parameters())._zinf_record.store.staging
+    threading.Thread(target=sample, args=[staging], daemon=True).start()
+    note("save", folder, lambda: zinf_compile.save(folder / "saved", model, optimizer))
+    note("load", folder, lambda: zinf_compile.load(folder / "saved", model, optimizer))
+    record["nbytes"] = sum(path.stat().st_size for path in (folder / "saved").glob("data-*/*"))
+    record["direct"] = "O_DIRECT" in next(model.parameters())._zinf_record.store.engine.describe()
+    return record
 """
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("store")
-    result = tmp_path_factory.mktemp("result") / "record.json"
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(result), str(HOST_MEMORY)]
-    subprocess.run(command, check=True, timeout=300)
-    record: dict[str, Any] = json.loads(result.read_text())
-    print(json.dumps(record, indent=1))
+def measured(measure: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    case = {"nvme": str(tmp_path_factory.mktemp("store")), "host_memory": HOST_MEMORY}
+    record: dict[str, Any] = measure(SCRIPT, case)
     return record
 
 

@@ -1,8 +1,6 @@
-"""The memory bound, measured in a fresh process: states of 500 MiB train within budgets of a third of that."""
+"""The memory bound, measured in a fork of its own: states of 500 MiB train within budgets of a third of that."""
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +19,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # tracemalloc), oneDNN keeps half a MiB per shape of a matrix product (9 MiB here), and the heap of the system's allocator
 # varies by up to 12 MiB from run to run.
 SCRIPT = """
-import ctypes, gc, json, os, re, sys, threading, time
+import re, time
 from pathlib import Path
 
-folder, examples, result, *budgets = sys.argv[1:]
-device_memory, host_memory, reserve_memory = map(int, budgets)
-sys.path.insert(0, examples)
-import torch, torch._dynamo, zinf_compile, zinf_compile.ir.glossary
-from gpt import GPT, GPTConfig
-
-torch.set_num_threads(2)
+import zinf_compile.ir.glossary
+from zinf_compile.runtime.process.ram import return_freed_memory
 
 
 def status(field):
@@ -47,7 +40,7 @@ def reset():
     peaks["anonymous"] = 0
 
 
-peaks = {"anonymous": 0}
+peaks, record = {"anonymous": 0}, {}
 
 
 def sample():
@@ -60,16 +53,13 @@ def note(name):
     record[name] = {"anonymous": peaks["anonymous"], "resident": status("VmHWM"), "now": status("RssAnon")}
 
 
-record = {"imports": status("RssAnon")}
-
-
-def optimize(model, **budgets):
+def optimize(model, folder, **budgets):
     # Op by op: what compiling leaves behind, of Inductor's and the compiler's, would want a larger reserve.
     zinf_compile.optimize(model, nvme=folder, compute="aten", compute_dtype=torch.bfloat16, **budgets)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def step(model, optimizer):
+def step(model, optimizer, tokens):
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
     optimizer.step()
@@ -77,65 +67,68 @@ def step(model, optimizer):
     return loss.item()
 
 
-# A twin as deep and a thirteenth as wide: its parameters are nothing, its graphs and what compiling imports are the same.
-# Few tokens: a CPU without instructions for bfloat16 multiplies it hundreds of times slower, and the states are the same.
-tokens = torch.randint(0, 1024, (1, 9), generator=torch.Generator().manual_seed(0))
-twin, twin_optimizer = optimize(
-    GPT(GPTConfig(vocab_size=1024, layers=4, hidden=64, heads=1, seq=256)), device_memory="64MiB", host_memory="2MiB"
-)
-step(twin, twin_optimizer)
-zinf_compile.close(twin)
-gc.collect()
-ctypes.CDLL("libc.so.6").malloc_trim(0)
-record = {"baseline": status("RssAnon"), "baseline_resident": status("VmRSS")}
-threading.Thread(target=sample, daemon=True).start()
+def measure(case):
+    sys.path.insert(0, case["examples"])
+    from gpt import GPT, GPTConfig
 
-model = GPT(GPTConfig(vocab_size=1024, layers=4, hidden=832, heads=13, seq=256))
-record["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-record["twin"] = sum(parameter.numel() for parameter in twin.parameters())
-del twin, twin_optimizer
-torch._dynamo.reset()
-model, optimizer = optimize(model, device_memory=device_memory, host_memory=host_memory, reserve_memory=reserve_memory)
-note("optimize")
-reset()
-losses = [step(model, optimizer)]
-zinf_compile.synchronize(model)
-note("first step")
-for index in range(2):
+    # A twin as deep and a thirteenth as wide: its parameters are nothing, its graphs and what compiling imports are the
+    # same. Few tokens: a CPU without instructions for bfloat16 multiplies it hundreds of times slower, and the states are
+    # the same.
+    tokens = torch.randint(0, 1024, (1, 9), generator=torch.Generator().manual_seed(0))
+    twin, twin_optimizer = optimize(
+        GPT(GPTConfig(vocab_size=1024, layers=4, hidden=64, heads=1, seq=256)),
+        case["nvme"], device_memory="64MiB", host_memory="2MiB"
+    )
+    step(twin, twin_optimizer, tokens)
+    zinf_compile.close(twin)
+    gc.collect()
+    return_freed_memory()  # what is free in the heap would hide as much of what is allocated later
+    record.update(baseline=status("RssAnon"), baseline_resident=status("VmRSS"))
+    threading.Thread(target=sample, daemon=True).start()
+
+    model = GPT(GPTConfig(vocab_size=1024, layers=4, hidden=832, heads=13, seq=256))
+    record["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    record["twin"] = sum(parameter.numel() for parameter in twin.parameters())
+    del twin, twin_optimizer
+    torch._dynamo.reset()
+    model, optimizer = optimize(model, case["nvme"], **case["budgets"])
+    note("optimize")
     reset()
-    before = moved()
-    losses.append(step(model, optimizer))
-    zinf_compile.synchronize(model)  # the update in flight is a part of the step
-    note(f"step {index}")
-    record[f"step {index}"]["moved"] = [b - a for a, b in zip(before, moved())]
-report = zinf_compile.report(model)
-(plan,) = report.plans
-placements = {placement.parameter: placement for placement in plan.placements}
-record["losses"] = losses
-record["planned read"] = plan.step.nbytes_read + sum(
-    transfer.nbytes for transfer in plan.gathers if transfer.source == "nvme"
-) + plan.swapped_nbytes(zinf_compile.ir.glossary.Tier.NVME)
-record["planned write"] = plan.step.nbytes_written + sum(
-    sink.nbytes for sink in plan.sinks if sink.destination == "nvme"
-) + plan.swapped_nbytes(zinf_compile.ir.glossary.Tier.NVME)
-record["states"] = sum(
-    getattr(placement, role) for placement in plan.placements
-    for role in ("compute_nbytes", "master_nbytes", "gradient_nbytes", "optimizer_state_nbytes")
-)
-record["report"] = str(report)
-record["nvme"] = report.tiers[2].measured_peak
-Path(result).write_text(json.dumps(record))
+    losses = [step(model, optimizer, tokens)]
+    zinf_compile.synchronize(model)
+    note("first step")
+    for index in range(2):
+        reset()
+        before = moved()
+        losses.append(step(model, optimizer, tokens))
+        zinf_compile.synchronize(model)  # the update in flight is a part of the step
+        note(f"step {index}")
+        record[f"step {index}"]["moved"] = [b - a for a, b in zip(before, moved())]
+    report = zinf_compile.report(model)
+    (plan,) = report.plans
+    placements = {placement.parameter: placement for placement in plan.placements}
+    record["losses"] = losses
+    record["planned read"] = plan.step.nbytes_read + sum(
+        transfer.nbytes for transfer in plan.gathers if transfer.source == "nvme"
+    ) + plan.swapped_nbytes(zinf_compile.ir.glossary.Tier.NVME)
+    record["planned write"] = plan.step.nbytes_written + sum(
+        sink.nbytes for sink in plan.sinks if sink.destination == "nvme"
+    ) + plan.swapped_nbytes(zinf_compile.ir.glossary.Tier.NVME)
+    record["states"] = sum(
+        getattr(placement, role) for placement in plan.placements
+        for role in ("compute_nbytes", "master_nbytes", "gradient_nbytes", "optimizer_state_nbytes")
+    )
+    record["report"] = str(report)
+    record["nvme"] = report.tiers[2].measured_peak
+    return record
 """
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("store")
-    result = tmp_path_factory.mktemp("result") / "record.json"
-    command = [sys.executable, "-c", SCRIPT, folder, EXAMPLES, result, DEVICE_MEMORY, HOST_MEMORY, RESERVE_MEMORY]
-    subprocess.run([str(part) for part in command], check=True, timeout=300)
-    record: dict[str, Any] = json.loads(result.read_text())
-    print(json.dumps({key: value for key, value in record.items() if key != "report"}, indent=1))
+def measured(measure: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    budgets = {"device_memory": DEVICE_MEMORY, "host_memory": HOST_MEMORY, "reserve_memory": RESERVE_MEMORY}
+    case = {"nvme": str(tmp_path_factory.mktemp("store")), "examples": str(EXAMPLES), "budgets": budgets}
+    record: dict[str, Any] = measure(SCRIPT, case)
     print(record["report"])
     return record
 

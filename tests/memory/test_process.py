@@ -3,11 +3,11 @@
 Measured in a fork of a process that has imported and captured before: memory from before the fork is not the model's.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from tests.support.forks import forks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -56,13 +56,12 @@ def measure(case):
 """
 
 
-def test_the_process_stays_within_both_budgets(tmp_path: Path) -> None:
+def test_the_process_stays_within_both_budgets(measure: Callable[..., Any], tmp_path: Path) -> None:
     budgets = {"device_memory": DEVICE_MEMORY, "host_memory": HOST_MEMORY}
-    with forks_of(SCRIPT) as forks:
-        case = {"nvme": str(tmp_path), "examples": str(EXAMPLES), "steps": 3}
-        default = forks.measure({**case, "options": budgets})
-        aten = forks.measure({**case, "options": {"compute": "aten", **budgets}})
-        none = forks.measure({**case, "steps": 2, "options": {"compute": "aten", "reserve_memory": 0, **budgets}})
+    case = {"nvme": str(tmp_path), "examples": str(EXAMPLES), "steps": 3}
+    default = measure(SCRIPT, {**case, "options": budgets})
+    aten = measure(SCRIPT, {**case, "options": {"compute": "aten", **budgets}})
+    none = measure(SCRIPT, {**case, "steps": 2, "options": {"compute": "aten", "reserve_memory": 0, **budgets}})
     for auto in (default, aten):
         assert auto["states"] > 1.4 * (DEVICE_MEMORY + HOST_MEMORY)
         assert auto["peak"] <= DEVICE_MEMORY + HOST_MEMORY < none["peak"]

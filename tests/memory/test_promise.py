@@ -1,17 +1,15 @@
-"""Predicted peaks, measured in fresh processes: measured peaks stay within them, even in the smallest budgets named.
+"""Predicted peaks, measured in forks of their own: measured peaks stay within them, even in the smallest budgets named.
 
 Three models run op by op, and one compiled. Each trains in memory, and then in the smallest budget of device, host and
 nvme that a CapacityError names. A thread samples memory all the time, as the report does. On a busy machine it may miss,
 for some steps, the milliseconds inside of a kernel at the peak: more steps run before a prediction is called too high.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.forks import Forks, forks_of
 
 pytestmark = pytest.mark.slow
 
@@ -109,22 +107,19 @@ def measure(case):
 """
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with forks_of(SCRIPT) as forks:
-        yield forks
-
-
 @pytest.fixture(scope="module", params=MODELS)
-def runs(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = forks.measure(
+def runs(
+    request: pytest.FixtureRequest, measure: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    found: dict[str, Any] = measure(
+        SCRIPT,
         {
             "model": request.param,
             "nvme": str(tmp_path_factory.mktemp("store")),
             "examples": str(EXAMPLES),
             "close": CLOSE,
             "more_steps": MORE_STEPS,
-        }
+        },
     )
     return found
 

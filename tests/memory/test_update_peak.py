@@ -1,12 +1,10 @@
-"""What an optimizer allocates stays within the plan's count, whether updates overlap forward or not: in fresh processes."""
+"""What an optimizer allocates stays within the plan's count, whether updates overlap forward or not: in their own forks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.forks import Forks, forks_of
 
 SCRIPT = """
 from zinf_compile.ir.plan import (TierPart)
@@ -91,18 +89,12 @@ CASES: dict[str, dict[str, Any]] = {
 VARIANTS = ("rprop", "whole-tensors-all-resident", "no-kernel-for-float64", "in-backward")
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with forks_of(SCRIPT) as forks:
-        yield forks
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in VARIANTS else name for name in CASES]
 )
-def test_the_peak_is_within_its_prediction(name: str, forks: Forks, tmp_path: Path) -> None:
-    predicted, measured, counted, is_behind = forks.measure({**CASES[name], "nvme": str(tmp_path)})
+def test_the_peak_is_within_its_prediction(name: str, measure: Callable[..., Any], tmp_path: Path) -> None:
+    predicted, measured, counted, is_behind = measure(SCRIPT, {**CASES[name], "nvme": str(tmp_path)})
     assert measured <= predicted, f"{measured - predicted} bytes over"
     if name == "beside-forward":
         assert counted > 0

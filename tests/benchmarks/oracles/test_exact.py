@@ -123,7 +123,7 @@ def test_it_finds_what_trying_everything_finds(
     assert simulate(exact.plan).step_seconds == pytest.approx(best, rel=ROUNDING)
 
 
-@examples(40)
+@examples(24)
 @given(
     seed=st.integers(0, 10**6),
     host=st.sampled_from((MIB, 4 * MIB, 64 * MIB)),

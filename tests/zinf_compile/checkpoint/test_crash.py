@@ -15,6 +15,9 @@ import pytest
 import zinf_compile
 
 NUM_TRIALS = 26
+# Which of them: every other pair in ``make test``, the rest in ``make test-long``. Of a pair, the second is killed twice.
+SOME = tuple(trial for trial in range(NUM_TRIALS) if trial % 4 < 2)
+OTHERS = tuple(trial for trial in range(NUM_TRIALS) if trial % 4 >= 2)
 Run = Callable[[Path, int | None], dict[str, Any]]
 
 
@@ -40,18 +43,27 @@ def run() -> Iterator[Run]:
         server.stdin.close()
 
 
-def test_killed_at_any_point(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trials", "phases"),
+    [
+        (SOME, {"placement", "training", "saving", "loading"}),
+        pytest.param(OTHERS, {"saving", "loading"}, marks=pytest.mark.long),
+    ],
+    ids=["some", "others"],
+)
+def test_killed_at_any_point(run: Run, tmp_path: Path, trials: tuple[int, ...], phases: set[str]) -> None:
     whole = run(tmp_path / "whole", None)
     assert whole["status"] == 0, whole
     num_calls, digest = whole["noted"]["calls"], whole["noted"]["digest"]
     points = random.Random(0)
-    died: Counter[str] = Counter()
+    drawn = []
     for trial in range(NUM_TRIALS):
+        first = num_calls * trial // NUM_TRIALS + points.randrange(num_calls // NUM_TRIALS)  # spread over the run
+        drawn.append([first, points.randrange(num_calls // 3)] if trial % 2 else [first])  # again while it resumes
+    died: Counter[str] = Counter()
+    for trial in trials:
         folder = tmp_path / f"{trial}"
-        point = num_calls * trial // NUM_TRIALS + points.randrange(num_calls // NUM_TRIALS)  # spread over the run
-        attempts = [run(folder, point)]
-        if trial % 2:  # kill it again while it resumes
-            attempts.append(run(folder, points.randrange(num_calls // 3)))
+        attempts = [run(folder, point) for point in drawn[trial]]
         for killed in attempts:
             assert killed["signal"] == 9, killed
             died[killed["events"][-1][0]] += 1
@@ -64,8 +76,8 @@ def test_killed_at_any_point(run: Run, tmp_path: Path) -> None:
         if "saved" in resumed["noted"]:  # leftovers of the killed processes are removed
             assert len(list(folder.glob("data-*"))) == 1
             assert sorted(os.listdir(folder))[1:] == ["manifest.json"]
-    assert died.total() >= 25
-    assert died.keys() >= {"placement", "training", "saving", "loading"}, died
+    assert died.total() >= len(trials)
+    assert died.keys() >= phases, died
 
 
 def test_all_is_on_the_disk_before_the_rename(make: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -443,15 +443,15 @@ def test_parameters_larger_than_the_device_are_planned_by_tiles() -> None:
     with torch.device("meta"):
         model = LanguageModel(2**18, 7)
     tokens = torch.zeros(1, 64, dtype=torch.int64)
-    made = zinf_compile.plan(model, tokens, hardware="laptop-16g", device_memory="128MiB")
-    assert made.tier(Tier.DEVICE).predicted_peak <= 128 * 2**20
+    made = zinf_compile.plan(model, tokens, hardware="laptop-16g", device_memory="250MiB")
+    assert made.tier(Tier.DEVICE).predicted_peak <= 250 * 2**20
     tiled = [placement for placement in made.placements if placement.tile_of is not None]
     assert {placement.tile_of for placement in tiled} == {"embed.weight", "head.weight"}
     assert sum(placement.compute_nbytes for placement in tiled) == 2 * 2**28
     assert any("embed.weight is gathered in" in note for note in made.notes)
     assert any("blocks of layers are alike" in note for note in made.notes)  # though no module has the loss
     with pytest.raises(CapacityError, match=r"needs .* on device"):
-        zinf_compile.plan(model, tokens, hardware="laptop-16g", device_memory="128MiB", tiles=False)
+        zinf_compile.plan(model, tokens, hardware="laptop-16g", device_memory="250MiB", tiles=False)
 
 
 @pytest.mark.long

@@ -82,7 +82,7 @@ def test_the_minimum_is_enough_and_less_is_not(request_of: Function, seed: int, 
         make_plan(with_options(request, device_memory=minimum // 2))
 
 
-@few
+@examples(24)  # each plans 16 times
 @given(seed=seeds, host=hosts)
 def test_more_device_memory_never_costs_time(request_of: Function, seed: int, host: int) -> None:
     request = request_of(seed, host=host)
