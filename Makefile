@@ -5,8 +5,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NVME ?= runs
 
-# One process for each core; the tests of a module share captured models and plain runs, and stay in one process.
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder
+# One process more than there are cores: a sixth of the time they wait, for disks and for processes they have started.
+# The tests of a module share captured models and plain runs, and stay in one process.
+WORKERS := $(shell echo $$(($(shell nproc) + 1)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 # mypy takes one core for a minute where it has no cache: it runs beside the tests, and says what it found behind them.
 define with_types

@@ -161,7 +161,7 @@ def test_a_rank_keeps_its_share(placement: str, size: int, pool_of: Callable[[in
                 assert tier.measured <= tier.predicted
 
 
-@pytest.mark.parametrize("placement", ["nvme", "host", "resident"])
+@pytest.mark.parametrize("placement", ["nvme", pytest.param("host", marks=pytest.mark.long), "resident"])
 def test_what_passes_between_ranks_is_what_the_formula_says(placement: str, two: RankPool, tmp_path: Path) -> None:
     for numbers in two.run(train, placements(str(tmp_path))[placement]):
         matrices = {name: count for name, (_, count) in numbers.streamed.items() if "embed" not in name}

@@ -126,6 +126,7 @@ def refuse(options: Mapping[str, Any]) -> tuple[str, tuple[Any, ...], dict[str, 
     return type(error).__name__, error.args, vars(error), len(made)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused_alike(three: RankPool, options: Mapping[str, Any]) -> None:
     """Errors have the class, text and numbers of rank 0."""
     budget = 100 * KIB
@@ -332,7 +333,8 @@ def train_without_room(options: Mapping[str, Any], rank: int | None) -> tuple[li
     return [item.parameter for item in planned.plan.placements if item.is_narrowed], planned.plan.notes, len(made)
 
 
-@pytest.mark.parametrize("rank", [1, *(pytest.param(rank, marks=pytest.mark.long) for rank in (None, 0))])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [None, 0, 1])
 def test_narrower_copies_need_room_on_every_rank(rank: int | None, two: RankPool, options: Mapping[str, Any]) -> None:
     larger = {**options, "host_memory": 600 * KIB}
     (narrowed, notes, count), (same, same_notes, none) = two.run(train_without_room, larger, rank)

@@ -123,9 +123,8 @@ def plan_on_ranks(options: Mapping[str, Any]) -> Plan:
     return view.plan
 
 
-@pytest.mark.parametrize(
-    ("mesh", "reduce"), [((2, 2), "ordered"), pytest.param((4, 1), "fast", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("mesh", "reduce"), [((2, 2), "ordered"), ((4, 1), "fast")])
 def test_a_plan_counts_the_seconds_between_replicas(
     mesh: tuple[int, int], reduce: str, four: RankPool, options: Mapping[str, Any]
 ) -> None:
