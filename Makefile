@@ -58,7 +58,7 @@ layers: setup  ## check which module may import which
 core: setup  ## run a core of the tests: records, passes, planner, store, parity
 	$(PYTEST) -m "not long" $(CORE)
 
-unit: setup  ## run the tests that are not long, one process for each core
+unit: setup  ## run the tests that are not long, in one process more than there are cores
 	$(PYTEST) -m "not long"
 
 unit-long: setup
