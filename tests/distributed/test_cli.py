@@ -242,7 +242,8 @@ def report_of(options: Mapping[str, Any], slow: int) -> list[str]:
     return [*texts, str(everywhere)]
 
 
-@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("slow", [0, 1])
 def test_the_report_names_the_slowest_rank(slow: int, two: RankPool, tmp_path: Path) -> None:
     (_, of_all), (own, again) = two.run(report_of, placements(str(tmp_path))["nvme"], slow)
     assert f"\nslowest: rank {slow}, which waits" in of_all

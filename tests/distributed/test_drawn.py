@@ -23,8 +23,6 @@ from tests.support.swapping import swapping
 from tests.support.traces import Trace, assert_same
 from zinf_compile.ir.glossary import Tier
 
-_ORDINARY = 1  # drawn loops of every run
-
 
 def draw_loop(draw: random.Random) -> Loop:
     """Return a loop, with any optimizer and either model."""
@@ -77,10 +75,8 @@ def train_drawn(loop: Loop, options: Mapping[str, Any]) -> tuple[Trace, int]:
         return train_on_ranks(loop, given), len(made)
 
 
-SEEDS = [seed if seed < _ORDINARY else pytest.param(seed, marks=pytest.mark.long) for seed in range(24)]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(24))
 def test_drawn_loops_keep_their_bits(seed: int, two: RankPool, tmp_path: Path) -> None:
     draw = random.Random(seed)
     loop = draw_loop(draw)

@@ -129,7 +129,8 @@ def options(tmp_path: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "placement"),
     [
-        *((name, "nvme") for name in LOOPS),
+        ("Adafactor", "nvme"),
+        *(pytest.param(name, "nvme", marks=pytest.mark.long) for name in LOOPS if name != "Adafactor"),
         *(pytest.param(name, "resident", marks=pytest.mark.long) for name in LOOPS),
     ],
 )
@@ -288,7 +289,8 @@ def values_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor | None
     return values | {f"{index} {key}": full(each) for index, state in states.items() for key, each in state.items()}
 
 
-@pytest.mark.parametrize("name", ["Adafactor", *(pytest.param(each, marks=pytest.mark.long) for each in LOOPS)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", LOOPS)
 def test_checkpoints_fit_one_process_and_other_numbers_of_ranks(
     name: str, three: RankPool, two: RankPool, options: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -475,12 +477,13 @@ def run_until(happens: str, three: RankPool, options: Mapping[str, Any]) -> list
     return outcomes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("happens", "here", "elsewhere"),
     [
         ("write", {"after", "torn"}, {"after"}),
-        pytest.param("read", {"before"}, {"before"}, marks=pytest.mark.long),
-        pytest.param("interrupt before updates", {"before"}, {"before"}, marks=pytest.mark.long),
+        ("read", {"before"}, {"before"}),
+        ("interrupt before updates", {"before"}, {"before"}),
     ],
 )
 def test_what_breaks_off_an_update_on_one_rank_ends_all(
@@ -491,6 +494,7 @@ def test_what_breaks_off_an_update_on_one_rank_ends_all(
     assert [each.states for each in outcomes] == [elsewhere, here, elsewhere]
 
 
+@pytest.mark.long
 def test_an_interrupt_while_updated_rows_are_on_their_way(three: RankPool, options: dict[str, dict[str, Any]]) -> None:
     """Rows that may have come in part cannot be read; those of later rounds have not changed on any rank."""
     outcomes = run_until("interrupt behind updates", three, options["nvme"])

@@ -114,6 +114,7 @@ def count_collectives(options: Mapping[str, Any]) -> tuple[dict[str, int], set[T
     return {kind: second[kind] - first.get(kind, 0) for kind in second}, tiers, nbytes
 
 
+@pytest.mark.long
 def test_what_stages_exchange(two: RankPool, tmp_path: Path) -> None:
     streamed = placements(str(tmp_path))["nvme"]
     kept = {**streamed, "device_memory": 1024 * KIB}

@@ -303,6 +303,7 @@ def receive_other_bytes(options: Mapping[str, Any]) -> None:
         model(**batch_of(0, 0))
 
 
+@pytest.mark.long
 def test_a_plan_that_changed_on_its_way_is_refused(three: RankPool, options: Mapping[str, Any]) -> None:
     outcomes = three.outcomes(receive_other_bytes, options)
     for each in outcomes:

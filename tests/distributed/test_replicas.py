@@ -265,16 +265,18 @@ def save_in_one_process(folder: Path, again: Path) -> None:
     zinf_compile.save(again, model, optimizer)
 
 
+@pytest.mark.long
 def test_torchs_own_checkpoints(four: RankPool, eager: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     assert four.run(save_with_torch, eager["nvme"], str(tmp_path / "dcp")) == [True] * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("happens", "elsewhere"),
     [
         ("death", "another rank is gone"),  # rank 0 has no connection to rank 3 but that of control messages
-        pytest.param("error", "rank 3: a forward broke off: IndexError: index out of range", marks=pytest.mark.long),
-        pytest.param("absence", "rank 3 had not come to a forward of TinyGPT graph 0", marks=pytest.mark.long),
+        ("error", "rank 3: a forward broke off: IndexError: index out of range"),
+        ("absence", "rank 3 had not come to a forward of TinyGPT graph 0"),
     ],
 )
 def test_what_happens_on_one_rank_ends_all(

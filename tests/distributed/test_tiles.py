@@ -124,6 +124,7 @@ def test_two_ranks(two: RankPool, options: Mapping[str, Any], tmp_path: Path) ->
         assert all(torch.equal(found[name], value) for name, value in trained.items())
 
 
+@pytest.mark.long
 def test_three_ranks_and_a_tile_that_has_rows_for_two(three: RankPool, options: Mapping[str, Any]) -> None:
     loop = Loop(build=build_small, num_steps=1, num_accumulated=2)
     plain = train_alone(replace(loop, build=partial(build_small, 3)), 3)
@@ -341,7 +342,8 @@ def train_wide(options: Mapping[str, Any]) -> tuple[Tensor, Tensor, Plan, list[i
     return loss.detach(), weight, plan, [device.measured_peak, device.predicted_peak]
 
 
-@pytest.mark.parametrize("compute", ["aten", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("compute", ["aten", "inductor"])
 def test_a_parameter_larger_than_the_device_trains(compute: str, two: RankPool, tmp_path: Path) -> None:
     """Both ranks choose the same tiles, which are also planned without them."""
     plain = build_wide()

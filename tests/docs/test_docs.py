@@ -113,6 +113,7 @@ def _apply(edit: str, text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.long
 def test_adding_a_pass_as_written(tmp_path: Path) -> None:
     """In a copy of the repository: write the files, edit the pipeline, run the new test, and train with the new pass."""
     for name in (

@@ -51,7 +51,7 @@ SEED = int(os.environ.get("ZINF_SEED", "0"))
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler on the PATH")
 # Captures take seconds, and add only the executor to what eager runs cover: a few trials get by with one of them, and
 # without closing models, since the next trial captures another.
-FEW = (40, [*list(OPTIONS)[:3], "captured, step in backward"], PHASES[:7])
+FEW = (24, [*list(OPTIONS)[:3], "captured, step in backward"], PHASES[:7])
 MANY = (300, list(OPTIONS), PHASES)
 
 

@@ -368,6 +368,7 @@ def test_workers_of_a_data_loader_beside_training(optimize: Callable[..., nn.Mod
     assert all(map(torch.equal, found, run(make_model(), batches)))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_forks_at_random_instants(optimize: Callable[..., nn.Module], store_of: Callable[[nn.Module], Store]) -> None:
     """A thread trains while another forks: a child reads every parameter as of one instant, or is refused."""
     model = optimize(make_model(), tiny=True)
