@@ -13,12 +13,16 @@ turns. Prints one JSON line a contestant, with the median of all steps:
 ``fsdp2``     ``fully_shard`` of every block with ``CPUOffloadPolicy``, eager.
 ``compiled``  the same, with ``torch.compile`` of every block.
 ``alone``     this library in one process with as many threads as there are ranks, on the tokens of all ranks.
+``nvme``      as ``zinf``, with ``--nvme-device-mib`` and ``--nvme-host-mib``, too little for the states: they are on disk.
+``deepspeed`` DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, by ``benchmarks/peers``, where ``--peer`` names the
+              python of an environment that has it. In float32 its optimizer keeps a master copy beside the parameters.
 """
 
 import argparse
 import json
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +34,10 @@ import torch.multiprocessing as mp
 
 from benchmarks.json_lines import command_line
 from benchmarks.out_of_core import load_gpt
+from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.device.cpu import has_fast_bfloat16
 
+_ROOT = Path(__file__).resolve().parents[1]
 _WARM_UP, _STEPS = 2, 6
 _MASTER_BYTES = 12  # a parameter: fp32 master and two moments
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -72,6 +78,8 @@ def _zinf(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> dic
     state_bytes = _MASTER_BYTES + 3 * dtype.itemsize  # a compute copy, a gradient, and room to add to it
     budget = int(state_bytes * num_parameters / num_ranks * args.share)
     device = args.device_mib * 2**20 or dtype.itemsize * num_parameters + budget // 2 + 2**28
+    if name == "nvme":
+        device, budget = args.nvme_device_mib * 2**20, args.nvme_host_mib * 2**20
     zinf_compile.optimize(
         model,
         device_memory=device,
@@ -90,6 +98,9 @@ def _zinf(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> dic
     result = {
         "seconds": seconds,
         "states": sum(slot.nbytes for record in store.records.values() for slot in record.slots),
+        "on disk": sum(
+            slot.nbytes for record in store.records.values() for slot in record.slots if slot.tier is Tier.NVME
+        ),
         "device": [report.tiers[0].measured_peak, report.tiers[0].predicted_peak],
         "stalled": sum(stall.seconds for stall in report.stalls if "all-gather" in stall.transfer) / steps,
         "gathered": store.meter.collectives["all-gather"] / steps,
@@ -123,7 +134,32 @@ _CONTESTANTS: dict[str, Callable[[str, argparse.Namespace, int, int], dict[str, 
     "fsdp2": _fsdp2,
     "compiled": _fsdp2,
     "alone": _zinf,
+    "nvme": _zinf,
 }
+
+
+def _deepspeed(args: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        "model": _ROOT / "examples" / "gpt.py",
+        "layers": args.layers,
+        "hidden": args.hidden,
+        "heads": 8,
+        "vocab": 4096,
+        "batch": args.tokens // 256,
+        "seq": 256,
+        "ranks": args.ranks,
+        "threads": 1,
+        "dtype": args.dtype,
+        "offload": "nvme",
+        "nvme": args.nvme,
+        "warmup": _WARM_UP,
+        "steps": _STEPS,
+    }
+    command = [args.peer, _ROOT / "benchmarks" / "peers" / "deepspeed_zero3.py"]
+    command += [f"--{option}={value}" for option, value in given.items()]
+    done = subprocess.run([str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True)
+    found = json.loads(done.stdout)
+    return {"seconds": found["seconds_per_step"], "peak_rss": found["peak_rss_bytes"], "on disk": found["disk_bytes"]}
 
 
 def _run(rank: int, name: str, num_ranks: int, args: argparse.Namespace, results: Any) -> None:
@@ -150,6 +186,9 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.2, help="of the model states that budgets hold")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--nvme", default=".")
+    parser.add_argument("--nvme-device-mib", type=int, default=192, help="device memory of each rank of ``nvme``")
+    parser.add_argument("--nvme-host-mib", type=int, default=64, help="host memory of each rank of ``nvme``")
+    parser.add_argument("--peer", help="python of an environment that has DeepSpeed")
     parser.add_argument("--only", default=",".join(_CONTESTANTS))
     args = parser.parse_args()
     args.total = args.tokens * args.ranks // 256
@@ -157,7 +196,10 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     context = mp.get_context("spawn")
     for turn in range(args.rounds):
-        for name in args.only.split(","):
+        for name in (*args.only.split(","), *(["deepspeed"] if args.peer else [])):
+            if name == "deepspeed":
+                found.setdefault(name, []).append(_deepspeed(args))
+                continue
             num_ranks = 1 if name == "alone" else args.ranks
             args.rendezvous = str(Path(args.nvme).resolve() / f".rendezvous-{os.getpid()}-{turn}-{name}")
             results = context.SimpleQueue()
@@ -169,8 +211,8 @@ def main() -> None:
     }
     for name, runs in found.items():
         line = {"command": command_line("ranks"), "contestant": name, "seconds": round(medians[name], 4)}
-        if "zinf" in medians:
-            line["over zinf"] = round(medians[name] / medians["zinf"], 3)
+        for ours in medians.keys() & {"zinf", "nvme"}:
+            line[f"over {ours}"] = round(medians[name] / medians[ours], 3)
         line["load"] = round(os.getloadavg()[0], 1)
         print(json.dumps({**line, **{key: value for key, value in runs[-1].items() if key != "seconds"}}), flush=True)
 

@@ -1,4 +1,4 @@
-"""Peer benchmark: DeepSpeed ZeRO-3 (none, CPU or NVMe offload) on one CPU process; prints one JSON line.
+"""Peer benchmark: DeepSpeed ZeRO-3 (none, CPU or NVMe offload) on CPU processes, one a rank; prints one JSON line.
 
 Self-contained: it runs with the interpreter of an environment that has deepspeed and does not import zinf_compile. The
 model is a Python file that defines ``GPTConfig(vocab_size, layers, hidden, heads, seq)`` and ``GPT(config)`` whose
@@ -18,6 +18,7 @@ import os
 import shutil
 import socket
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ _MIB = 1 << 20
 # block size that puts the most on disk.
 _AIO_BLOCK_BYTES = _MIB
 _OPTIMIZER_TENSORS = 4  # master parameter, momentum, variance, gradient of one sub-group
+_RANK_VARIABLE = "PEER_FOLDER"  # in the environment of ranks other than 0: the folder that rank 0 has made
 
 
 class Model(NamedTuple):
@@ -65,7 +67,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--offload", choices=("none", "cpu", "nvme"), default="nvme")
     parser.add_argument("--nvme", type=Path, help="folder on a real disk; a subfolder is made and removed")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="recompute each block in backward")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of each rank")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, over gloo; --batch is that of each")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of compute")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
@@ -92,22 +96,26 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def set_environment(threads: int) -> None:
-    """Set the environment of a world of one rank. Call it before torch is imported, because OpenMP reads it once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        OMP_NUM_THREADS=str(threads),
-        DS_ACCELERATOR="cpu",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_WORLD_SIZE="1",
-    )
+def set_environment(threads: int, ranks: int) -> None:
+    """Set the environment of rank 0, unless this is another rank, which rank 0 has started with an environment.
+
+    Call it before torch is imported, because OpenMP reads it once.
+    """
+    if _RANK_VARIABLE not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(
+            OMP_NUM_THREADS=str(threads),
+            DS_ACCELERATOR="cpu",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            GLOO_SOCKET_IFNAME="lo",
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE=str(ranks),
+            LOCAL_WORLD_SIZE=str(ranks),
+        )
     # The JIT build of DeepSpeed's operators calls ninja by name.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
@@ -181,7 +189,8 @@ def zero3_config(arguments: argparse.Namespace, model: Model, folder: Path | Non
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.batch,
         "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": True},  # fp32 master parameters and states; gradients are kept in bf16
+        # With it: fp32 master parameters and states; gradients are kept in bf16.
+        "bf16": {"enabled": arguments.dtype == "bfloat16"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000_000,
@@ -264,11 +273,11 @@ def build_model(
     torch.manual_seed(arguments.seed)
     if arguments.build == "partitioned":
         # Each parameter is partitioned, and with NVMe offload written out, as soon as its module is built.
-        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=getattr(torch, arguments.dtype)):
             model = definition.GPT(shape)
         initialize_partitioned(model)
     else:
-        model = definition.GPT(shape).to(torch.bfloat16)
+        model = definition.GPT(shape).to(getattr(torch, arguments.dtype))
     if arguments.gradient_checkpointing:
         checkpoint_blocks(model, shape.layers)
     return model
@@ -329,7 +338,7 @@ def train(arguments: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
     )
     facts = measure_model(definition, shape)
     config = zero3_config(arguments, facts, folder)
-    generator = torch.Generator().manual_seed(arguments.seed)
+    generator = torch.Generator().manual_seed(arguments.seed + int(os.environ["RANK"]))
     sequence = torch.randint(arguments.vocab, (arguments.batch, arguments.seq + 1), generator=generator)
     tokens, targets = sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
 
@@ -376,10 +385,11 @@ def train(arguments: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
         "batch": arguments.batch,
         "seq": arguments.seq,
         "gradient_checkpointing": arguments.gradient_checkpointing,
-        "dtype": "bfloat16",
+        "dtype": arguments.dtype,
         "threads": arguments.threads,
+        "ranks": arguments.ranks,
         "parameters": facts.parameters,
-        "tokens_per_step": arguments.batch * arguments.seq,
+        "tokens_per_step": arguments.ranks * arguments.batch * arguments.seq,
         "warmup_seconds": [round(s, 4) for s in seconds[: arguments.warmup]],
         "seconds_per_step": [round(s, 4) for s in timed],
         "median_seconds_per_step": round(statistics.median(timed), 4),
@@ -401,26 +411,46 @@ def train(arguments: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
     }
 
 
+def start_other_ranks(ranks: int, folder: Path | None) -> list[subprocess.Popen[bytes]]:
+    """Start this script once for each rank but this one, with the same arguments."""
+    return [
+        subprocess.Popen(
+            [sys.executable, *sys.argv],
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), _RANK_VARIABLE: str(folder or "")},
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(1, ranks)
+    ]
+
+
 def main() -> None:
     arguments = parse_arguments()
-    set_environment(arguments.threads)
+    set_environment(arguments.threads, arguments.ranks)
     set_mmap_threshold(arguments.mmap_threshold_bytes)
     # DeepSpeed and its JIT builds log to standard output: send all of that to standard error, so that the only line
     # on standard output is the result.
     result_stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    if (given := os.environ.get(_RANK_VARIABLE)) is not None:
+        train(arguments, Path(given) if given else None)
+        return
     folder = None
     if arguments.offload == "nvme":
         folder = arguments.nvme / f"deepspeed-{os.getpid()}"
         folder.mkdir(parents=True)
+    others = start_other_ranks(arguments.ranks, folder)
     try:
         report = train(arguments, folder)
+        if any(other.wait() for other in others):
+            raise SystemExit("a rank has failed; its error is above")
         if folder is not None:
             report["disk_bytes"] = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
             report["zero_optimization"] = json.loads(
                 json.dumps(report["zero_optimization"]).replace(str(folder), "DIR")
             )
     finally:
+        for other in others:
+            other.kill()
         if folder is not None:
             shutil.rmtree(folder)
     print(json.dumps(report), file=result_stream, flush=True)
