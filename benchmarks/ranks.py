@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.2, help="of the model states that budgets hold")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--nvme", default=".")
-    parser.add_argument("--nvme-device-mib", type=int, default=192, help="device memory of each rank of ``nvme``")
+    parser.add_argument("--nvme-device-mib", type=int, default=256, help="device memory of each rank of ``nvme``")
     parser.add_argument("--nvme-host-mib", type=int, default=64, help="host memory of each rank of ``nvme``")
     parser.add_argument("--peer", help="python of an environment that has DeepSpeed")
     parser.add_argument("--only", default=",".join(_CONTESTANTS))
