@@ -43,6 +43,7 @@ from zinf_compile.runtime.process.waiting import wait_for
 T = TypeVar("T")
 _LOOK = timedelta(seconds=0.2)  # between checks whether another rank has failed
 _SHORT_SECONDS = 1.0  # waits shorter than that ask nobody
+_SLACK = timedelta(minutes=1)  # after our timeout, which names the ranks that are missing, groups have their own
 _TIMED_OUT = "Operation timed out"  # how torch.distributed says that ``wait`` returned before the work was done
 # Newer versions of torch call these otherwise.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -85,11 +86,11 @@ class Ranks:
         members: list[int] = mesh.mesh.flatten().tolist()  # replica by replica
         self._places = [sorted(members).index(each) for each in members]  # groups sort their ranks
         sharing = members[self.replica * self.size :][: self.size]
-        self._gathers = _group_of("gathers", sharing)
-        self._reductions = _group_of("reductions", sharing)
+        self._gathers = _group_of("gathers", sharing, self.timeout_seconds)
+        self._reductions = _group_of("reductions", sharing, self.timeout_seconds)
         if self.num_replicas > 1:
-            self._replicas = _group_of("replicas", members[self.rank :: self.size])
-        self._control = _group_of("control", members, backend="gloo")
+            self._replicas = _group_of("replicas", members[self.rank :: self.size], self.timeout_seconds)
+        self._control = _group_of("control", members, self.timeout_seconds, backend="gloo")
         self._messages = PrefixStore(f"zinf/{'-'.join(map(str, members))}/{next(_numbers)}", _get_default_store())
 
     @property
@@ -432,11 +433,11 @@ def _outside_capture() -> Iterator[None]:
 
 
 def _timeout_of(mesh: DeviceMesh | None) -> float:
-    """Return how long a rank waits for the others: as long as the process group of the mesh says."""
+    """Return how long a rank waits for the others: as long as ``init_process_group`` was told."""
     if mesh is None:
         return math.inf
-    group = mesh.get_group(mesh.ndim - 1)
-    options = getattr(group._get_backend(torch.device(mesh.device_type)), "options", None)
+    assert dist.group.WORLD is not None  # a mesh has been made of it
+    options = getattr(dist.group.WORLD._get_backend(torch.device(mesh.device_type)), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout.total_seconds()
 
@@ -458,14 +459,19 @@ class _Groups:
 _groups = _Groups()
 
 
-def _group_of(purpose: str, members: Sequence[int], **options: Any) -> dist.ProcessGroup:
+def _group_of(purpose: str, members: Sequence[int], timeout_seconds: float, **options: Any) -> dist.ProcessGroup:
     """Return the group of some ranks for one kind of collectives. Every member calls this in the same order."""
     if _groups.default is not dist.group.WORLD:
         _groups.default, _groups.made = dist.group.WORLD, {}
     key = purpose, tuple(members)
     if key not in _groups.made:
-        made = dist.new_group([*members], use_local_synchronization=True, group_desc=f"zinf {purpose}", **options)
-        _groups.made[key] = made
+        _groups.made[key] = dist.new_group(
+            [*members],
+            timeout=timedelta(seconds=timeout_seconds) + _SLACK,
+            use_local_synchronization=True,
+            group_desc=f"zinf {purpose}",
+            **options,
+        )
     return _groups.made[key]
 
 

@@ -4,7 +4,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from tests.support.rank_pool import RankPool
 from zinf_compile.ir.errors import RankError
 from zinf_compile.runtime.ranks.ranks import Collective, Ranks
 
@@ -42,3 +45,22 @@ def test_a_collective_that_is_done_right_after_a_timeout_is_no_failure() -> None
 def test_its_error_is_raised() -> None:
     with pytest.raises(RankError, match=r"a gather broke off, since another rank is gone \(Connection reset"):
         wait_for(LateWork("Connection reset"))
+
+
+def timeouts_of(mesh: list[Any]) -> list[float]:
+    """Return how long this rank waits for the others of a mesh, and how long its process groups do."""
+    ranks, cpu = Ranks(DeviceMesh("cpu", mesh)), torch.device("cpu")
+    groups = (ranks._gathers, ranks._reductions, ranks._control)
+    return [
+        ranks.timeout_seconds,
+        *(group._get_backend(cpu).options._timeout.total_seconds() for group in groups),  # type: ignore[attr-defined]
+    ]
+
+
+@pytest.mark.parametrize("mesh", [[0, 1], [[0], [1]]], ids=str)
+def test_groups_wait_a_little_longer_than_the_ranks_which_wait_as_long_as_the_default_group(
+    two: RankPool, mesh: list[Any]
+) -> None:
+    for seconds, *of_groups in two.run(timeouts_of, mesh):
+        assert seconds == 180.0  # given by the pool to init_process_group
+        assert of_groups == [240.0] * 3

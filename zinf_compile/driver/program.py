@@ -386,7 +386,8 @@ class Program:
         self._catalog.placements = join_placements(plan.placements)
         self._store.chunk_elements = plan.step.chunk_elements
         self._store.device_share = plan.step.device_share
-        self._store.activations.reserve(plan.swapped_nbytes(Tier.NVME))
+        swapped = plan.swapped_nbytes(Tier.NVME)
+        self._store.ranks.do_alike("reserving room for activations", lambda: self._store.activations.reserve(swapped))
         by_first_use = sorted(plan.uses, key=lambda use: use.ticks[0])
         names = dict.fromkeys(self._tiled.whole_name(use.parameter) for use in by_first_use)
         self._store.update_order = {name: position for position, name in enumerate(names)}

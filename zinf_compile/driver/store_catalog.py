@@ -111,6 +111,7 @@ class StoreCatalog:
                 "reserving room for narrower copies", lambda: self.store.reserve_growth(placements)
             )
         except (CapacityError, StoreError) as error:
+            self.store.ranks.check_together()  # a rank may be gone, which is no lack of room
             nbytes = format_bytes(sum(fact.compute_nbytes for fact in fresh.values()))
             self.notes.append(
                 f"{len(fresh)} parameters that are only read through a cast move in their own dtype, and are cast on the "
