@@ -46,7 +46,13 @@ class Executor:
     def _call(self, inputs: list[Any]) -> Sequence[Any]:
         store = self._store
         with outside_inference():
-            self._make_ready(inputs)
+            try:
+                self._make_ready(inputs)
+            except Exception:  # what every rank raises
+                raise
+            except BaseException as error:  # an interrupt, of this rank only
+                self._leave_ranks(error)
+                raise
         with store.meter.phase(self._phase, store.device.compute):
             try:
                 with interruptible():

@@ -5,6 +5,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -271,6 +272,23 @@ def test_what_this_version_cannot_do_on_ranks_is_refused_by_name(two: RankPool, 
         assert "'scale' has no dimension that ranks could divide" in found["scalar"]
         assert "AdamW was made before zinf_compile.optimize(model)" in found["optimizer"]
         assert "Noisy draws random numbers in its step, and each of 2 ranks, which update" in found["draws"]
+
+
+def interrupt_while_preparing(options: Mapping[str, Any]) -> None:
+    """Take a step; then rank 1 is interrupted before its forward runs, after the ranks have agreed to run it."""
+    model = optimize(build_gpt(), options)
+    model(**batch_of(0, dist.get_rank())).backward()
+    store, changed = store_of(record_of(next(model.parameters()))), {}
+    if dist.get_rank() == 1:
+        changed = {"refresh_stale": mock.Mock(side_effect=KeyboardInterrupt)}
+    with mock.patch.multiple(type(store), **changed) if changed else nullcontext():
+        model(**batch_of(1, dist.get_rank()))
+
+
+def test_an_interrupt_before_a_forward_ends_all_within_seconds(two: RankPool, options: Mapping[str, Any]) -> None:
+    other, interrupted = two.outcomes(interrupt_while_preparing, options, seconds=60.0)
+    assert (interrupted.kind, other.kind) == ("KeyboardInterrupt", "RankError")
+    assert "rank 1: a forward broke off: KeyboardInterrupt" in other.message
 
 
 LOOP = Loop(num_steps=4)

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -44,6 +43,7 @@ from zinf_compile.runtime.observe.progress import say
 from zinf_compile.runtime.observe.watch import StepWatch
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.interrupts import interruptible
+from zinf_compile.runtime.ranks.ranks import hash_of
 
 _log = logging.getLogger(__name__)
 _PAGE_NBYTES = 4096  # smaller growth, such as a loss that the caller holds during backward, causes no replanning
@@ -221,9 +221,12 @@ class Program:
             planned = self._plan_for(facts)
         except CapacityError as error:
             request = self._request()
-            largest = self._store.ranks.do_on_first(
-                f"looking for the largest inputs of {self._name}", lambda: describe_largest(request, sizes)
-            )
+
+            def describe() -> str:
+                with interruptible():  # safe: planning changes no state
+                    return describe_largest(request, sizes)
+
+            largest = self._store.ranks.do_on_first(f"looking for the largest inputs of {self._name}", describe)
             raise CapacityError(
                 f"this call has {dump_sizes(sizes)}, and {self._name} is planned for {dump_sizes(before)}; {largest}; "
                 f"{error}"
@@ -393,7 +396,7 @@ class Program:
         self._store.update_order = {name: position for position, name in enumerate(names)}
         self.planned = planned
         if not self._store.ranks.is_alone:
-            self._hash = f"{zlib.crc32(plan_to_json(plan).encode()):08x}"
+            self._hash = f"{hash_of(plan_to_json(plan).encode()):016x}"
         self._watch = StepWatch(self._store.meter)
         self._catalog.promise(plan)
         self._lower(plan)

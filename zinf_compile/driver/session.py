@@ -3,7 +3,6 @@
 import gc
 import logging
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -48,7 +47,7 @@ from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.process.ram import return_freed_memory
 from zinf_compile.runtime.ranks.agreement import agree_on_hardware, check_parameters
-from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, describe
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, describe, hash_of
 from zinf_compile.runtime.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -307,7 +306,7 @@ class Session:
         assert self.catalog.hardware is not None
         name, ranks = self._next_name(), self.store.ranks
         say(f"tracing forward and backward of {name}{', in tiles' if tiled.numbers else ''}")
-        ranks.meet(f"planning {name} in {len(tiled.numbers)} tiles, {zlib.crc32(tiled.cut.encode()):08x}")
+        ranks.meet(f"planning {name} in {len(tiled.numbers)} tiles, {hash_of(tiled.cut.encode()):016x}")
         cache = kernel_cache_nbytes() if self.config.memory.unified else 0  # of oneDNN
         opened = self.store.open_forwards.nbytes_beside(storages_of(inputs))
         cache, opened = ranks.largest("memory beside a plan", cache, opened)  # so that all choose the same tiles
