@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from _pytest import runner
 
 from tests.support.run_cache import open_cache, remove_cache
+from zinf_compile.runtime.process.call_stack import with_room_for_calls
 
 # Set before torch is imported, and inherited by child processes: spinning OpenMP threads slow down other workers.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -35,6 +37,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove it."""
     if not hasattr(config, "workerinput"):
         remove_cache()
+
+
+@pytest.hookimpl(tryfirst=True)
+@with_room_for_calls
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    """Run each test, with its fixtures, in a chunk of Python's stack of its own: pytest is thirty frames deep itself."""
+    return runner.pytest_runtest_protocol(item, nextitem)
 
 
 @pytest.fixture(scope="session", autouse=True)

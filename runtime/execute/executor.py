@@ -9,6 +9,7 @@ import torch
 from zinf_compile.ir.errors import CapacityError, StoreError
 from zinf_compile.ir.glossary import Phase
 from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.process.interrupts import interruptible, uninterrupted
 from zinf_compile.runtime.ranks.ranks import describe
@@ -37,6 +38,7 @@ class Executor:
         self._records = records
         self._describe_run = describe_run
 
+    @with_room_for_calls
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph. An I/O error makes the store fail; after any error no transfer is left in flight."""
         # Interrupts may raise inside the graph's code. The cleanup after that is not interrupted again.

@@ -9,7 +9,7 @@ Every module with parameters gets a subclass of its own class, with the same nam
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import WRAPPER_ASSIGNMENTS
 from types import CodeType, FunctionType
 from typing import Any
@@ -26,6 +26,7 @@ from zinf_compile.runtime.execute.saved_tensors import GATHERED, repack_gathered
 from zinf_compile.runtime.observe.progress import timed
 from zinf_compile.runtime.params.home import EagerGather, GatherOfLeaf, TransformedGather, WholeLeaf
 from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.interrupts import interruptible, uninterrupted
 
@@ -168,6 +169,11 @@ def is_optimized(module: Module) -> bool:
     return hasattr(type(module), "_zinf_optimized")
 
 
+@with_room_for_calls
+def _call_with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
 def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter], forward: Forward) -> type[Module]:
     names, of_records = frozenset(records), tuple(map(weakref.ref, records.values()))
     # Torch keeps every class it has seen: what a class refers to strongly would never be freed.
@@ -184,8 +190,10 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
             with uninterrupted(), forward.computing(), interruptible():
                 if self._compiled_call_impl is not None and forward.is_foreign_to_capture:
                     return self._call_impl(*args, **kwargs)
-                with nullcontext() if forward.to_capture is None else forward.first_call():
+                if forward.to_capture is None:
                     return cls.__call__(self, *args, **kwargs)
+                with forward.first_call():
+                    return _call_with_room(cls.__call__, self, *args, **kwargs)
         except BackendCompilerFailed as error:  # Dynamo wraps what a backend raises
             if isinstance(error.inner_exception, ZinfError):
                 raise error.inner_exception from None

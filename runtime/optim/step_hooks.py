@@ -20,6 +20,7 @@ from zinf_compile.runtime.optim.step_jobs import JobCollector
 from zinf_compile.runtime.optim.supported import check_supported
 from zinf_compile.runtime.params.home_gradient import reduce_unreduced
 from zinf_compile.runtime.params.records import record_of, replacement_of
+from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.interrupts import interruptible, without_interrupts
 from zinf_compile.runtime.store.store import Store, store_of
 
@@ -97,6 +98,7 @@ class _StepInterception:
         for handle in self._handles:
             handle.remove()
 
+    @with_room_for_calls
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Collect the jobs, and let a stand-in without stored parameters take the optimizer's own step."""
         if not is_known(optimizer):
@@ -123,6 +125,7 @@ class _StepInterception:
             return (self._stand_in, *args[1:]), kwargs
         return (self._stand_in, self._loss), {}
 
+    @with_room_for_calls
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Start the updates, now that the optimizer's own step has not raised."""
         if self._loss is not None and self._loss.num_calls != 1 and self._stand_in is not None:

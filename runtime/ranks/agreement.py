@@ -160,6 +160,7 @@ def agree_on_hardware(ranks: Ranks, mine: Hardware) -> Hardware:
         devices_per_node=each,
         device_link_bytes_per_second=in_group or between_groups,
         node_link_bytes_per_second=min(of_node),
+        links_take_of_compute=1.0 if first.unified else 0.0,  # the CPU copies what it exchanges
     )
     return agreed.with_world(ranks.size, ranks.num_replicas)
 

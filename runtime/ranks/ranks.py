@@ -48,6 +48,8 @@ _TIMED_OUT = "Operation timed out"  # how torch.distributed says that ``wait`` r
 # Newer versions of torch call these otherwise.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# Between two ranks on one machine a MiB takes gloo 0.8 ms alone and 2.3 ms coalesced, and each collective 0.8 ms.
+_GATHERED_ALONE_NBYTES = 2**19
 _MEETING_NBYTES = 160  # of the text that says what a rank is about to do: the same everywhere, so that sizes agree
 _numbers = itertools.count()  # of the groups of this process: every rank makes them in the same order
 
@@ -105,13 +107,25 @@ class Ranks:
     # Collectives of parameters and gradients
 
     def all_gather(self, name: str, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> Collective:
-        """Start gathering flat shards, of equal sizes in the shard group, into wholes of ``size`` times as many elements."""
+        """Start gathering flat shards, of equal sizes in the shard group, into wholes of ``size`` times as many elements.
+
+        Gloo copies what is coalesced into one tensor and out again, so only small tensors are.
+        """
         self.check_together()
-        group = self._gathers
-        with self.raising(name), _coalescing_manager(group, async_ops=True) as manager:
+        group, works, together = self._gathers, [], []
+        with self.raising(name):
+            copies = dist.get_backend(group) == "gloo"
             for shard, whole in zip(shards, wholes, strict=True):
-                _all_gather(whole, shard, group=group)
-        return Collective(name=name, works=tuple(manager.works), tensors=(*shards, *wholes))
+                if copies and whole.nbytes >= _GATHERED_ALONE_NBYTES:
+                    works.append(_all_gather(whole, shard, group=group, async_op=True))
+                else:
+                    together.append((shard, whole))
+            if together:
+                with _coalescing_manager(group, async_ops=True) as manager:
+                    for shard, whole in together:
+                        _all_gather(whole, shard, group=group)
+                works += manager.works
+        return Collective(name=name, works=tuple(works), tensors=(*shards, *wholes))
 
     def exchange_rows(self, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
         """Start sending to each rank its elements of a flat ``value``, so many to each, and receiving ours of all ranks.

@@ -43,6 +43,7 @@ from zinf_compile.runtime.optim.backward_step import BackwardStep
 from zinf_compile.runtime.optim.step_hooks import install_step_hooks
 from zinf_compile.runtime.params.numbers import find_record
 from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.process.ram import return_freed_memory
@@ -165,6 +166,7 @@ class Session:
         unfreeze_parameter(self.store, record, fact, unfrozen)
         self.catalog.placements = placements
 
+    @with_room_for_calls
     def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Return the planned and lowered callable of a torch-level graph that reads all parameters through gathers."""
         try:

@@ -29,6 +29,7 @@ from zinf_compile.passes.capture.offline.trace import Inputs
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.model.accessors import refuse_optimized
 from zinf_compile.runtime.optim.supported import check_supported
+from zinf_compile.runtime.process.call_stack import with_room_for_calls
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -37,6 +38,7 @@ _BUDGETS = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.NVME: "
 _NOT_PLANNED = frozenset({"nvme", "device", "remake_plan", "verify_store", "capture"})
 
 
+@with_room_for_calls
 def plan(
     model: Module,
     inputs: object,

@@ -131,6 +131,7 @@ class Hardware:
     updates_take_of_compute: float = (
         1.0  # seconds that compute loses per second of update; 0 where other processors update
     )
+    links_take_of_compute: float = 0.0  # seconds that compute loses per second of its links; 1 where its processors copy
     attention_flops: tuple[Rate, ...] = ()  # of attention kernels, by dtype name; empty: as matrix products
     op_rates: tuple[OpRate, ...] = ()  # empty: all as fast as memory copies
     op_overhead_seconds: float = 0.0  # of calling one op, however small its tensors are
@@ -186,7 +187,7 @@ class Hardware:
             speeds.append((self.device_link_bytes_per_second * num_ranks / (num_ranks - 1), DEVICE_LINKS))
         if num_nodes > 1:
             speeds.append((self.node_link_bytes_per_second * num_nodes / (num_nodes - 1), NODE_LINKS))
-        return _links(speeds)
+        return self._slowest_of(speeds)
 
     def replica_links(self, num_ranks: int, num_replicas: int) -> Route:
         """Return the links between replicas of so many ranks, as a route of the bytes that one rank passes on.
@@ -201,7 +202,7 @@ class Hardware:
             speeds.append((self.device_link_bytes_per_second, DEVICE_LINKS))
         if total > each:
             speeds.append((self.node_link_bytes_per_second / min(num_ranks, each), NODE_LINKS))
-        return _links(speeds)
+        return self._slowest_of(speeds)
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the matrix-product rate of a dtype; of the slowest known dtype for one that was not measured."""
@@ -224,11 +225,16 @@ class Hardware:
         """Return a route's bandwidth; KeyError for a route the hardware does not have."""
         return self.route(source, destination).bytes_per_second
 
-
-def _links(speeds: list[tuple[float, str]]) -> Route:
-    """Return the slowest of some links, by bytes per second."""
-    speed, name = min(speeds)
-    return Route(name=name, bytes_per_second=speed, latency_seconds=0.0, lanes=(name,))
+    def _slowest_of(self, links: list[tuple[float, str]]) -> Route:
+        """Return the slowest of some links, by bytes per second."""
+        speed, name = min(links)
+        return Route(
+            name=name,
+            bytes_per_second=speed,
+            latency_seconds=0.0,
+            lanes=(name,),
+            takes_of_compute=self.links_take_of_compute,
+        )
 
 
 def _rate_of(dtype: str, rates: tuple[Rate, ...]) -> float:

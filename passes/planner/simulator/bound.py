@@ -18,12 +18,16 @@ def least_seconds(plan: Plan) -> float:
 
     Forward and backward each last at least as long as their busiest lane, with the updates that must start and end there:
     an overlapped update ends before forward gathers its parameter, one in backward starts there. A synchronous step lasts
-    at least as long as its own busiest lane. And no lane does two things at a time.
+    at least as long as its own busiest lane. And no lane does two things at a time. While a lane moves bytes, compute loses
+    the share of its processors that this takes: compute lasts longer by at least what one lane takes of it.
     """
     busy = _BusyLanes(plan)
     lanes = set().union(*busy.phases.values(), busy.beside)
     whole = max((sum(each[lane] for each in (*busy.phases.values(), busy.beside)) for lane in lanes), default=0.0)
-    in_turn = sum(max(each.values(), default=0.0) for each in busy.phases.values())
+    in_turn = sum(
+        max(*each.values(), each[COMPUTE_LANE] + max(busy.taken[phase].values(), default=0.0), 0.0)
+        for phase, each in busy.phases.items()
+    )
     return max(whole, in_turn) * (1 - _ROUNDING)
 
 
@@ -33,6 +37,8 @@ class _BusyLanes:
     def __init__(self, plan: Plan) -> None:
         self.phases: dict[Phase, dict[str, float]] = {phase: defaultdict(float) for phase in Phase}
         self.beside: dict[str, float] = defaultdict(float)
+        # What transfers take of compute in a phase, by the first lane that they occupy.
+        self.taken: dict[Phase, dict[str, float]] = {phase: defaultdict(float) for phase in Phase}
         self._plan = plan
         ways = Ways(plan)
         self._routes = ways.world.routes
@@ -43,10 +49,17 @@ class _BusyLanes:
             self.phases[span.phase][COMPUTE_LANE] += span.seconds
         phase_of = plan.schedule.phase_of
         for transfer in plan.transfers:
-            _add(self.phases[phase_of(transfer.issue)], ways.legs(transfer))
+            self._add_legs(phase_of(transfer.issue), ways.legs(transfer))
         if plan.schedule.is_training:
-            _add(self.phases[Phase.FORWARD], ways.spread)
+            self._add_legs(Phase.FORWARD, ways.spread)
             self._add_updates(timing)
+
+    def _add_legs(self, phase: Phase, legs: Iterable[Leg]) -> None:
+        """Add the legs of transfers that begin and end in a phase."""
+        _add(self.phases[phase], legs)
+        for leg in legs:
+            if leg.route.takes_of_compute:
+                self.taken[phase][leg.route.lanes[0]] += leg.route.takes_of_compute * leg.seconds
 
     def _add_updates(self, timing: StepTiming) -> None:
         plan = self._plan
