@@ -1,11 +1,13 @@
 """Reduces gradients over ranks on their way home: each rank gets its rows of the sum, divided by a factor.
 
-A gradient passes through two buffers of constant size, in pieces. One piece is in flight at a time, beside the compute
-that follows it::
+A gradient passes through two buffers, each as large as the largest gradient, or 32 MiB. As many are in flight as the buffers
+hold, beside the compute that follows them::
 
     gradient of a layer     its rows are copied to the outgoing buffer and go to their ranks; ours of all ranks come in
-    next gradient           waits for the last one, adds up what came in, and sends the shard home
-    end of backward         the same for the last gradient
+    no room for the next    waits for those in flight, adds up what came in, and sends the shards home
+    end of backward         the same for the last gradients
+
+A gradient above 32 MiB goes in pieces, one after the other.
 
 An ordered reduction adds in the order of ranks. It gives the bits of one process that accumulates the ranks' batches in
 that order. A fast one leaves the order to the backend.
@@ -19,6 +21,7 @@ The total is in the outgoing buffer then, which is free again, so that no buffer
 """
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +32,7 @@ from zinf_compile.ir.plan import REDUCED_NBYTES
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.ranks.ranks import Collective, Ranks
 
+_ALIGNMENT = 64  # bytes, of gradients in the buffers
 Then = Callable[[Tensor], None]  # takes the shard, whose memory is overwritten afterwards
 
 
@@ -59,16 +63,21 @@ class Reductions:
         self._is_ordered = is_ordered
         self._divide_by = divide_by
         self._buffers = {name: torch.empty(0, dtype=torch.uint8) for name in ("outgoing", "incoming", "total")}
-        self._pending: _Pending | None = None
+        self._capacity = 0  # bytes of gradients that are in flight at the same time
+        self._used = 0  # of them
+        self._first = 0  # byte of the gradient that is started
+        self._pending: deque[_Pending] = deque()
 
     def start(self, whole: Slice, grad: Tensor, then: Then) -> None:
-        """Start reducing a gradient; ``then`` gets this rank's rows of it, flat, at the next ``start`` or ``finish``."""
-        self.finish()
+        """Start reducing a gradient; ``then`` gets this rank's rows of it, flat, in a later ``start`` or ``finish``."""
         size, flat = self._ranks.size, grad.reshape(-1)
         counts = [whole.among(size).of_rank(rank).num_elements for rank in range(size)]
         firsts = [0, *itertools.accumulate(counts)]
         step = max(1, REDUCED_NBYTES // grad.dtype.itemsize // size)
         starts = range(0, max(counts), step)
+        if len(starts) > 1:
+            self.finish()  # the total of one that went in pieces may still be there
+        self._make_room(min(step, max(counts)) * size * grad.dtype.itemsize)
         total = self._view("total", counts[self._ranks.rank], grad) if len(starts) > 1 else None
         piece: _Piece | None = None
         for start in starts:
@@ -78,19 +87,27 @@ class Reductions:
             rows = [flat[first + start : first + end] for first, end in zip(firsts, ends, strict=False)]
             piece = self._send(whole.parameter, rows, start, grad)
         if piece is not None:
-            self._pending = _Pending(total=total, piece=piece, then=then)
+            self._pending.append(_Pending(total=total, piece=piece, then=then))
+
+    def _make_room(self, nbytes: int) -> None:
+        """Reserve room in the buffers, as much on every rank; waits for what is in flight if that leaves too little."""
+        if self._used + nbytes > self._capacity:
+            self.finish()
+        self._capacity = max(self._capacity, nbytes)
+        self._first = self._used
+        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def _send(self, name: str, rows: list[Tensor], start: int, grad: Tensor) -> _Piece:
         """Start reducing some elements of each rank's rows."""
         ranks, counts = self._ranks, [part.numel() for part in rows]
         what, mine = f"the reduction of the gradient of {name}", counts[ranks.rank]
-        outgoing = self._view("outgoing", sum(counts), grad)
+        outgoing = self._view("outgoing", sum(counts), grad, self._first)
         torch.cat(rows, out=outgoing)
         if self._is_ordered:
-            parts = self._view("incoming", mine * ranks.size, grad)
+            parts = self._view("incoming", mine * ranks.size, grad, self._first)
             collective = ranks.exchange_rows(what, outgoing, counts, parts)
         else:
-            parts = self._view("incoming", mine, grad)
+            parts = self._view("incoming", mine, grad, self._first)
             collective = ranks.reduce_rows(what, outgoing, counts, parts)
         parts = parts.view(-1, mine) if mine else parts.view(1, 0)
         return _Piece(collective=collective, parts=parts, carried=outgoing[:mine], start=start)
@@ -124,17 +141,18 @@ class Reductions:
         return total
 
     def finish(self) -> None:
-        """Wait for the reduction in flight, if there is one, and pass its result on."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        """Wait for the reductions in flight, and pass their results on, in the order in which they were started."""
+        while self._pending:
+            pending = self._pending.popleft()
             last = self._add_up(pending.piece, into=pending.total)
             pending.then(last if pending.total is None else pending.total)
+        self._used = 0
 
     def abandon(self) -> None:
-        """Wait for the reduction in flight and drop its result, after an error."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._ranks.wait(pending.piece.collective)
+        """Wait for the reductions in flight and drop their results, after an error."""
+        pending, self._pending, self._used = self._pending, deque(), 0
+        for each in pending:
+            self._ranks.wait(each.piece.collective)
 
     def reduced(self, whole: Slice, grad: Tensor) -> Tensor:
         """Return this rank's rows of a gradient, reduced, in fresh memory; blocks."""
@@ -144,12 +162,13 @@ class Reductions:
         (result,) = results
         return result.view(whole.among(self._ranks.size).of_rank(self._ranks.rank).sizes)
 
-    def _view(self, buffer: str, num_elements: int, like: Tensor) -> Tensor:
-        """Return a part of a buffer, which grows as needed and stays."""
-        nbytes = num_elements * like.dtype.itemsize
-        if self._buffers[buffer].numel() < nbytes:
+    def _view(self, buffer: str, num_elements: int, like: Tensor, first: int = 0) -> Tensor:
+        """Return elements of a buffer, from a byte on. It grows as needed, when nothing is in flight, and stays."""
+        end = first + num_elements * like.dtype.itemsize
+        if self._buffers[buffer].numel() < end:
+            nbytes = max(end, 0 if buffer == "total" else self._capacity)
             self._buffers[buffer] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
-        return self._buffers[buffer][:nbytes].view(like.dtype)
+        return self._buffers[buffer][first:end].view(like.dtype)
 
 
 def _add_rows(parts: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +31,10 @@ from tests.distributed.workloads import (
 )
 from tests.support.rank_pool import RankPool
 from tests.support.traces import Trace, assert_same
+from zinf_compile.driver import session
+from zinf_compile.ir.hardware import Hardware
 from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.ranks.agreement import agree_on_hardware
 
 PLACEMENTS = ["nvme", pytest.param("resident", marks=pytest.mark.long)]
 
@@ -255,11 +260,16 @@ def test_compiled_segments_and_fast_reductions_agree_to_rounding(two: RankPool, 
 
 
 def train_and_count_prefetches(loop: Loop, options: Mapping[str, Any]) -> tuple[Trace, int]:
-    """Train; return also how many gathers the plan issues before they are needed."""
-    model, trace = optimize(loop.build(), options), Trace()
-    optimizer = loop.make_optimizer(model)
-    for step in range(loop.num_steps):
-        train_step(loop, model, optimizer, step, trace)
+    """Train; return also how many gathers the plan issues early, with links that take no time from compute."""
+
+    def agree(*given: Any) -> Hardware:
+        return replace(agree_on_hardware(*given), links_take_of_compute=0.0)
+
+    with mock.patch.object(session, "agree_on_hardware", agree):
+        model, trace = optimize(loop.build(), options), Trace()
+        optimizer = loop.make_optimizer(model)
+        for step in range(loop.num_steps):
+            train_step(loop, model, optimizer, step, trace)
     (plan,) = zinf_compile.report(model).plans
     zinf_compile.close(model)
     return trace, sum(gather.issue < gather.need_by for gather in plan.gathers)

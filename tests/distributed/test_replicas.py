@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +71,48 @@ def piece_of(shape: Sequence[int], rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
+def keep(kept: list[Tensor], shard: Tensor) -> None:
+    """Keep a reduced gradient, whose memory is overwritten."""
+    kept.append(shard.clone())
+
+
 def reduce(mesh: list[Any], dtype: torch.dtype, is_ordered: bool) -> list[Any]:
-    """Return this rank's place in a mesh, and what it gets of gradients that pass in one piece and in many."""
+    """Return this rank's place in a mesh, and its gradients: in one piece and in many, alone and several at once."""
     ranks, whole = Ranks(DeviceMesh("cpu", mesh)), reductions.REDUCED_NBYTES
     ours = Reductions(ranks, is_ordered=is_ordered, divide_by=1)
     results = []
     for nbytes in (whole, 64):
         reductions.REDUCED_NBYTES = nbytes  # type: ignore[misc]
-        results.append(
-            [ours.reduced(Slice.of_whole("w", shape), piece_of(shape, ranks.mesh_rank, dtype)) for shape in SHAPES]
-        )
+        pieces = [(Slice.of_whole("w", shape), piece_of(shape, ranks.mesh_rank, dtype)) for shape in SHAPES]
+        alone = [ours.reduced(whole_slice, piece) for whole_slice, piece in pieces]
+        together: list[Tensor] = []
+        for whole_slice, piece in pieces:
+            ours.start(whole_slice, piece, partial(keep, together))
+        ours.finish()
+        results += [alone, [shard.view_as(each) for shard, each in zip(together, alone, strict=True)]]
     reductions.REDUCED_NBYTES = whole
     (largest,) = ranks.largest("the largest rank", dist.get_rank())
     assert largest == 3
     assert ranks.exchange("ranks", ranks.mesh_rank) == [0, 1, 2, 3]
     return [ranks.size, ranks.rank, ranks.mesh_rank, results]
+
+
+def count_waits() -> list[int]:
+    """Return how many waits there were when each of some gradients was started, whose buffers hold four of them."""
+    ranks = Ranks(DeviceMesh("cpu", [0, 1]))
+    ours = Reductions(ranks, is_ordered=True, divide_by=1)
+    ours.reduced(Slice.of_whole("large", (64, 64)), torch.ones(64, 64))
+    waited, counts, wait = [], [], ranks.wait
+    ranks.wait = lambda collective: (waited.append(collective), wait(collective))  # type: ignore[method-assign,assign,func-returns-value]
+    for number in range(6):
+        ours.start(Slice.of_whole("small", (16, 64)), torch.full((16, 64), float(number)), lambda shard: None)
+        counts.append(len(waited))
+    ours.finish()
+    return [*counts, len(waited)]
+
+
+def test_as_many_reductions_are_in_flight_as_buffers_hold(two: RankPool) -> None:
+    assert two.run(count_waits) == [[0, 0, 0, 0, 4, 4, 6]] * 2
 
 
 @pytest.mark.parametrize("mesh", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]])

@@ -5,8 +5,8 @@ turns on it, like reads and writes of one disk. At the need-by tick of a transfe
 wait is a stall. What leaves the device starts after the op that computes it; backward ends when the last gradient is home.
 A reload starts after its offload has ended. All ranks do the same, so one of them is simulated: its shards move over its
 routes, full values and gradients over the links. Compute starts what moves over the links: at the launch tick of a gather
-it waits until the shards are there, and before a gradient is reduced until the last one was. Between replicas a gradient
-moves only while compute waits for it: before the next one is reduced, or at the end of backward. Before forward compute
+it waits until the shards are there, and before a gradient is reduced until the buffers have room for it. Between replicas a
+gradient moves only while compute waits for it: when buffers are full, or at the end of backward. Before forward compute
 waits for the rows of residents that other ranks have updated.
 
 The simulated step is one of many equal ones. With an overlapped optimizer step, forward therefore runs beside the updates
@@ -20,7 +20,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from zinf_compile.ir.glossary import Phase, StepTiming, Tier
-from zinf_compile.ir.plan import ComputeSpan, Placement, Plan
+from zinf_compile.ir.plan import REDUCED_NBYTES, ComputeSpan, Placement, Plan
 from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATED_RESIDENTS, Event, MemoryPoint, TickTime, Timeline
 from zinf_compile.ir.transfers import Moved, Transfer
 from zinf_compile.passes.planner.simulator.journeys import Journeys
@@ -59,6 +59,7 @@ class _Reduction(NamedTuple):
     journey: int
     reduced: int | None  # the node that reduces it inside the shard group; None where that is one rank
     taken_by: Placement | None  # whose update in backward takes it
+    nbytes: int
 
 
 # Overhead of the compute thread for a gather (issue, wait, release), and for a gradient that goes to the disk
@@ -83,7 +84,8 @@ class _Walk:
         self._sinks: list[int] = []  # journeys of gradients, which backward waits for at its end
         self._launches: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by tick: need-by ticks and journeys
         self._held: set[int] = set()  # gathers whose shards the ranks do not exchange yet
-        self._reduction: _Reduction | None = None  # the last one: they have the same buffers
+        self._reductions: list[_Reduction] = []  # in flight: their buffers are as large as the largest gradient
+        self._largest = min(REDUCED_NBYTES, max((sink.nbytes for sink in plan.sinks), default=0))
         self._updates = Updates(plan, self.lanes)
         self._read: dict[int, list[str]] = defaultdict(list)  # residents that are updated beside forward, by first use
         self._timing = plan.step.timing
@@ -133,7 +135,7 @@ class _Walk:
         for tick in reversed(self._visits):
             self._visit(tick)
         if self._plan.num_replicas > 1:
-            self._finish_reduction()
+            self._finish_reductions()
         self._journeys.advance(math.inf)
         nodes = [self._journeys.finish(sink) for sink in self._sinks]
         if nodes:
@@ -228,26 +230,27 @@ class _Walk:
         if not legs:
             self._update(taken_by, self._after)
             return
-        self._finish_reduction()
+        if sum(each.nbytes for each in self._reductions) + sink.nbytes > self._largest:
+            self._finish_reductions()
         journey = self._journeys.start(sink.label, legs, self._after, held_before=self._ways.between_replicas)
         self._sinks.append(journey)
         reduced = self._journeys.last_of(journey) if self._plan.num_ranks > 1 else None
-        self._reduction = _Reduction(journey, reduced, taken_by)
+        if self._plan.mesh_size > 1:
+            self._reductions.append(_Reduction(journey, reduced, taken_by, sink.nbytes))
         if self._plan.num_replicas == 1 and taken_by is not None:
             self._update(taken_by, (self._journeys.finish(journey),))
 
-    def _finish_reduction(self) -> None:
-        """Wait for the reduction in flight, if there is one. Of several replicas, that is when it goes on between them."""
-        pending, self._reduction = self._reduction, None
-        if pending is None:
-            return
-        if pending.reduced is not None:
-            self._wait(pending.reduced)
-        if self._plan.num_replicas > 1:
-            self._journeys.launch(pending.journey, self.clock, self._after)
-            self._wait(self._journeys.last_of(pending.journey))
-            if pending.taken_by is not None:
-                self._update(pending.taken_by, (self._journeys.finish(pending.journey),))
+    def _finish_reductions(self) -> None:
+        """Wait for the reductions in flight. Of several replicas, that is when they go on between them."""
+        pending, self._reductions = self._reductions, []
+        for each in pending:
+            if each.reduced is not None:
+                self._wait(each.reduced)
+            if self._plan.num_replicas > 1:
+                self._journeys.launch(each.journey, self.clock, self._after)
+                self._wait(self._journeys.last_of(each.journey))
+                if each.taken_by is not None:
+                    self._update(each.taken_by, (self._journeys.finish(each.journey),))
 
     def _update(self, placement: Placement | None, after: tuple[int, ...]) -> None:
         """Queue the update in backward of a parameter after some nodes, if there is one."""
