@@ -1,5 +1,7 @@
 """Hardware: the rates a prediction is made with. Measured on the machine (``runtime/calibration/calibrate.py``) or given."""
 
+import itertools
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -80,6 +82,22 @@ def count_ranks_of_replica(world: int, num_replicas: int) -> int:
     return world // num_replicas
 
 
+def _are_uneven(num_ranks: int, num_devices: int) -> bool:
+    """Return whether groups of so many ranks are spread unevenly over nodes of so many devices."""
+    return num_ranks % num_devices > 0 and num_devices % num_ranks > 0
+
+
+def _describe_worlds(total: int, num_replicas: int, each: int) -> str:
+    """Return the numbers of ranks nearest to ``total`` that so many replicas may have on nodes of ``each`` devices."""
+    step = math.lcm(each, num_replicas)
+    last = total - total % step
+    fewer, more = range(last, 0, -step), itertools.count(last + step, step)
+    nearest = (
+        next((few for few in some if not _are_uneven(few // num_replicas, each)), None) for some in (fewer, more)
+    )
+    return " or ".join(str(number) for number in nearest if number is not None)
+
+
 def _check_count(number: int, what: str) -> None:
     if type(number) is not int or number < 1:
         raise ConfigError(f"a world of {number!r} {what} is none; give a whole number, 1 or more")
@@ -154,9 +172,9 @@ class Hardware:
         if total > each and total % each:
             raise ConfigError(
                 f"{total} ranks do not fill whole nodes of {self.name}, which have {each} devices each; give "
-                f"{total - total % each} or {total + each - total % each} ranks"
+                f"{_describe_worlds(total, num_replicas, each)} ranks"
             )
-        if total > each and num_ranks % each and each % num_ranks:
+        if total > each and _are_uneven(num_ranks, each):
             raise ConfigError(
                 f"{num_replicas} replicas of {num_ranks} ranks each are spread unevenly over nodes of {self.name}, which "
                 f"have {each} devices each; give a number of replicas with which each has {each} ranks, a multiple of "

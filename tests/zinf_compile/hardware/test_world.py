@@ -29,7 +29,8 @@ def test_replicas_fill_nodes_together(num_ranks: int, num_replicas: int, num_nod
     ("num_ranks", "num_replicas", "message"),
     [
         (4, 0, r"a world of 0 replicas is none; give a whole number, 1 or more"),
-        (4, 5, r"20 ranks do not fill whole nodes of dgx2, which have 16 devices each; give 16 or 32 ranks"),
+        (4, 5, r"20 ranks do not fill whole nodes of dgx2, which have 16 devices each; give 80 ranks"),
+        (22, 2, r"44 ranks do not fill whole nodes of dgx2, which have 16 devices each; give 32 or 64 ranks"),
         (
             12,
             4,
