@@ -15,12 +15,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    """Return a function from a number of ranks to the pool that has them."""
+def _pools() -> Iterator[dict[int, RankPool]]:
+    """Return the pools, by their number of ranks."""
     pools: dict[int, RankPool] = {}
-    yield lambda size: pools.setdefault(size, RankPool(size))
+    yield pools
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="module")
+def pool_of(_pools: dict[int, RankPool]) -> Iterator[Callable[[int], RankPool]]:
+    """Return a function from a number of ranks to the pool that has them.
+
+    Larger pools end with their module: each group of gloo has threads that look for messages a hundred times a second, and
+    four ranks of many meshes had 240 of them.
+    """
+    yield lambda size: _pools.setdefault(size, RankPool(size))
+    for pool in _pools.values():
+        if pool.size > 3:
+            pool.stop()
 
 
 @pytest.fixture

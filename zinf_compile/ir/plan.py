@@ -16,7 +16,7 @@ from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 SECTOR_NBYTES = 4096  # extents of the store file are aligned to this: O_DIRECT needs it on disks with 4 KiB sectors
 UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
 BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
