@@ -1,7 +1,7 @@
 """Reduces gradients over ranks on their way home: each rank gets its rows of the sum, divided by a factor.
 
-A gradient passes through two buffers, each as large as the largest gradient, or 32 MiB. As many are in flight as the buffers
-hold, beside the compute that follows them::
+A gradient passes through two buffers, each as large as the largest gradient, at most 32 MiB. As many gradients are in flight
+as the buffers hold, beside the compute that follows them::
 
     gradient of a layer     its rows are copied to the outgoing buffer and go to their ranks; ours of all ranks come in
     no room for the next    waits for those in flight, adds up what came in, and sends the shards home

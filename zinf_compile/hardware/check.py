@@ -29,6 +29,10 @@ def find_problems(hardware: Hardware) -> Iterator[str]:
         if rate is not GAP:
             yield from _outside(f"op_rates[{index}].bytes_per_second", rate.bytes_per_second, _BANDWIDTH, "'20 GB/s'")
     yield from _outside("op_overhead_seconds", hardware.op_overhead_seconds, _LATENCY, "'5 us'")
+    for name in ("updates_take_of_compute", "links_take_of_compute"):
+        share = getattr(hardware, name)
+        if share is not GAP and not 0 <= share <= 1:
+            yield f"{name} = {share} is not between 0 and 1; it is a share of compute"
     yield from _tier_problems(hardware)
     yield from _route_problems(hardware)
     yield from _link_problems(hardware)

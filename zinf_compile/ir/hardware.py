@@ -149,7 +149,7 @@ class Hardware:
     updates_take_of_compute: float = (
         1.0  # seconds that compute loses per second of update; 0 where other processors update
     )
-    links_take_of_compute: float = 0.0  # seconds that compute loses per second of links; 1 where it copies itself
+    links_take_of_compute: float = 0.0  # the same per second of the links; 1 where the CPU computes and copies
     attention_flops: tuple[Rate, ...] = ()  # of attention kernels, by dtype name; empty: as matrix products
     op_rates: tuple[OpRate, ...] = ()  # empty: all as fast as memory copies
     op_overhead_seconds: float = 0.0  # of calling one op, however small its tensors are

@@ -197,6 +197,11 @@ def put(path: str, value: object) -> Callable[[Any], None]:
         (put("flops.0.per_second", "11 TFLOP/s"), "flops[0].per_second = 1.1e+13 of float32 is over its peak of 1e+13"),
         (put("memory_bytes_per_second", 0), "memory_bytes_per_second is 0; write what the machine has"),
         (put("memory_bytes_per_second", 900), "memory_bytes_per_second = 900 is not between"),
+        (
+            put("links_take_of_compute", 1.5),
+            "links_take_of_compute = 1.5 is not between 0 and 1; it is a share of compute",
+        ),
+        (put("updates_take_of_compute", -1.0), "updates_take_of_compute = -1.0 is not between 0 and 1"),
         (put("optimizer_elements_per_second", -1), "optimizer_elements_per_second = -1 is negative"),
         (put("routes.0.bytes_per_second", 12), "routes[0].bytes_per_second = 12 is not between 1e+06 and 1e+15"),
         (put("routes.0.lanes", []), "routes[0].lanes is empty"),
