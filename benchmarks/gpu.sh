@@ -1,25 +1,50 @@
 #!/bin/sh
-# On a machine with an NVIDIA GPU, from the root of a checkout: install, run what needs a GPU, and measure.
+# On a machine with an NVIDIA GPU, from the root of a checkout: run what needs a GPU, and measure. Needs no network.
 #
-#     OUT=results sh benchmarks/gpu.sh
+#     OUT=results sh benchmarks/gpu.sh                 # all steps
+#     OUT=results sh benchmarks/gpu.sh machine tests   # some of them
 #
-# Leaves in OUT: machine.txt, tests.txt, memcheck.txt and gpu_step.jsonl, which belongs under benchmarks/results/.
+# Steps: machine, tests, parity, memcheck, step. Each ends after LIMIT seconds (540), and leaves machine.txt, tests.txt,
+# parity.txt, memcheck.txt or gpu_step.jsonl in OUT; the last belongs under benchmarks/results/. What a step leaves is
+# not measured again: gpu_step goes on after the last line of its file.
 set -u
 OUT=${OUT:-.}
+PYTHON=${PYTHON:-python3}
+LIMIT=${LIMIT:-540}
+WORKERS=${WORKERS:-8}
+export CUBLAS_WORKSPACE_CONFIG=:4096:8
 mkdir -p "$OUT"
-python -m pip install --no-deps --no-build-isolation -q -e . || exit 1
-{
-    nvidia-smi
-    nvidia-smi topo -m
-    python -c "import sys, torch; print(sys.version, torch.__version__, torch.version.cuda)"
-    ulimit -l
-    date -u
-} > "$OUT/machine.txt" 2>&1
-timeout 240 python -m pytest -m gpu -q -ra > "$OUT/tests.txt" 2>&1
-tail -15 "$OUT/tests.txt"
-if command -v compute-sanitizer > /dev/null; then
-    timeout 120 compute-sanitizer --tool memcheck python -m pytest -m gpu -q tests/runtime/optim/test_kernels.py \
-        > "$OUT/memcheck.txt" 2>&1
-    tail -3 "$OUT/memcheck.txt"
-fi
-timeout "${SECONDS_LEFT:-1200}" python -m benchmarks.gpu_step --json "$OUT/gpu_step.jsonl" "$@"
+$PYTHON -m pip install --no-deps --no-build-isolation -q -e . || exit 1
+
+# The folders are named: other tests need packages that such a machine may not have.
+run_tests() { # FILE ARGUMENTS..
+    file=$1
+    shift
+    timeout -s INT -k 15 "$LIMIT" $PYTHON -m pytest -q -ra -n "$WORKERS" --dist worksteal --tb=short "$@" > "$file" 2>&1
+    tail -3 "$file"
+}
+
+for step in ${*:-machine tests parity memcheck step}; do
+    case $step in
+    machine)
+        {
+            nvidia-smi
+            nvidia-smi topo -m
+            $PYTHON -c "import sys, torch; print(sys.version, torch.__version__, torch.version.cuda)"
+            nproc
+            free -g
+            ulimit -l
+            date -u
+        } > "$OUT/machine.txt" 2>&1
+        ;;
+    tests) run_tests "$OUT/tests.txt" tests/gpu tests/runtime/optim/test_kernels.py ;;
+    parity) ZINF_GPU=1 run_tests "$OUT/parity.txt" -m "not long" tests/parity ;;
+    memcheck)
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s INT -k 15 "$LIMIT" compute-sanitizer --tool memcheck \
+            $PYTHON -m pytest -m gpu -q tests/runtime/optim/test_kernels.py > "$OUT/memcheck.txt" 2>&1
+        tail -3 "$OUT/memcheck.txt"
+        ;;
+    step) timeout -s INT -k 15 "$LIMIT" $PYTHON -m benchmarks.gpu_step --json "$OUT/gpu_step.jsonl" ;;
+    *) echo "$step is none of: machine tests parity memcheck step" >&2 && exit 2 ;;
+    esac
+done

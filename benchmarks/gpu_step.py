@@ -46,11 +46,13 @@ class Shape:
     layers: int
     hidden: int
     sequence: int = 2048
+    head_width: int = 128
 
 
 SHAPES = {
-    "tiny": Shape(layers=2, hidden=64, sequence=32),
-    "1.5B": Shape(layers=48, hidden=1600),
+    "tiny": Shape(layers=2, hidden=64, sequence=32, head_width=64),
+    "0.4B": Shape(layers=24, hidden=1024, head_width=64),
+    "1.5B": Shape(layers=48, hidden=1600, head_width=64),
     "7B": Shape(layers=32, hidden=4096),
     "13B": Shape(layers=40, hidden=5120),
 }
@@ -66,7 +68,7 @@ def _build(shape: Shape) -> Any:
         vocab_size=_VOCABULARY,
         layers=shape.layers,
         hidden=shape.hidden,
-        heads=max(1, shape.hidden // 128),
+        heads=shape.hidden // shape.head_width,
         seq=shape.sequence,
     )
     with torch.device("meta"):

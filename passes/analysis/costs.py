@@ -144,11 +144,24 @@ def _grouped_product_flops(left: Tensor, right: Tensor, *_: object, **__: object
     return 2 * num_groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
-# Torch's registry has the attention kernels of CUDA, but not the CPU's, and no grouped products.
+_ATTENTIONS = (
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+)
+_ATTENTION_BACKWARDS = (
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+# Torch's registry has neither the CPU's attention nor grouped products, and until 2.12 its formulas of CUDA's attention
+# refuse fewer heads of keys than of queries.
 _FORMULAS: dict[object, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped_product_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    **dict.fromkeys(_ATTENTIONS, _attention_flops),
+    **dict.fromkeys(_ATTENTION_BACKWARDS, _attention_backward_flops),
     torch.ops.zinf.logit_sums: _logits_flops,
     torch.ops.zinf.logit_sums_backward: _logits_backward_flops,
     torch.ops.zinf.weigh_logit_sums: _logits_with_gradients_flops,

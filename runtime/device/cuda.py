@@ -84,6 +84,7 @@ class CudaDevice:
         self._to_host = CudaStream(torch.cuda.Stream(self.torch_device))
         self._update = CudaStream(torch.cuda.Stream(self.torch_device))
         self._compute: CudaStream | None = None
+        self._own_limit: float | None = None  # the user's fraction of the memory, while ours is set
 
     @property
     def compute(self) -> CudaStream:
@@ -151,7 +152,8 @@ class CudaDevice:
     def pin(self, address: int, nbytes: int) -> str | None:
         """Pin whole pages of host memory; return the reason as text if that fails, else None."""
         runtime = torch.cuda.cudart()
-        code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        with torch.cuda.device(self.torch_device):  # CUDA makes a context on the current device
+            code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
         if int(code) == 0:
             return None
         with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel would report it
@@ -162,7 +164,8 @@ class CudaDevice:
     def unpin(self, address: int) -> None:
         """Undo ``pin``."""
         self.synchronize()  # a copy in flight must not continue with unpinned pages
-        torch.cuda.cudart().cudaHostUnregister(address)
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.cudart().cudaHostUnregister(address)
 
     @property
     def allocated_nbytes(self) -> int:
@@ -189,9 +192,17 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def limit(self, nbytes: int | None) -> None:
-        """Make torch refuse to hold more than ``nbytes`` for this process from now on; None removes the limit."""
-        total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        fraction = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        """Make torch refuse to hold more than ``nbytes`` for this process from now on; None restores the user's limit."""
+        if nbytes is None and self._own_limit is None:
+            return
+        if self._own_limit is None:
+            self._own_limit = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        fraction = self._own_limit
+        if nbytes is None:
+            self._own_limit = None
+        else:
+            total = torch.cuda.get_device_properties(self.torch_device).total_memory
+            fraction = min(fraction, nbytes / total)
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
     def give_back(self) -> None:

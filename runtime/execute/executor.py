@@ -43,7 +43,10 @@ class Executor:
         """Run the graph. An I/O error makes the store fail; after any error no transfer is left in flight."""
         # Interrupts may raise inside the graph's code. The cleanup after that is not interrupted again.
         with uninterrupted(), self._store.busy(f"a {self._phase}"):
-            return self._call(inputs)
+            try:
+                return self._call(inputs)
+            finally:
+                self._store.ram.end()  # a limit on device memory must not outlast the run
 
     def _call(self, inputs: list[Any]) -> Sequence[Any]:
         store = self._store
@@ -74,8 +77,6 @@ class Executor:
             except BaseException as error:
                 self._abandon(error)
                 raise
-            finally:
-                store.ram.end()
 
     def _make_ready(self, inputs: list[Any]) -> None:
         """Raise if the graph cannot run, and prepare everything that it needs besides its inputs."""

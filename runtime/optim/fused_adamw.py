@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from zinf_compile.runtime.native.compiled import load_compiled
-from zinf_compile.runtime.optim.shadow import shadow_step
+from zinf_compile.runtime.optim.shadow import SCALER_ATTRIBUTES, shadow_step
 
 _NARROW = torch.bfloat16
 # Sizes of the self-check: shorter than a vector, with every length of tail, and several blocks over two threads.
@@ -169,7 +169,7 @@ def _is_known(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         return False
     if group["capturable"] or group["differentiable"]:
         return False
-    if any(getattr(optimizer, scaled, None) is not None for scaled in ("grad_scale", "found_inf")):
+    if any(getattr(optimizer, scaled, None) is not None for scaled in SCALER_ATTRIBUTES):
         return False  # torch.amp.GradScaler lets a fused optimizer divide gradients itself
     lr = group["lr"]
     if isinstance(lr, Tensor):

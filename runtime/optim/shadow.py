@@ -45,6 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 Place = tuple[int, int]  # of a parameter in an optimizer: its group, and its position there
+SCALER_ATTRIBUTES = ("grad_scale", "found_inf")  # with which torch.amp.GradScaler lets a fused optimizer unscale
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of an optimizer
 
 
@@ -147,6 +148,10 @@ def freeze(optimizer: Optimizer, *, in_place: bool | None = None) -> Optimizer:
             {key: [] if key == "params" else copy_value(value) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
+        # Hazard: a fused step copies them to its device without waiting, and a kernel of the CPU reads them at once.
+        for name in SCALER_ATTRIBUTES:
+            if isinstance(value := getattr(optimizer, name, None), Tensor):
+                setattr(frozen, name, value.cpu())
         return frozen
     frozen = copy_optimizer(optimizer, Isolation(), left_out=attributes_with_parameters(optimizer))
     if not (traits_of(optimizer).in_place if in_place is None else in_place):
@@ -282,6 +287,8 @@ class Shadow:
             self._shadow.__dict__.update(optimizer.__dict__, **{name: OrderedDict() for name in STEP_HOOKS})
             self._shadow.__dict__.pop("step", None)  # a learning-rate scheduler wraps the method of the instance
             self._shadow.param_groups = [{**group, "params": [parameter]}]
+            if not parameter.is_cuda and group.get("capturable"):
+                self._shadow.param_groups[0]["capturable"] = False  # torch refuses it on a CPU
             self._shadow.state = defaultdict(dict)
         else:
             self._shadow = copy_optimizer(optimizer, self._isolation)

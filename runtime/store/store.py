@@ -237,8 +237,11 @@ class Store:
         if slot.tier is Tier.DEVICE and slot.num_ranks == 1:
             return slot.tensor.detach()
         self.held.begin_run()
-        value = self.full_value(record.shape, slot)
-        self.held.sample()
+        try:
+            value = self.full_value(record.shape, slot)
+            self.held.sample()
+        finally:
+            self.ram.end()
         return value
 
     def full_value(self, shape: torch.Size, slot: Slot | SlotPart) -> Tensor:

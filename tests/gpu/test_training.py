@@ -95,6 +95,122 @@ def test_updates_on_the_host_agree_to_rounding(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # Adam's quotient, rounded otherwise on a CPU
 
 
+def train_in_half_precision(model: Any, called: Any, *, scale: float, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the losses, and the parameters at the end, of training in float16 with a gradient scaler."""
+    generator = torch.Generator().manual_seed(1)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+    scaler = torch.amp.GradScaler("cuda", init_scale=scale)
+    losses = []
+    for _ in range(STEPS):
+        tokens = torch.randint(2048, (4, 129), generator=generator).cuda()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = called(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        scaler.scale(loss).backward()
+        scaler.step(adamw)
+        scaler.update()
+        adamw.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses, [parameter.detach().cpu().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("update_on", ["host", "device"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**40], ids=["fits", "overflows"])
+def test_gradient_scaler(fused: bool, scale: float, update_on: str) -> None:
+    """A scale of 2**40 overflows float16 at every step, and all steps are skipped."""
+    plain = make_gpt().cuda()
+    expected, wanted = train_in_half_precision(plain, torch.compile(plain, backend="aot_eager"), scale=scale, fused=fused)
+    torch._dynamo.reset()
+    model = zinf_compile.optimize(
+        make_gpt(), device="cuda", compute="aten", tiles=False, update_on=update_on, **BUDGETS["host"]
+    )
+    losses, parameters = train_in_half_precision(model, model, scale=scale, fused=fused)
+    zinf_compile.close(model)
+    for ours, theirs in zip(losses, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"capturable": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_options_of_adamw(options: dict[str, bool]) -> None:
+    def run(model: Any, called: Any) -> list[Tensor]:
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for _ in range(STEPS):
+            tokens = torch.randint(2048, (4, 129), generator=generator).cuda()
+            loss = called(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            loss.backward()
+            adamw.step()
+            adamw.zero_grad()
+            losses.append(loss.detach().cpu())
+        return losses
+
+    plain = make_gpt().cuda()
+    expected = run(plain, torch.compile(plain, backend="aot_eager"))
+    torch._dynamo.reset()
+    model = zinf_compile.optimize(make_gpt(), device="cuda", tiles=False, **BUDGETS["host"])
+    for ours, theirs in zip(run(model, model), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    zinf_compile.close(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("compute", ["aten", "inductor"])
+def test_llama_whose_queries_share_keys(dtype: torch.dtype, compute: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=2048, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2,
+    )  # fmt: skip
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).to(dtype)
+
+    def run(model: Any) -> list[Tensor]:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for _ in range(STEPS):
+            tokens = torch.randint(2048, (2, 256), generator=generator).cuda()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            losses.append(loss.detach().cpu())
+        return losses
+
+    expected = run(make().cuda())
+    model = zinf_compile.optimize(
+        make(), device="cuda", compute=compute, tiles=False, device_memory="96MiB", host_memory="1GiB"
+    )
+    losses = run(model)
+    assert not zinf_compile.report(model).fallbacks
+    zinf_compile.close(model)
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    for ours, theirs in zip(losses, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0.0)
+
+
+def test_eager_gathers_leave_no_limit_on_memory() -> None:
+    model = zinf_compile.optimize(make_gpt(), device="cuda", **BUDGETS["host"])
+    before = torch.cuda.get_per_process_memory_fraction()
+    for parameter in model.parameters():
+        parameter.detach().sum()
+    assert torch.cuda.get_per_process_memory_fraction() == before
+    zinf_compile.close(model)
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    try:
+        model = zinf_compile.optimize(make_gpt(), device="cuda", **BUDGETS["host"])
+        train(model, model)
+        zinf_compile.close(model)
+        assert torch.cuda.get_per_process_memory_fraction() == 0.5
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def test_what_streams_did_is_recorded(tmp_path: Path) -> None:
     model = zinf_compile.optimize(make_gpt(), device="cuda", nvme=tmp_path, tiles=False, **BUDGETS["host"])
     train(model, model)

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -10,7 +11,7 @@ from zlib import crc32
 import pytest
 import torch
 
-from tests.support.parity import PLACEMENTS, Parity, on_streams
+from tests.support.parity import PLACEMENTS, Parity, on_cuda, on_streams
 from zinf_compile.runtime.native.compiled import find_compiler
 
 _COMPILED = ("test_models.py", "test_training_loops.py", "test_gradients.py")  # others keep it for `make test-long`
@@ -61,12 +62,19 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _streams() -> Iterator[None]:
-    """Run all of these tests on a fake device with streams if ZINF_STREAMS is set."""
-    if "ZINF_STREAMS" not in os.environ:
+    """Run all of these tests on a fake device with streams if ZINF_STREAMS is set, and on a GPU if ZINF_GPU is."""
+    with on_cuda() if "ZINF_GPU" in os.environ else on_streams() if "ZINF_STREAMS" in os.environ else nullcontext():
         yield
-        return
-    with on_streams():
-        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _deterministic() -> Iterator[None]:
+    """Let kernels on a GPU give the same bits at every run."""
+    if "ZINF_GPU" in os.environ:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.allow_tf32 = False
+    yield
 
 
 @pytest.fixture(scope="session")

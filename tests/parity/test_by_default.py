@@ -35,10 +35,10 @@ def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
 def check(parity, workload, *, fallbacks: tuple[str, ...] = ()) -> None:
     """Train a workload with default options, and compare; each of ``fallbacks`` is part of a fallback in the report."""
     torch.manual_seed(0)
-    plain, batches = workload()
+    plain, batches = parity.make(workload, plain=True)
     expected = parity.train(plain, batches[:STEPS], make_optimizer=make_sgd)
     torch.manual_seed(0)
-    model = parity.optimize(workload()[0], **BUDGETS)
+    model = parity.optimize(parity.make(workload)[0], **BUDGETS)
     ours = parity.train(model, batches[:STEPS], make_optimizer=make_sgd)
     for mine, theirs in zip(ours.losses, expected.losses, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=ROUNDING, atol=0.0)

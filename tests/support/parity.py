@@ -68,14 +68,28 @@ def needed_device_memory(error: Exception) -> int:
 
 
 @contextmanager
-def on_streams() -> Iterator[FakeDevice]:
-    """Run models that are optimized inside on a fake device with streams."""
+def on_cuda() -> Iterator[None]:
+    """Optimize models inside for ``device="cuda"``."""
 
     def make(options: Mapping[str, object], **given: Any) -> Config:
         return make_config({"device": "cuda", **options}, **given)
 
-    with on_fake_device() as device, mock.patch("zinf_compile.frontend.api.make_config", make):
+    with mock.patch("zinf_compile.frontend.api.make_config", make):
+        yield
+
+
+@contextmanager
+def on_streams() -> Iterator[FakeDevice]:
+    """Run models that are optimized inside on a fake device with streams."""
+    with on_fake_device() as device, on_cuda():
         yield device
+
+
+def on_gpu(workload: Workload, *, plain: bool) -> tuple[nn.Module, Sequence[Batch]]:
+    """Return a workload with its batches on the GPU; a ``plain`` model is there, too."""
+    model, batches = workload()
+    moved = [{name: value.cuda() for name, value in batch.items()} for batch in batches]
+    return (model.cuda() if plain else model), moved
 
 
 class Parity:
@@ -89,12 +103,17 @@ class Parity:
         self._monkeypatch = monkeypatch
         self._cache = cache
         self._models: list[nn.Module] = []
-        self.has_streams = "ZINF_STREAMS" in os.environ
+        self.has_gpu = "ZINF_GPU" in os.environ
+        self.has_streams = self.has_gpu or "ZINF_STREAMS" in os.environ
         self._exits = ExitStack()
         # These models are tiny. By default they would be resident, and half of host memory would be used for homes.
         monkeypatch.setattr(placement_module, "RESIDENT_THRESHOLD", 0)
         monkeypatch.setattr(Config, "staging_memory", property(lambda config: min(config.host_memory, _STAGING)))
         monkeypatch.setattr(session_module, "measure_hardware", with_fixed_rates)
+
+    def make(self, workload: Workload, *, plain: bool = False) -> tuple[nn.Module, Sequence[Batch]]:
+        """Return a model and its batches, which are on the GPU if these tests run on one."""
+        return on_gpu(workload, plain=plain) if self.has_gpu else workload()
 
     trace = Trace
     train = staticmethod(train)
@@ -120,7 +139,7 @@ class Parity:
         """Return the run in plain PyTorch: eager, or captured by torch's ``aot_eager`` backend. It runs once per session."""
         key = (workload, captured, loss)
         if key not in self._cache:
-            model, batches = workload()
+            model, batches = self.make(workload, plain=True)
             self._cache[key] = train(compile_plainly(model) if captured else model, batches, loss=loss)
             torch._dynamo.reset()
         return self._cache[key]
@@ -132,7 +151,7 @@ class Parity:
         key = ("resident", workload, loss, *sorted(options.items()))
         if key not in self._cache:
             torch._dynamo.reset()
-            model, batches = workload()
+            model, batches = self.make(workload)
             ours = train(self.resident(model, **options), batches, loss=loss)
             self._assert_resident(model)
             plain = self.reference(workload, captured=False, loss=loss)
@@ -199,7 +218,7 @@ class Parity:
                 **(tiers if tiers is not None and not is_of_host else {"host_memory": _STAGING + _PLENTY}),
                 **_EVERY_BIT,
             }
-            model, batches = workload()
+            model, batches = self.make(workload)
             with pytest.raises(CapacityError) as refused:
                 zinf_compile.optimize(model, device_memory=0, **host)
             budgets = {"device_memory": needed_device_memory(refused.value), **host}
@@ -257,7 +276,7 @@ class Parity:
         """Return an optimized workload in a placement."""
         given = {name: option for name, option in options.items() if name not in ("device_memory", "host_memory")}
         budgets = self.budgets(workload, placement, captured=captured, loss=loss, **given)
-        model, batches = workload()
+        model, batches = self.make(workload)
         return self.optimize(model, **{**budgets, "capture": captured, **options}), batches
 
     def check(
@@ -342,7 +361,7 @@ class Parity:
         def run(captured: bool) -> Trace:
             key = ("loop", name, workload, captured)
             if key not in self._cache:
-                model, batches = workload()
+                model, batches = self.make(workload, plain=True)
                 trace = Trace()
                 torch.manual_seed(0)
                 loop(compile_plainly(model) if captured else model, batches, trace)
@@ -362,7 +381,7 @@ class Parity:
     ) -> Trace:
         """Return what a loop records in compiled segments with all parameters resident; its first loss is ``plain``'s."""
         torch._dynamo.reset()
-        model, batches = workload()
+        model, batches = self.make(workload)
         self.resident(model, **options)
         trace = Trace()
         torch.manual_seed(0)
@@ -392,7 +411,7 @@ class Parity:
         # With donated buffers, torch's own backend frees what it saved in the first backward, so a second one fails.
         with torch._functorch.config.patch(donated_buffer=False):
             plain = self._loop_reference(loop, workload)
-            model, batches = workload()
+            model, batches = self.make(workload)
             ours = Trace()
             torch.manual_seed(0)
             loop(self.optimize(model, **budgets), batches, ours)

@@ -109,6 +109,7 @@ def assert_equal(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
         )
         return
     assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), f"{what}: {ours.shape} {ours.dtype}"
+    ours, plain = ours.cpu(), plain.cpu()
     if not torch.equal(ours, plain):
         apart = (ours.double() - plain.double()).abs()
         raise AssertionError(
