@@ -307,6 +307,11 @@ def refuse_graph(model: str) -> UnsupportedError:
     )
 
 
+def _is_exporting() -> bool:
+    """Return ``torch.compiler.is_exporting()``, which before torch 2.13 is True wherever Dynamo traces."""
+    return torch.compiler._is_exporting_flag
+
+
 def _accessor(model: str, name: str, record: StoredParameter, forward: Forward) -> Callable[[Module], Tensor]:
     param, shape, device = record.param, tuple(record.shape), record.store.memory.torch_device
     dtype = record.dtype
@@ -314,7 +319,7 @@ def _accessor(model: str, name: str, record: StoredParameter, forward: Forward) 
 
     def get(self: Module) -> Tensor:
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
+            if _is_exporting():
                 if not seat.is_held:
                     raise refuse_graph(model)
                 full = self._parameters[name]
