@@ -9,8 +9,10 @@ import torch
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import format_bytes
 
-_ROUNDED = 16  # 1/16 of the budget may be lost to rounding: the allocator takes segments of 2 MiB and more
-_SEGMENTS_NBYTES = 2**26  # and one small segment of each kind
+_ROUNDED = 8  # 1/8 of the budget may be lost to rounding and fragmentation: the allocator has a pool for each stream
+# And its segments of 2 and 20 MiB of each stream, workspaces of cuBLAS (32 MiB for each thread that launches products),
+# and what Triton flushes the cache with while it times configurations (as large as the L2, up to 126 MB).
+_SEGMENTS_NBYTES = 2**28
 
 
 class CountingDevice(Protocol):
@@ -68,8 +70,10 @@ class DeviceAllocations:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A block for planning between runs. It needs no special treatment: planning allocates nothing on the device."""
+        """A block for planning and measuring between runs, whose memory does not count."""
+        self._peak = self.peak
         yield
+        self._device.forget_peak()
 
     def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
         """Set the limit that the plans promise for the device tier."""

@@ -3,6 +3,7 @@
 Code that depends on the order of streams and events is in ``link.py``, which tests run on a fake device, without a GPU.
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 
@@ -15,6 +16,7 @@ from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
 from zinf_compile.runtime.device.device import AllocatedBlock, Event, MemoryUse, Stream
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # by which a user chooses
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
@@ -79,6 +81,9 @@ class CudaDevice:
                 f"'cuda:{torch.cuda.device_count() - 1}'"
             )
         self.torch_device = torch.device("cuda", index)
+        if not any(variable in os.environ for variable in _ALLOCATOR_VARIABLES):
+            # Streams have pools of their own, and prefetched parameters have many sizes: without, up to a fifth is lost.
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         # Copies in each direction and updates have a stream each, and run concurrently; link.py handles the hazards.
         self._to_device = CudaStream(torch.cuda.Stream(self.torch_device))
         self._to_host = CudaStream(torch.cuda.Stream(self.torch_device))

@@ -5,6 +5,7 @@ empty one, as for the first key of a cache, becomes ``clone``, which keeps the s
 result would fail inside the segment, and readers outside were captured with the strides of the op.
 """
 
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +20,11 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 class KeepStrides(CustomGraphPass):
     """Makes the results of one graph keep the strides that they were captured with."""
 
-    def __init__(self, segment: fx.GraphModule) -> None:
+    def __init__(self, segment: fx.GraphModule, *, is_only_here: bool = False) -> None:
+        """``is_only_here``: code from Inductor's cache on disk is not used."""
         self._values = [node.meta["val"] for node in results_of(segment.graph)]
         self._strides = [tuple(value.stride()) for value in self._values]
+        self._salt = uuid.uuid4().hex if is_only_here else ""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Write the captured strides where Inductor has recorded those of its own decompositions."""
@@ -30,8 +33,8 @@ class KeepStrides(CustomGraphPass):
             output.meta["original_output_strides"] = list(self._strides)
 
     def uuid(self) -> Any:
-        """Return a key that distinguishes compiled code by the choice of strides."""
-        return "zinf_compile.KeepStrides", str(self._strides)
+        """Return a key that distinguishes compiled code by the choice of strides, in Inductor's cache."""
+        return "zinf_compile.KeepStrides", str(self._strides), self._salt
 
 
 def for_inductor(segment: fx.GraphModule) -> fx.GraphModule:

@@ -19,7 +19,7 @@ class Layout(NamedTuple):
 
     def accepts(self, tensor: Tensor) -> bool:
         """Return whether a tensor has exactly this layout; strides of dimensions of size 1 do not matter."""
-        if tensor.shape != self.shape or tensor.dtype is not self.dtype or tensor.device != self.device:
+        if tensor.shape != self.shape or tensor.dtype is not self.dtype or not self._is_where(tensor):
             return False
         if tensor.is_neg() or tensor.is_conj():  # its bytes are not its values
             return False
@@ -34,10 +34,16 @@ class Layout(NamedTuple):
 
     def difference(self, tensor: Tensor) -> str | None:
         """Return, as text, how a tensor differs in anything but strides; None if it does not."""
-        if (tuple(tensor.shape), tensor.dtype, tensor.device) == (self.shape, self.dtype, self.device):
+        if (tuple(tensor.shape), tensor.dtype) == (self.shape, self.dtype) and self._is_where(tensor):
             return None
         theirs = f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
         return f"{theirs}, and not {self.shape} of {self.dtype} on {self.device}"
+
+
+    def _is_where(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on the device. Scalars of a CPU are taken, too: of attention without dropout on CUDA,
+        seeds are there, where its fake kernel says otherwise; code that would read them on a GPU raises."""
+        return tensor.device == self.device or (self.shape == () and tensor.device.type == "cpu")
 
 
 class Layouts:

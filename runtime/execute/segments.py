@@ -216,7 +216,8 @@ def _compile(number: int, segment: fx.GraphModule) -> _Run | None:
 
     values = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
     symbols = _symbols(segment)
-    fake_mode = None if symbols is None else detect_fake_mode(values)
+    # Fake examples: on a GPU, real ones would take memory that no plan has counted.
+    fake_mode = detect_fake_mode(values)
     context = TracingContext.try_get()
     is_guarded = context is not None and context.fake_mode is fake_mode  # the capture accepts guards until it ends
     num_guards = 0 if symbols is None else len(symbols.guards)
@@ -224,7 +225,9 @@ def _compile(number: int, segment: fx.GraphModule) -> _Run | None:
         examples: list[Any] = [example_of(value) for value in values]
     source: Any = "from_example_inputs" if fake_mode is None else "from_tracing_context"
     # Compiled here, one after another: no worker processes that outlive us, and nothing is compiled speculatively.
-    settings = config.patch(compile_threads=1, post_grad_custom_pre_pass=KeepStrides(segment))
+    # Code on disk may hold only for the sizes of the capture in which it was compiled, and this capture may have ended.
+    keep = KeepStrides(segment, is_only_here=symbols is not None and not is_guarded)
+    settings = config.patch(compile_threads=1, post_grad_custom_pre_pass=keep)
     with torch.no_grad(), tracing(TracingContext(fake_mode)), settings, probe_widest_first():
         try:
             compiled: Any = standalone_compile(for_inductor(segment), examples, dynamic_shapes=source)

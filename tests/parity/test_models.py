@@ -45,14 +45,14 @@ def test_comparison_notices_the_last_bit(parity, kind):
     """Flip one bit of one element of any kind in the last step: the comparison fails and says where."""
     workload = conv_net
     plain = parity.reference(workload, captured=False)
-    model, batches = workload()
+    model, batches = parity.make(workload, plain=True)
     ours = parity.train(model, batches)
     parity.assert_same(ours, plain)
     last = getattr(ours, kind)[-1]
     name, changed = (
         ("loss", last) if kind == "losses" else next((n, t) for n, t in last.items() if t.is_floating_point())
     )
-    changed.view(-1)[-1:] = torch.nextafter(changed.view(-1)[-1:], torch.tensor(torch.inf))
+    changed.view(-1)[-1:] = torch.nextafter(changed.view(-1)[-1:], changed.new_tensor(torch.inf))
     with pytest.raises(AssertionError, match=f"record {STEPS - 1}: .*{name}.*differ"):
         parity.assert_same(ours, plain)
 

@@ -194,8 +194,9 @@ class Session:
             found = {record.copies.compute.tensor.dtype for record in self.store.records.values()}
             floating = frozenset(dtype for dtype in found if dtype.is_floating_point)
             dtypes = floating or frozenset({torch.float32})
-            with self.store.staging.uncounted(), outside_inference(), torch.enable_grad():
-                unified = self.config.memory.unified
+            unified = self.config.memory.unified
+            beside = nullcontext() if unified else self.store.ram.apart()
+            with self.store.staging.uncounted(), outside_inference(), torch.enable_grad(), beside:
                 kept = find_measured(self.config.nvme, dtypes) if unified else None  # stored rates are of the CPU
                 if kept is None:
                     say("measuring what this machine does per second; zinf doctor does so once for all")

@@ -23,6 +23,10 @@ class StandIn:
         self.current = "stream 0"
         self.num_streams = 0
         self.fraction = 1.0
+        self.current_device_is: object = None
+        self.registered_on: list[object] = []
+        self.settings: list[str] = []
+        self.memory = SimpleNamespace(_set_allocator_settings=self.settings.append)
         outer = self
 
         class Event:
@@ -62,7 +66,7 @@ class StandIn:
 
         self.Event, self.Stream = Event, Stream
         self.cudart = lambda: SimpleNamespace(
-            cudaHostRegister=lambda address, nbytes, flags: self.refusal,
+            cudaHostRegister=self._register,
             cudaHostUnregister=lambda address: self.calls.append("unregister"),
             cudaGetErrorString=lambda code: f"error {code}",
         )
@@ -71,6 +75,12 @@ class StandIn:
     def stream(self, stream: Any) -> Iterator[None]:
         self.calls.append(f"on {stream.name}")
         yield
+
+    @contextlib.contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        before, self.current_device_is = self.current_device_is, device
+        yield
+        self.current_device_is = before
 
     def current_stream(self, device: object) -> Any:
         return self.Stream(name=self.current)
@@ -88,11 +98,16 @@ class StandIn:
             "max_memory_allocated": lambda device: 3 * GIB,
             "reset_peak_memory_stats": lambda device: self.calls.append("reset peak"),
             "set_per_process_memory_fraction": self._limit,
+            "get_per_process_memory_fraction": lambda device: self.fraction,
             "synchronize": lambda device: self.calls.append("synchronize device"),
         }[name]
 
     def _limit(self, fraction: float, device: object) -> None:
         self.fraction = fraction
+
+    def _register(self, address: int, nbytes: int, flags: int) -> int:
+        self.registered_on.append(self.current_device_is)
+        return self.refusal
 
 
 @pytest.fixture
@@ -176,6 +191,25 @@ def test_pinning_that_is_refused_says_why(cuda: StandIn, monkeypatch: pytest.Mon
     assert cuda.calls[-1] == "a kernel that is blamed", "a kernel of ours must consume the error that CUDA remembers"
 
 
+def test_memory_is_pinned_for_the_device_that_computes(cuda: StandIn) -> None:
+    cuda.count = 2
+    CudaDevice("cuda:1").pin(4096, 8192)
+    assert cuda.registered_on == [torch.device("cuda:1")]
+    assert cuda.current_device_is is None
+
+
+@pytest.mark.parametrize("chosen", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
+def test_segments_are_expandable_unless_a_user_chooses(
+    cuda: StandIn, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(chosen, "backend:native")
+    CudaDevice("cuda")
+    assert cuda.settings == ([] if chosen else ["expandable_segments:True"])
+
+
 def test_memory_is_asked_of_torch_and_limited(cuda: StandIn) -> None:
     device = CudaDevice("cuda")
     assert device.free_nbytes == 8 * GIB + 2 * GIB - GIB
@@ -187,6 +221,13 @@ def test_memory_is_asked_of_torch_and_limited(cuda: StandIn) -> None:
     device.limit(GIB)
     device.limit(None)
     assert cuda.fraction == 1.0
+    cuda.fraction = 0.5  # the user's
+    device.limit(32 * GIB)
+    assert cuda.fraction == 0.5
+    device.limit(2 * GIB)
+    device.limit(None)
+    device.limit(None)
+    assert cuda.fraction == 0.5
     device.give_back()
     assert cuda.calls[-1] == "empty cache"
     device.forget_peak()

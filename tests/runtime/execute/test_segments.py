@@ -222,6 +222,25 @@ def test_sizes_that_change_have_strides_that_change() -> None:
 
 
 @needs_compiler
+def test_code_on_disk_is_not_used_where_it_may_hold_for_fewer_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of another capture may have guards, and this one has ended: it takes none any more."""
+    keys: list[object] = []
+    compile_one = torch._inductor.standalone_compile
+
+    def note(segment: fx.GraphModule, *args: object, **kwargs: object) -> object:
+        keys.append(torch._inductor.config.post_grad_custom_pre_pass.uuid())
+        return compile_one(segment, *args, **kwargs)
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", note)
+    for make in (lambda: make_segment(3, 4), make_changing_segment):
+        for _ in range(2):
+            segments._compiled.clear()
+            segments.compile_segment(number_of(make()))
+    assert keys[0] == keys[1]
+    assert keys[2] != keys[3]
+
+
+@needs_compiler
 def test_the_stride_of_one_element_is_nothing() -> None:
     number = number_of(trace(lambda x: (torch.relu(x) * 2 + 1,), torch.empty(3, 1)))
     segments.run_segment([torch.randn(1, 3).t()], [], number)
