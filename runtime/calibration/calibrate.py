@@ -25,6 +25,7 @@ from zinf_compile.runtime.calibration.op_rates import (
     measure_op,
     measure_overhead,
     measure_products,
+    warm_up,
 )
 from zinf_compile.runtime.device.cpu import CPU
 from zinf_compile.runtime.observe.meter import Meter
@@ -39,6 +40,7 @@ from zinf_compile.runtime.transfer.gpu_direct import NUM_CALLS, DirectReads, ope
 from zinf_compile.runtime.transfer.transfers import Transfers
 
 _OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all, more than a cache holds, as in a model
+_SERVER_OPTIMIZER_ELEMENTS = 2**26  # 1 GiB beside a GPU: such machines have caches of hundreds of MiB
 _DISK_NBYTES = 32 * 2**20
 _LINK_NBYTES = 64 * 2**20  # more than a millisecond on the fastest
 _DUPLEX_SHARE = 0.75  # of the sum of both rates; above it reads and writes count as independent (full duplex)
@@ -60,6 +62,7 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
     device = store.device
     unified, is_cpu = device.memory.unified, device.torch_device.type == "cpu"
     bench = OpRates(device, CPU_SIZES if is_cpu else GPU_SIZES, repeats)
+    warm_up(bench)
     unusable = {_UNUSABLE} if is_cpu else set()
     chosen = sorted(set(dtypes) - unusable, key=str) or [torch.float32]
     memory = measure_memory(bench)
@@ -87,7 +90,9 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
         op_overhead_seconds=measure_overhead(bench, store),
         memory_bytes_per_second=memory,
         routes=tuple(sorted(routes, key=lambda route: route.name)),
-        optimizer_elements_per_second=_measure_optimizer(repeats),
+        optimizer_elements_per_second=_measure_optimizer(
+            _OPTIMIZER_ELEMENTS if is_cpu else _SERVER_OPTIMIZER_ELEMENTS, repeats
+        ),
         updates_take_of_compute=1.0 if unified else 0.0,  # on other processors
         sources=("measured on this machine",),
     )
@@ -185,19 +190,19 @@ def _usual_seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 @functools.cache
-def _measure_optimizer(repeats: int) -> float:
+def _measure_optimizer(num_elements: int, repeats: int) -> float:
     """Return the elements per second of AdamW: the compiled kernel's where there is one, else torch's fused one."""
-    parameter = torch.ones(_OPTIMIZER_ELEMENTS, requires_grad=True)
+    parameter = torch.ones(num_elements, requires_grad=True)
     gradient = parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     (group,) = optimizer.param_groups
     kernel = find_kernel(optimizer, group, master_dtype=torch.float32, gradient_dtype=torch.float32, compute_dtype=None)
     if kernel is None:
-        return _OPTIMIZER_ELEMENTS / _usual_seconds(optimizer.step, repeats)
+        return num_elements / _usual_seconds(optimizer.step, repeats)
     master = parameter.detach()
     state: dict[str, Tensor] = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
     threads = torch.get_num_threads()
-    return _OPTIMIZER_ELEMENTS / _usual_seconds(
+    return num_elements / _usual_seconds(
         lambda: kernel.update(group, state, master, gradient, None, num_threads=threads), repeats
     )
 

@@ -18,6 +18,9 @@ _NUM_CALLS = 100
 # From so many seconds on, a call on a CPU is timed once, without a first call to warm up, which takes far less. A matrix
 # product in bfloat16 takes seconds on one that has no instruction for it.
 _LONG_SECONDS = 0.5
+_LEAST_SECONDS = 0.005  # of calls in a row on a device with streams, beside which a wait of 20 us does not count
+_MOST_IN_A_ROW = 256
+_WARM_UP_SECONDS = 0.2  # after which a GPU has the clock that it computes with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +78,37 @@ class OpRates:
         return self.device.torch_device
 
     def usual_seconds(self, call: Callable[[], object]) -> float:
-        """Return the median of the seconds that a call takes, until the device has done what was enqueued."""
+        """Return the median of the seconds that a call takes, until the device has done what was enqueued.
+
+        On a device with streams, calls follow one another until waiting for their end does not count.
+        """
+        if not self.device.compute.synchronous:
+            count = 1
+            while self._time(call, count) < _LEAST_SECONDS and count < _MOST_IN_A_ROW:
+                count *= 2
+            return max(statistics.median(self._time(call, count) / count for _ in range(self.repeats)), 1e-9)
         first = self._time(call)
         if first >= _LONG_SECONDS and self.torch_device.type == "cpu":
             return first
         return max(statistics.median(self._time(call) for _ in range(self.repeats)), 1e-9)
 
-    def _time(self, call: Callable[[], object]) -> float:
+    def _time(self, call: Callable[[], object], count: int = 1) -> float:
         start = time.perf_counter()
-        call()
+        for _ in range(count):
+            call()
         self.device.synchronize()
         return time.perf_counter() - start
+
+
+def warm_up(bench: OpRates) -> None:
+    """Keep a device with streams busy until its clock is up: an idle GPU begins at a sixth of it."""
+    if bench.device.compute.synchronous or bench.torch_device.type == "cpu":
+        return
+    x = ones(bench, bench.sizes.tokens, bench.sizes.hidden, dtype=torch.float32)
+    start = time.perf_counter()
+    while time.perf_counter() - start < _WARM_UP_SECONDS:
+        torch.mm(x, x.t())
+        bench.device.synchronize()
 
 
 def ones(bench: OpRates, *shape: int, dtype: torch.dtype) -> torch.Tensor:

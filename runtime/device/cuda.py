@@ -14,7 +14,7 @@ from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
-from zinf_compile.runtime.device.device import AllocatedBlock, Event, MemoryUse, Stream
+from zinf_compile.runtime.device.device import AllocatedBlock, Event, MemoryUse, Stream, keeping_version
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # by which a user chooses
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
@@ -57,7 +57,7 @@ class CudaStream:
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
         """Enqueue a copy of flat bytes. Asynchronous if host memory is pinned; else CUDA copies to its own buffer first."""
-        with torch.cuda.stream(self.stream), torch.no_grad():
+        with torch.cuda.stream(self.stream), torch.no_grad(), keeping_version(destination):
             destination.copy_(source, non_blocking=True)
 
 

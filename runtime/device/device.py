@@ -183,5 +183,11 @@ def alias_bytes(memory: Tensor, offset: int, num_elements: int, dtype: torch.dty
     return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, (num_elements,), (1,))
 
 
+def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
+    """A block in which bytes are copied into a tensor that may be a parameter's, which is not written by its user."""
+    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    return kept
+
+
 def _drop(memory: Tensor) -> None:
     """Drop the last reference to memory that a finalizer kept alive."""

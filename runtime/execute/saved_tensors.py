@@ -27,8 +27,11 @@ class GatheredStorages:
 
     def find(self, tensor: Tensor) -> StoredParameter | None:
         """Return the parameter whose gathered value a tensor is or views; None for others."""
-        value, record = self._records.get(tensor.untyped_storage()._cdata, (None, None))
-        return record if value is not None and value() is not None else None
+        key = tensor.untyped_storage()._cdata
+        noted, record = self._records.get(key, (None, None))
+        value = None if noted is None else noted()
+        # Hazard: ``set_`` gives a value another storage; another tensor may have the one that was noted.
+        return record if value is not None and value.untyped_storage()._cdata == key else None
 
 
 GATHERED = GatheredStorages()

@@ -30,6 +30,7 @@ from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.interrupts import interruptible, uninterrupted
 
+_GATHERED_WEIGHTS = "_zinf_gathered_weights"  # of an RNN, while its forward runs
 _DO_BEFORE = "prune, reparametrize or replace parameters before zinf_compile.optimize(model)"
 
 
@@ -204,6 +205,27 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
             forward.explain(error, cls.__name__, args, kwargs)
             raise
 
+    # ``nn.LSTM`` and its kin have a list of their weights beside the attributes. In an eager forward torch would put gathered
+    # values into it, and on a GPU move them into one storage, which others may have by then.
+    def forward_of_weights(self: Module, *args: Any, **kwargs: Any) -> Any:
+        forward = alive()
+        if forward is None or not forward.is_computing or torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        own, names = self.__dict__["_flat_weights"], self.__dict__["_flat_weights_names"]
+        gathered = [None if weight is None else getattr(self, name) for name, weight in zip(names, own, strict=True)]
+        self.__dict__[_GATHERED_WEIGHTS] = gathered
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            self.__dict__.pop(_GATHERED_WEIGHTS, None)
+
+    def flat_weights(self: Module) -> list[Tensor | None]:
+        weights: list[Tensor | None] = self.__dict__.get(_GATHERED_WEIGHTS) or self.__dict__["_flat_weights"]
+        return weights
+
+    def set_flat_weights(self: Module, weights: list[Tensor | None]) -> None:
+        self.__dict__["_flat_weights"] = weights
+
     def set_attribute(self: Module, name: str, value: Tensor | Module) -> None:
         if name in names and value is not self._parameters.get(name):
             raise UnsupportedError(
@@ -293,6 +315,13 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
     }
     for name, record in records.items():
         namespace[name] = property(_accessor(cls.__name__, name, record, forward))
+    if issubclass(cls, torch.nn.RNNBase):
+        namespace |= {
+            "forward": forward_of_weights,
+            "_flat_weights": property(flat_weights, set_flat_weights),
+            "_update_flat_weights": lambda self: None,
+            "flatten_parameters": lambda self: None,
+        }
     metaclass: Any = type(cls)
     specialised: type[Module] = metaclass(cls.__name__, (cls,), namespace)
     return specialised

@@ -287,11 +287,8 @@ class Shadow:
             self._shadow.__dict__.update(optimizer.__dict__, **{name: OrderedDict() for name in STEP_HOOKS})
             self._shadow.__dict__.pop("step", None)  # a learning-rate scheduler wraps the method of the instance
             self._shadow.param_groups = [{**group, "params": [parameter]}]
-            if group.get("capturable"):
-                if parameter.is_cuda:  # torch wants step counts there
-                    state = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in state.items()}
-                else:
-                    self._shadow.param_groups[0]["capturable"] = False  # torch refuses it on a CPU
+            if group.get("capturable") and not parameter.is_cuda:  # torch refuses it on a CPU
+                self._shadow.param_groups[0]["capturable"] = False
             self._shadow.state = defaultdict(dict)
         else:
             self._shadow = copy_optimizer(optimizer, self._isolation)

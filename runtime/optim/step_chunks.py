@@ -85,11 +85,8 @@ def find_job_kernel(job: Job) -> Kernel | None:
 def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> dict[str, Any]:
     """Update a slice in place as the user's optimizer does, which sees tensors of ``shape``; return its state."""
     scalars = copied(job.scalars)
-    if job.group.get("fused"):  # its kernel reads them where the master copy is
-        scalars = {
-            key: value.to(operands.master.device) if isinstance(value, Tensor) else value
-            for key, value in scalars.items()
-        }
+    if job.group.get("fused") or job.group.get("capturable"):  # its kernel reads them where the master copy is
+        scalars = {key: moved_to(operands.master.device, value) for key, value in scalars.items()}
     state = scalars | {key: _shaped(operands.states[key], shape) for key in job.kept_states}
     gradient = _shaped(operands.gradient.to(operands.master.dtype), shape)
     master = _shaped(operands.master, shape).detach()
@@ -102,6 +99,13 @@ def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> d
     if operands.compute is not None:
         operands.compute.copy_(operands.master)
     return new_state
+
+
+def moved_to(device: torch.device, value: Any) -> Any:
+    """Return a scalar of a state on a device, without waiting for what is enqueued there."""
+    if not isinstance(value, Tensor) or value.device == device or value.numel() != 1:
+        return value.to(device) if isinstance(value, Tensor) else value
+    return torch.full(value.shape, value.item(), dtype=value.dtype, device=device)
 
 
 def copied(scalars: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from zinf_compile.ir.plan import UPDATE_SETS
 from zinf_compile.runtime.device.device import Device, Event, Timing, alias_bytes
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.storage.engine import whole_sectors
-from zinf_compile.runtime.transfer.link import Link
+from zinf_compile.runtime.transfer.link import Copy, Link
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,15 +63,17 @@ class DeviceUpdates:
             # Hazard: compute enqueued earlier may still read a resident copy that is updated in place.
             self._device.update.wait(before)
         cursor = 0
+        arriving: list[Copy] = []
         for key, tensor in host.items():
             there[key] = alias_bytes(buffers.memory, cursor, tensor.numel(), tensor.dtype)
             cursor += _room(tensor)
             if key in read:
-                # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
                 timing = self._count(Tier.HOST, Tier.DEVICE, tensor, f"{name} ({key.label})")
-                copy = self._link.bring(_as_bytes(tensor), _as_bytes(there[key]), behind=buffers.free, timing=timing)
-                # Hazard: the update reads the copied tensors.
-                self._device.update.wait(copy.event)
+                arriving.append(Copy(_as_bytes(tensor), _as_bytes(there[key]), timing))
+        if arriving:
+            # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
+            # Hazard: the update reads the copied tensors.
+            self._device.update.wait(self._link.bring_all(arriving, behind=buffers.free).event)
         # Hazard: tensors that are written and not read have no copy to wait for.
         self._device.update.wait(buffers.free)
         try:
@@ -82,12 +84,20 @@ class DeviceUpdates:
             raise
         # Hazard: the copies back read what the update writes.
         done = self._device.update.record()
+        leaving = [
+            Copy(
+                _as_bytes(there[key]),
+                _as_bytes(host[key]),
+                self._count(Tier.DEVICE, Tier.HOST, host[key], f"{name} ({key.label})"),
+            )
+            for key in written
+        ]
+        buffers.free = done  # of what lives on the device nothing is copied back
         back: dict[CopyKey, Future[None]] = {}
-        for key in written:
-            timing = self._count(Tier.DEVICE, Tier.HOST, host[key], f"{name} ({key.label})")
-            copy = self._link.take(_as_bytes(there[key]), _as_bytes(host[key]), behind=done, timing=timing)
-            buffers.free = copy.event  # copies of one stream: the last ends after all others
-            back[key] = copy.done
+        if leaving:
+            copies = self._link.take_all(leaving, behind=done)
+            buffers.free = copies.event
+            back = dict.fromkeys(written, copies.done)
         self._sets.append(buffers)
         return back
 

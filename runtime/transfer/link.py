@@ -16,6 +16,7 @@ them.
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -45,12 +46,20 @@ class _Leaving(NamedTuple):
     left: Event
 
 
+class Copy(NamedTuple):
+    """Flat bytes to be copied, to where, and how that is timed."""
+
+    source: Tensor
+    destination: Tensor
+    timing: Timing | None = None
+
+
 class _Enqueued(NamedTuple):
-    """An enqueued copy: its end, the futures that wait for it, and its host memory, which must live until then."""
+    """Enqueued copies: their end, the future that waits for it, and their host memory, which must live until then."""
 
     event: Event
     done: Future[None]
-    memory: Tensor
+    memory: Sequence[Tensor]
 
 
 class _Watcher:
@@ -61,7 +70,7 @@ class _Watcher:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_started = False
 
-    def watch(self, event: Event, memory: Tensor) -> Future[None]:
+    def watch(self, event: Event, memory: Sequence[Tensor]) -> Future[None]:
         """Return a future that is done when the stream reaches an event. Called with the stream's lock held."""
         if not self._is_started:
             self._is_started = True
@@ -114,13 +123,15 @@ class Link:
         self, source: Tensor, destination: Tensor, *, behind: Event, timing: Timing | None = None
     ) -> EnqueuedCopy:
         """Start copying flat host bytes to flat bytes on the device, after earlier readers and writers of these bytes."""
+        return self.bring_all([Copy(source, destination, timing)], behind=behind)
+
+    def bring_all(self, copies: Sequence[Copy], *, behind: Event) -> EnqueuedCopy:
+        """Start several such copies, one after another; what is returned is for all of them."""
         stream = self._device.to_device
         with self._in_lock:  # no other thread's copy may come between a copy and its event
             stream.wait(behind)
-            with nullcontext() if timing is None else timing(stream):
-                stream.copy(source, destination)
-            event = stream.record()
-            return EnqueuedCopy(event=event, done=self._in_watcher.watch(event, source))
+            event = _enqueue(copies, stream)
+            return EnqueuedCopy(event=event, done=self._in_watcher.watch(event, [copy.source for copy in copies]))
 
     @property
     def compute(self) -> Stream:
@@ -139,15 +150,16 @@ class Link:
 
         The source must not be freed before the compute stream waits for the copy: use ``let_go`` or ``join``.
         """
-        stream = self._device.to_host
         # Hazard: ops that compute the source may be enqueued and not yet done.
-        ready = behind or self._device.compute.record()
+        return self.take_all([Copy(source, destination, timing)], behind=behind or self._device.compute.record())
+
+    def take_all(self, copies: Sequence[Copy], *, behind: Event) -> EnqueuedCopy:
+        """Start several such copies after an event, one after another; what is returned is for all of them."""
+        stream = self._device.to_host
         with self._out_lock:
-            stream.wait(ready)
-            with nullcontext() if timing is None else timing(stream):
-                stream.copy(source, destination)
-            event = stream.record()
-            return EnqueuedCopy(event=event, done=self._out_watcher.watch(event, destination))
+            stream.wait(behind)
+            event = _enqueue(copies, stream)
+            return EnqueuedCopy(event=event, done=self._out_watcher.watch(event, [copy.destination for copy in copies]))
 
     def let_go(self, value: Tensor) -> None:
         """Free a tensor on the device once the copies that were enqueued for it are done.
@@ -179,3 +191,11 @@ class Link:
         self._in_watcher.close()
         self._out_watcher.close()
         self._leaving.clear()
+
+
+def _enqueue(copies: Sequence[Copy], stream: Stream) -> Event:
+    """Enqueue copies on a stream, whose lock is held; return their end."""
+    for copy in copies:
+        with nullcontext() if copy.timing is None else copy.timing(stream):
+            stream.copy(copy.source, copy.destination)
+    return stream.record()

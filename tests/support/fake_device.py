@@ -19,7 +19,7 @@ from torch import Tensor
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
 from zinf_compile.runtime.device.cpu import CPU
-from zinf_compile.runtime.device.device import AllocatedBlock, Device, Event, MemoryUse
+from zinf_compile.runtime.device.device import AllocatedBlock, Device, Event, MemoryUse, keeping_version
 
 _MOST_SECONDS = 2e-4  # the longest delay of a copy
 _GIVE_UP_SECONDS = 20.0
@@ -89,7 +89,8 @@ class FakeStream:
 
     def _copy(self, source: Tensor, destination: Tensor) -> None:
         time.sleep(self._random.random() * self._most_seconds)
-        destination.copy_(source)
+        with keeping_version(destination):
+            destination.copy_(source)
 
     def _enqueue(self, act: Callable[[], None]) -> None:
         if self._is_compute:

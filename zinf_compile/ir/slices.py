@@ -61,6 +61,8 @@ class Slice:
     @property
     def flat(self) -> "Slice":
         """Return the same elements as indices of the flattened parameter; ValueError if they are not contiguous."""
+        if len(self.shape) == 1 and self.num_ranks == 1:
+            return self
         if not self.is_contiguous:
             what = "any rank's share" if self.num_ranks > 1 else f"cut along dimension {self.dim} of {self.shape}"
             raise ValueError(f"{self} is not contiguous in memory: it is {what}")
