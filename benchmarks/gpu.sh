@@ -38,7 +38,10 @@ for step in ${*:-machine tests parity memcheck step}; do
         } > "$OUT/machine.txt" 2>&1
         ;;
     tests) run_tests "$OUT/tests.txt" tests/gpu tests/runtime/optim/test_kernels.py ;;
-    parity) ZINF_GPU=1 run_tests "$OUT/parity.txt" -m "not long" tests/parity ;;
+    parity)
+        ZINF_GPU=1 run_tests "$OUT/parity.txt" tests/parity/test_models.py tests/parity/test_by_default.py \
+            tests/parity/test_recurrent.py
+        ;;
     memcheck)
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s INT -k 15 "$LIMIT" compute-sanitizer --tool memcheck \
             $PYTHON -m pytest -m gpu -q tests/runtime/optim/test_kernels.py > "$OUT/memcheck.txt" 2>&1

@@ -10,9 +10,10 @@ For each GPT, in separate processes, one after the other:
     fsdp2     FSDP2 on one rank with CPUOffloadPolicy, bfloat16 parameters in compute, fused AdamW
 
 JSON lines go to standard output, or to ``--json``: one per run with the seconds of its steps and its device memory, and
-one per model with the ratios. The target for zinf over memory is at most 1.10. The first lines are rates of the machine:
-copies through the link that training uses over plain pinned copies (target: at least 0.90), and the bandwidth of our
-kernels over that of a copy on the device (at least 0.85). ``--device cpu`` runs all but the rates, as a dry run.
+one per model with the ratios. What a file has already is not measured again. The target for zinf over memory is at most
+1.10. The first lines are rates of the machine: copies through the link that training uses over plain pinned copies
+(target: at least 0.90), and the bandwidth of our kernels over that of a copy on the device (at least 0.85).
+``--device cpu`` runs all but the rates, as a dry run.
 """
 
 import argparse
@@ -53,6 +54,7 @@ SHAPES = {
     "tiny": Shape(layers=2, hidden=64, sequence=32, head_width=64),
     "0.4B": Shape(layers=24, hidden=1024, head_width=64),
     "1.5B": Shape(layers=48, hidden=1600, head_width=64),
+    "1.6B": Shape(layers=12, hidden=3072),
     "7B": Shape(layers=32, hidden=4096),
     "13B": Shape(layers=40, hidden=5120),
 }
@@ -148,6 +150,7 @@ def run_zinf(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "device_nbytes": _peak(args.device),
+        "reserved_nbytes": torch.cuda.max_memory_reserved() if args.device == "cuda" else 0,
         "planned_device_nbytes": report.tiers[0].predicted_peak,
         "predicted_seconds": report.step.predicted_seconds if report.step else None,
         "stalls": [[stall.transfer, stall.seconds / max(1, stall.count)] for stall in report.stalls[:8]],
@@ -268,25 +271,36 @@ def _child(contestant: str, name: str, args: argparse.Namespace, device_memory: 
     return result
 
 
-def _compare(name: str, args: argparse.Namespace, lines: JsonLines) -> None:
-    found: dict[str, dict[str, Any]] = {}
+def _read(file: Path | None) -> list[dict[str, Any]]:
+    """Return the lines that earlier runs have left."""
+    return [] if file is None or not file.exists() else [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _compare(name: str, args: argparse.Namespace, lines: JsonLines, before: list[dict[str, Any]]) -> None:
+    """Run each contestant that no earlier run has measured."""
+    asked = {"question": "step", "model": name, "tokens": args.tokens}
+    found: dict[str, dict[str, Any]] = {
+        line["contestant"]: line for line in before if asked.items() <= line.items() and "seconds" in line
+    }
     for contestant in args.contestants:
+        if contestant in found:
+            continue
         in_memory = found.get("memory", {}).get("device_nbytes", 0)
         device_memory = str(in_memory // 4) if in_memory else args.device_memory
         found[contestant] = _child(contestant, name, args, device_memory)
-        lines.note({"question": "step", "model": name, "contestant": contestant, **found[contestant]})
+        lines.note({**asked, "contestant": contestant, "device_memory": device_memory, **found[contestant]})
     usual = {name: statistics.median(run["seconds"]) for name, run in found.items() if "seconds" in run}
     ratios = {
         f"zinf over {other}": usual["zinf"] / usual[other] for other in usual if "zinf" in usual and other != "zinf"
     }
     print(f"{name}: {usual} {ratios}", file=sys.stderr)
-    lines.note({"question": "summary", "model": name, "seconds": usual, **ratios})
+    lines.note({"question": "summary", "model": name, "tokens": args.tokens, "seconds": usual, **ratios})
 
 
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAME", nargs="+", choices=sorted(SHAPES), default=["1.5B", "7B", "13B"])
+    parser.add_argument("--only", metavar="NAME", nargs="+", choices=sorted(SHAPES), default=["1.6B", "1.5B", "7B"])
     parser.add_argument("--contestants", nargs="+", choices=_CONTESTANTS, default=list(_CONTESTANTS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the lines to a file, not to standard output")
     parser.add_argument("--tokens", type=int, default=16_384, help="per step; enough to hide transfers behind compute")
@@ -303,11 +317,12 @@ def main() -> None:
         return
     lines = JsonLines("gpu_step", args.json)
     lines.note({"question": "machine", **_describe()})
-    if args.device == "cuda":
+    before = _read(args.json)
+    if args.device == "cuda" and not any(line["question"] == "copies" for line in before):
         for line in measure_rates():
             lines.note(line)
     for name in args.only:
-        _compare(name, args, lines)
+        _compare(name, args, lines, before)
 
 
 if __name__ == "__main__":

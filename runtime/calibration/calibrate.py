@@ -4,9 +4,11 @@ import functools
 import logging
 import os
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -29,20 +31,22 @@ from zinf_compile.runtime.calibration.op_rates import (
 )
 from zinf_compile.runtime.device.cpu import CPU
 from zinf_compile.runtime.observe.meter import Meter
-from zinf_compile.runtime.optim.fused_adamw import find_kernel
-from zinf_compile.runtime.process.waiting import future_result
+from zinf_compile.runtime.optim.fused_adamw import find_kernel, update_threads
+from zinf_compile.runtime.process.waiting import future_result, join_thread
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.futures import wait_all
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store
 from zinf_compile.runtime.transfer.gpu_direct import NUM_CALLS, DirectReads, open_direct_reads
+from zinf_compile.runtime.transfer.link import Copy
 from zinf_compile.runtime.transfer.transfers import Transfers
 
 _OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all, more than a cache holds, as in a model
 _SERVER_OPTIMIZER_ELEMENTS = 2**26  # 1 GiB beside a GPU: such machines have caches of hundreds of MiB
 _DISK_NBYTES = 32 * 2**20
 _LINK_NBYTES = 64 * 2**20  # more than a millisecond on the fastest
+_COPIES_IN_A_ROW = 4
 _DUPLEX_SHARE = 0.75  # of the sum of both rates; above it reads and writes count as independent (full duplex)
 _SMALL_OPS = 10  # a block has about as many for each product
 _MOST_TAKEN = 0.9  # more than that is other load on the machine
@@ -75,6 +79,9 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
     if store.engine is not None:
         disk = _measure_disk(store, repeats)
         routes += disk if unified else _choose_way(store, bench, _by_way_of_host(disk, routes))
+    num_elements = _OPTIMIZER_ELEMENTS if is_cpu else _SERVER_OPTIMIZER_ELEMENTS
+    with nullcontext() if unified else _copying(bench, store):
+        optimizer = _measure_optimizer(num_elements, update_threads(unified=unified), repeats)
     hardware = Hardware(
         unified=unified,
         name=os.uname().nodename,
@@ -90,9 +97,7 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
         op_overhead_seconds=measure_overhead(bench, store),
         memory_bytes_per_second=memory,
         routes=tuple(sorted(routes, key=lambda route: route.name)),
-        optimizer_elements_per_second=_measure_optimizer(
-            _OPTIMIZER_ELEMENTS if is_cpu else _SERVER_OPTIMIZER_ELEMENTS, repeats
-        ),
+        optimizer_elements_per_second=optimizer,
         updates_take_of_compute=1.0 if unified else 0.0,  # on other processors
         sources=("measured on this machine",),
     )
@@ -108,13 +113,37 @@ def _measure_link(bench: OpRates, store: Store, source: Tier) -> float:
         here = torch.frombuffer(lease.view, dtype=torch.uint8)
         there = device.allocate([nbytes], torch.uint8)
 
-        def move() -> None:
-            if source is Tier.HOST:
-                future_result(link.bring(here, there, behind=link.mark()).done, "a measured copy")
-            else:
-                future_result(link.take(there, here).done, "a measured copy")
+        def move() -> None:  # copies follow one another, as in a step, where nobody waits for each
+            copies = [Copy(here, there) if source is Tier.HOST else Copy(there, here)] * _COPIES_IN_A_ROW
+            enqueue = link.bring_all if source is Tier.HOST else link.take_all
+            future_result(enqueue(copies, behind=link.mark()).done, "measured copies")
 
-        return nbytes / bench.usual_seconds(move)
+        return _COPIES_IN_A_ROW * nbytes / bench.usual_seconds(move)
+
+
+@contextmanager
+def _copying(bench: OpRates, store: Store) -> Iterator[None]:
+    """A block during which bytes cross the link in both directions, as they do beside updates on the host."""
+    link, device = store.transfers.link, store.device
+    nbytes = min(_LINK_NBYTES, store.staging.capacity // 2) // ALIGN * ALIGN
+    stop = threading.Event()
+    with store.staging.lease(2 * nbytes) as lease:
+        here = torch.frombuffer(lease.view, dtype=torch.uint8)
+        there = [device.allocate([nbytes], torch.uint8) for _ in range(2)]
+
+        def copy() -> None:
+            while not stop.is_set():
+                arriving = link.bring(here[:nbytes], there[0], behind=link.mark())
+                leaving = link.take(there[1], here[nbytes : 2 * nbytes])
+                wait_all([arriving.done, leaving.done], "copies beside which updates are measured")
+
+        thread = threading.Thread(target=copy, name="zinf-measured-copies", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            join_thread(thread, "copies beside which updates are measured")
 
 
 def _by_way_of_host(disk: Iterable[Route], routes: Iterable[Route]) -> list[Route]:
@@ -190,7 +219,7 @@ def _usual_seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 @functools.cache
-def _measure_optimizer(num_elements: int, repeats: int) -> float:
+def _measure_optimizer(num_elements: int, num_threads: int, repeats: int) -> float:
     """Return the elements per second of AdamW: the compiled kernel's where there is one, else torch's fused one."""
     parameter = torch.ones(num_elements, requires_grad=True)
     gradient = parameter.grad = torch.ones_like(parameter)
@@ -201,9 +230,8 @@ def _measure_optimizer(num_elements: int, repeats: int) -> float:
         return num_elements / _usual_seconds(optimizer.step, repeats)
     master = parameter.detach()
     state: dict[str, Tensor] = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-    threads = torch.get_num_threads()
     return num_elements / _usual_seconds(
-        lambda: kernel.update(group, state, master, gradient, None, num_threads=threads), repeats
+        lambda: kernel.update(group, state, master, gradient, None, num_threads=num_threads), repeats
     )
 
 

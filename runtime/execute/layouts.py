@@ -39,7 +39,6 @@ class Layout(NamedTuple):
         theirs = f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
         return f"{theirs}, and not {self.shape} of {self.dtype} on {self.device}"
 
-
     def _is_where(self, tensor: Tensor) -> bool:
         """Return whether a tensor is on the device. Scalars of a CPU are taken, too: of attention without dropout on CUDA,
         seeds are there, where its fake kernel says otherwise; code that would read them on a GPU raises."""

@@ -205,8 +205,8 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
             forward.explain(error, cls.__name__, args, kwargs)
             raise
 
-    # ``nn.LSTM`` and its kin have a list of their weights beside the attributes. In an eager forward torch would put gathered
-    # values into it, and on a GPU move them into one storage, which others may have by then.
+    # ``nn.LSTM`` and its kin have a list of their weights beside the attributes. In an eager forward torch would put
+    # gathered values into it, and on a GPU move them into one storage, after which their old addresses are others'.
     def forward_of_weights(self: Module, *args: Any, **kwargs: Any) -> Any:
         forward = alive()
         if forward is None or not forward.is_computing or torch.compiler.is_compiling():

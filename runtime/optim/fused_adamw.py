@@ -31,6 +31,7 @@ _NO_DECAY, _ADD_TO_GRADIENT, _SHRINK_PARAMETER = range(3)
 
 _lock = threading.Lock()
 _checked: dict[tuple[object, ...], bool] = {}
+_CORES_THAT_LAUNCH = 2
 _log = logging.getLogger(__name__)
 
 
@@ -161,6 +162,12 @@ def _find_root_functions() -> tuple[int | None, int | None]:
         return None, None
     root, set_local_threads = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
     return root, set_local_threads
+
+
+def update_threads(*, unified: bool) -> int:
+    """Return with how many threads updates run on the host: beside a GPU, two cores are left to those that launch work."""
+    num_threads = torch.get_num_threads()
+    return num_threads if unified else max(1, num_threads - _CORES_THAT_LAUNCH)
 
 
 def _is_known(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:

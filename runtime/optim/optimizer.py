@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
@@ -18,7 +17,7 @@ from zinf_compile.ir.errors import CapacityError, RankError, StoreError, Unsuppo
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes
 from zinf_compile.ir.plan import UPDATE_NBYTES
 from zinf_compile.ir.slices import Slice
-from zinf_compile.runtime.optim.fused_adamw import Kernel
+from zinf_compile.runtime.optim.fused_adamw import Kernel, update_threads
 from zinf_compile.runtime.optim.owners import (
     OwnedUpdate,
     check_updates_alike,
@@ -63,7 +62,8 @@ class StreamedStep:
         self._source = jobs
         self._element_wise = element_wise
         self._has_owners = not (element_wise or store.ranks.is_alone)  # a rank updates the whole tensors of all ranks
-        self._num_threads = torch.get_num_threads()  # of the calling thread: the update thread has one
+        # Asked of the calling thread: the update thread has one.
+        self._num_threads = update_threads(unified=store.device.memory.unified)
         self._is_shown = False  # whether optimizer.state shows the state after the step
         self._is_cut = True  # chunks are updated in pieces where the update allocates
         self._jobs: list[Job] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 from zinf_compile.ir.copies import CopyKey
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import UPDATE_SETS
-from zinf_compile.runtime.device.device import Device, Event, Timing, alias_bytes
+from zinf_compile.runtime.device.device import Device, Event, Timing
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.transfer.link import Copy, Link
@@ -65,11 +65,12 @@ class DeviceUpdates:
         cursor = 0
         arriving: list[Copy] = []
         for key, tensor in host.items():
-            there[key] = alias_bytes(buffers.memory, cursor, tensor.numel(), tensor.dtype)
+            room = buffers.memory[cursor : cursor + tensor.numel() * tensor.dtype.itemsize]
+            there[key] = room.view(tensor.dtype)
             cursor += _room(tensor)
             if key in read:
                 timing = self._count(Tier.HOST, Tier.DEVICE, tensor, f"{name} ({key.label})")
-                arriving.append(Copy(_as_bytes(tensor), _as_bytes(there[key]), timing))
+                arriving.append(Copy(_as_bytes(tensor), room, timing))
         if arriving:
             # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
             # Hazard: the update reads the copied tensors.

@@ -95,7 +95,9 @@ def test_updates_on_the_host_agree_to_rounding(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # Adam's quotient, rounded otherwise on a CPU
 
 
-def train_in_half_precision(model: Any, called: Any, *, scale: float, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+def train_in_half_precision(
+    model: Any, called: Any, *, scale: float, **options: Any
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the losses, and the parameters at the end, of training in float16 with a gradient scaler."""
     generator = torch.Generator().manual_seed(1)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, **options)  # rounding is not amplified
@@ -119,7 +121,9 @@ def train_in_half_precision(model: Any, called: Any, *, scale: float, **options:
 def test_gradient_scaler(fused: bool, scale: float, update_on: str) -> None:
     """A scale of 2**40 overflows float16 at every step, and all steps are skipped."""
     plain = make_gpt().cuda()
-    expected, wanted = train_in_half_precision(plain, torch.compile(plain, backend="aot_eager"), scale=scale, fused=fused)
+    expected, wanted = train_in_half_precision(
+        plain, torch.compile(plain, backend="aot_eager"), scale=scale, fused=fused
+    )
     torch._dynamo.reset()
     model = zinf_compile.optimize(
         make_gpt(), device="cuda", compute="aten", tiles=False, update_on=update_on, **BUDGETS["host"]

@@ -68,13 +68,12 @@ def _streams() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _deterministic() -> Iterator[None]:
+def _deterministic() -> None:
     """Let kernels on a GPU give the same bits at every run."""
     if "ZINF_GPU" in os.environ:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.allow_tf32 = False
-    yield
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,9 @@ def test_gathered_weights_of_an_lstm_are_freed(parity):
     parity.optimize(model, capture=False, device_memory="64MiB", host_memory="64MiB")
     parity.train(model, batches)
     gc.collect()
-    assert not any(noted() is not None for noted, record in GATHERED._records.values() if record.name.startswith("lstm"))
+    assert not any(
+        noted() is not None for noted, record in GATHERED._records.values() if record.name.startswith("lstm")
+    )
     assert all(isinstance(weight, nn.Parameter) for weight in model.lstm._flat_weights)
     assert zinf_compile.report(model).num_eager_gathers == len(batches) * len(list(model.parameters()))
 

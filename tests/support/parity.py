@@ -155,7 +155,7 @@ class Parity:
             ours = train(self.resident(model, **options), batches, loss=loss)
             self._assert_resident(model)
             plain = self.reference(workload, captured=False, loss=loss)
-            torch.testing.assert_close(ours.losses[0], plain.losses[0], rtol=rounding, atol=0.0)
+            torch.testing.assert_close(ours.losses[0].cpu(), plain.losses[0].cpu(), rtol=rounding, atol=0.0)
             # Some gradients are sums that cancel, such as that of a bias before batch normalisation: all that is left
             # is rounding. So the tolerance is relative to the largest gradient of the model.
             largest = max(float(each.abs().max()) for each in plain.gradients[0].values() if each is not None)
@@ -164,7 +164,7 @@ class Parity:
                 if gradient is None or mine is None:
                     assert mine is gradient, name
                     continue
-                torch.testing.assert_close(mine, gradient, rtol=0.0, atol=rounding * largest)
+                torch.testing.assert_close(mine.cpu(), gradient.cpu(), rtol=0.0, atol=rounding * largest)
             self._cache[key] = ours
         return cast(Trace, self._cache[key])
 

@@ -6,6 +6,7 @@ are elements of the flattened parameter, which is a parameter with one dimension
 however they were cut.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -61,14 +62,7 @@ class Slice:
     @property
     def flat(self) -> "Slice":
         """Return the same elements as indices of the flattened parameter; ValueError if they are not contiguous."""
-        if len(self.shape) == 1 and self.num_ranks == 1:
-            return self
-        if not self.is_contiguous:
-            what = "any rank's share" if self.num_ranks > 1 else f"cut along dimension {self.dim} of {self.shape}"
-            raise ValueError(f"{self} is not contiguous in memory: it is {what}")
-        size, each = math.prod(self.shape), self.elements_per_index
-        length = size if self.is_whole else self.length * each
-        return replace(self, shape=(size,), dim=0, start=self.start * each, length=length)
+        return self if len(self.shape) == 1 and self.num_ranks == 1 else _flatten(self)
 
     def offset_in(self, outer: "Slice") -> int:
         """Return how many elements of a slice come before its own first; ValueError if it is not inside of that slice."""
@@ -150,3 +144,13 @@ class Slice:
 def shard_size(size: int, num_ranks: int) -> int:
     """Return what one rank has of so many indices or bytes: the ranks' shards are equal, the last one padded."""
     return -(-size // num_ranks)
+
+
+@functools.lru_cache(maxsize=2**14)  # chunks of a step ask for those of their parameters again and again
+def _flatten(of: Slice) -> Slice:
+    if not of.is_contiguous:
+        what = "any rank's share" if of.num_ranks > 1 else f"cut along dimension {of.dim} of {of.shape}"
+        raise ValueError(f"{of} is not contiguous in memory: it is {what}")
+    size, each = math.prod(of.shape), of.elements_per_index
+    length = size if of.is_whole else of.length * each
+    return replace(of, shape=(size,), dim=0, start=of.start * each, length=length)

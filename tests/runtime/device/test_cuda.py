@@ -26,7 +26,6 @@ class StandIn:
         self.current_device_is: object = None
         self.registered_on: list[object] = []
         self.settings: list[str] = []
-        self.memory = SimpleNamespace(_set_allocator_settings=self.settings.append)
         outer = self
 
         class Event:
@@ -114,6 +113,7 @@ class StandIn:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setattr(torch, "cuda", stand_in)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", stand_in.settings.append)
     return stand_in
 
 

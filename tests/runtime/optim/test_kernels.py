@@ -33,6 +33,7 @@ SCALARS = AdamWScalars(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, s
 # Tolerance for fused multiply-adds in a few float32 operations: CUDA compilers use them where they can, torch's CPU kernels
 # elsewhere. Where terms cancel, errors are relative to the terms.
 MERGED = {"rtol": 1e-6, "atol": 1e-8}
+ROUNDING = 2.0**-22  # half a unit in the last place of values from 4 to 8, the largest of four million drawn ones
 
 Launch = Callable[..., None]
 
@@ -265,7 +266,7 @@ def test_kernels_on_a_gpu_are_what_torch_does(size: int) -> None:
     fused_adamw(*ours, SCALARS)
     fused_adamw(*expected, SCALARS)
     for found, wanted in zip(ours[:3], expected[:3], strict=True):
-        torch.testing.assert_close(found.cpu(), wanted, **MERGED)
+        torch.testing.assert_close(found.cpu(), wanted, rtol=MERGED["rtol"], atol=ROUNDING)
     assert torch.equal(ours[4], ours[0].bfloat16())
     packed, wanted_pack = pack_gradient(ours[0]), pack_gradient(ours[0].cpu())
     assert torch.equal(packed.values.cpu(), wanted_pack.values)
