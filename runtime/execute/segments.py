@@ -227,7 +227,8 @@ def _compile(number: int, segment: fx.GraphModule) -> _Run | None:
     # Compiled here, one after another: no worker processes that outlive us, and nothing is compiled speculatively.
     # Code on disk may hold only for the sizes of the capture in which it was compiled, and this capture may have ended.
     keep = KeepStrides(segment, is_only_here=symbols is not None and not is_guarded)
-    settings = config.patch(compile_threads=1, post_grad_custom_pre_pass=keep)
+    # No CUDA graphs either, whatever is set for others: they would replay with the addresses of what moves.
+    settings = config.patch({"compile_threads": 1, "post_grad_custom_pre_pass": keep, "triton.cudagraphs": False})
     with torch.no_grad(), tracing(TracingContext(fake_mode)), settings, probe_widest_first():
         try:
             compiled: Any = standalone_compile(for_inductor(segment), examples, dynamic_shapes=source)

@@ -148,16 +148,18 @@ def freeze(optimizer: Optimizer, *, in_place: bool | None = None) -> Optimizer:
             {key: [] if key == "params" else copy_value(value) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
-        # Hazard: a fused step copies them to its device without waiting, and a kernel of the CPU reads them at once.
-        for name in SCALER_ATTRIBUTES:
-            if isinstance(value := getattr(optimizer, name, None), Tensor):
-                setattr(frozen, name, value.cpu())
-        return frozen
-    frozen = copy_optimizer(optimizer, Isolation(), left_out=attributes_with_parameters(optimizer))
-    if not (traits_of(optimizer).in_place if in_place is None else in_place):
-        for group in frozen.param_groups:
-            group["params"].clear()
-    return with_overrides_by_place(optimizer, frozen)
+    else:
+        frozen = copy_optimizer(optimizer, Isolation(), left_out=attributes_with_parameters(optimizer))
+        if not (traits_of(optimizer).in_place if in_place is None else in_place):
+            for group in frozen.param_groups:
+                group["params"].clear()
+        frozen = with_overrides_by_place(optimizer, frozen)
+    for name in SCALER_ATTRIBUTES:
+        if isinstance(value := getattr(optimizer, name, None), Tensor):
+            # Hazard: ``GradScaler.update()`` changes them in place. Hazard: a fused step copies them to its device without
+            # waiting, and a kernel of the CPU would read them at once.
+            setattr(frozen, name, value.detach().to("cpu", copy=True))
+    return frozen
 
 
 def put_into(optimizer: Optimizer, place: Place, parameter: Tensor) -> int:
@@ -287,8 +289,6 @@ class Shadow:
             self._shadow.__dict__.update(optimizer.__dict__, **{name: OrderedDict() for name in STEP_HOOKS})
             self._shadow.__dict__.pop("step", None)  # a learning-rate scheduler wraps the method of the instance
             self._shadow.param_groups = [{**group, "params": [parameter]}]
-            if group.get("capturable") and not parameter.is_cuda:  # torch refuses it on a CPU
-                self._shadow.param_groups[0]["capturable"] = False
             self._shadow.state = defaultdict(dict)
         else:
             self._shadow = copy_optimizer(optimizer, self._isolation)

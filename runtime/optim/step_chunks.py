@@ -85,7 +85,7 @@ def find_job_kernel(job: Job) -> Kernel | None:
 def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> dict[str, Any]:
     """Update a slice in place as the user's optimizer does, which sees tensors of ``shape``; return its state."""
     scalars = copied(job.scalars)
-    if job.group.get("fused") or job.group.get("capturable"):  # its kernel reads them where the master copy is
+    if job.group.get("fused"):  # its kernel reads them where the master copy is
         scalars = {key: moved_to(operands.master.device, value) for key, value in scalars.items()}
     state = scalars | {key: _shaped(operands.states[key], shape) for key in job.kept_states}
     gradient = _shaped(operands.gradient.to(operands.master.dtype), shape)

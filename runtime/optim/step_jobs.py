@@ -159,6 +159,12 @@ class JobCollector:
         self._optimizer = optimizer
         self.known_states = list(optimizer.state)
         self.frozen = freeze(optimizer)
+        if (
+            not store.device.memory.unified
+        ):  # plain PyTorch accepts it on a GPU; some updates run on a CPU, which does not
+            for group in self.frozen.param_groups:
+                if "capturable" in group:
+                    group["capturable"] = False
         has_gradient = (lambda parameter: parameter.requires_grad) if in_backward else None
         self.is_element_wise = is_element_wise(optimizer, self.frozen, has_gradient=has_gradient)
         self.ledger = Ledger(type(optimizer).__name__)

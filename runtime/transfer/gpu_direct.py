@@ -44,6 +44,8 @@ class KvikioReads:
     def __init__(self, path: str) -> None:
         import kvikio
 
+        if kvikio.defaults.get("num_threads") < NUM_CALLS:  # of all its reads together; one, if nobody has chosen
+            kvikio.defaults.set("num_threads", NUM_CALLS)
         self._path = path
         self._file: Any = kvikio.CuFile(path, "r")
 

@@ -36,6 +36,30 @@ def test_updates(parity, workload, update_on: str) -> None:
     assert (device.update.num_waits > 0) == (update_on == "device")
 
 
+def test_what_is_updated_on_the_device_is_not_written_again(parity, monkeypatch) -> None:
+    """What comes back is the value of a step: it does not make the compute copy stale, which the update has written too."""
+    parity.on_streams()
+    with torch.device("meta"):
+        model = MLP()
+    options = {"device_memory": "64MiB", "host_memory": "64MiB", "update_on": "device"}
+    parity.optimize(model, init="reset", compute="aten", **options)
+    stale: list[str] = []
+    sync = Store._sync
+
+    def note(store: Store, record) -> None:
+        if not record.copies.is_synced(record.version):
+            stale.append(record.name)
+        sync(store, record)
+
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in vector_batches(24, 5):
+        model(**batch).backward()
+        monkeypatch.setattr(Store, "_sync", note)
+        adamw.step()
+        adamw.zero_grad()
+    assert not stale
+
+
 def _on_device(store: Store) -> list[Slot]:
     return [slot for record in store.records.values() for slot in record.copies.states.values() if slot.on_device]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._inductor
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zinf_compile.passes.fx_edit import copy_graph_module
@@ -219,6 +220,20 @@ def test_sizes_that_change_have_strides_that_change() -> None:
             assert result.stride() == (4, 1)
     (remark,) = segments.remarks_on(number)
     assert "whose strides are (1, 6), and not (4, 1)" in remark
+
+
+def test_examples_are_fake_and_graphs_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU real examples would take memory that no plan has counted, and CUDA graphs replay with old addresses."""
+    seen: list[object] = []
+
+    def note(segment: fx.GraphModule, examples: list[object], **kwargs: object) -> object:
+        seen.append((isinstance(examples[0], FakeTensor), torch._inductor.config.triton.cudagraphs))
+        return lambda *inputs: segment(*inputs)
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", note)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        segments.compile_segment(number_of(make_segment(3, 4)))
+    assert seen == [(True, False)]
 
 
 @needs_compiler

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import zinf_compile
 from tests.support.fake_device import FakeDevice, on_fake_device
+from zinf_compile.runtime.optim.shadow import freeze
 
 WIDTH = 160  # its weights are on nvme, its biases in memory
 
@@ -157,3 +158,40 @@ def test_an_error_in_the_optimizers_own_step_changes_nothing(optimize: Callable[
         results.append([parameter.clone() for parameter in model.parameters()])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, type("Mine", (torch.optim.AdamW,), {})])
+def test_what_a_gradient_scaler_says_is_kept_as_it_was(cls: type[torch.optim.Optimizer]) -> None:
+    """The scaler changes them in place after the step, which may still run, and a CPU's kernel cannot read a GPU's."""
+    optimizer = cls([nn.Parameter(torch.ones(4))], fused=True)  # type: ignore[call-arg]
+    scale, found = torch.tensor(4.0), torch.tensor(0.0)
+    optimizer.grad_scale, optimizer.found_inf = scale, found  # type: ignore[attr-defined]
+    frozen: Any = freeze(optimizer)
+    scale.mul_(2)
+    found.add_(1)
+    assert (frozen.grad_scale.item(), frozen.found_inf.item()) == (4.0, 0.0)
+    assert frozen.grad_scale.device.type == frozen.found_inf.device.type == "cpu"
+
+
+@pytest.mark.parametrize("update_on", ["host", "device"])
+def test_capturable_on_a_device_with_its_own_memory(update_on: str) -> None:
+    """Plain PyTorch accepts it there. Updates of homes on a CPU would refuse it."""
+
+    def run(model: nn.Module, *, capturable: bool) -> list[Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=capturable)
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[0]["capturable"] == capturable
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    expected = run(make_model(), capturable=False)
+    with on_fake_device():
+        model = zinf_compile.optimize(
+            make_model(), device="cuda", compute="aten", device_memory="8MiB", host_memory="64MiB", update_on=update_on
+        )
+        found = run(model, capturable=True)
+        zinf_compile.close(model)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -25,7 +25,7 @@ from zinf_compile.runtime.calibration import calibrate
 from zinf_compile.runtime.execute.op_bodies import register
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.store.store import Store
-from zinf_compile.runtime.transfer.gpu_direct import GpuDirectFiller, open_direct_reads
+from zinf_compile.runtime.transfer.gpu_direct import NUM_CALLS, GpuDirectFiller, open_direct_reads
 from zinf_compile.runtime.transfer.in_flight import InFlight, LinkFiller
 
 KIB, MIB = 2**10, 2**20
@@ -60,6 +60,8 @@ class CuFile:
 @pytest.fixture(autouse=True)
 def _kvikio(monkeypatch: pytest.MonkeyPatch, unmeasured: None) -> Iterator[None]:
     module = ModuleType("kvikio")
+    settings = {"num_threads": 1}
+    module.defaults = SimpleNamespace(get=settings.__getitem__, set=settings.__setitem__)  # type: ignore[attr-defined]
     module.CuFile = CuFile  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvikio", module)
     monkeypatch.setattr(CuFile, "num_reads", 0)
@@ -155,6 +157,9 @@ def test_without_kvikio_or_a_file_there_is_none(
     with PosixEngine(tmp_path) as engine:
         reads = open_direct_reads(engine)
         assert reads is not None
+        assert sys.modules["kvikio"].defaults.get("num_threads") == NUM_CALLS, (
+            "all reads share them, and one is the default"
+        )
         reads.close()
         with caplog.at_level(logging.INFO, logger="zinf_compile"), monkeypatch.context() as patch:
             patch.setattr(os, "open", mock.Mock(side_effect=OSError("no O_DIRECT here")))
