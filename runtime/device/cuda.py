@@ -83,7 +83,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         if not any(variable in os.environ for variable in _ALLOCATOR_VARIABLES):
             # Streams have pools of their own, and prefetched parameters have many sizes: without, up to a fifth is lost.
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # type: ignore[attr-defined]
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         # Copies in each direction and updates have a stream each, and run concurrently; link.py handles the hazards.
         self._to_device = CudaStream(torch.cuda.Stream(self.torch_device))
         self._to_host = CudaStream(torch.cuda.Stream(self.torch_device))

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.hardware import MemorySpace
@@ -185,7 +186,7 @@ def alias_bytes(memory: Tensor, offset: int, num_elements: int, dtype: torch.dty
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
     """A block in which bytes are copied into a tensor that may be a parameter's, which is not written by its user."""
-    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    kept: AbstractContextManager[None] = _unsafe_preserve_version_counter(tensor)
     return kept
 
 

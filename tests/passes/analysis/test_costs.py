@@ -118,6 +118,31 @@ def test_attention_backward_on_the_cpu(trace: Function) -> None:
     assert count_flops(node) == 5 * (2 * 3) * (2 * 5 * 7 * 8)
 
 
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_on_a_gpu_whose_queries_share_keys(kernel: str, is_causal: bool) -> None:
+    """Eight heads of queries, two of keys and values: until torch 2.12 its own formula refuses that."""
+    query, key, grad = (torch.empty(2, heads, 64, 16, device="meta") for heads in (8, 2, 8))
+    forward = getattr(aten, f"_scaled_dot_product_{kernel}_attention").default
+    backward = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+    of_forward = {"query": query, "key": key, "value": key, "is_causal": is_causal}
+    of_backward = {"grad_out": grad, "grad_out_": grad, **of_forward}
+    for op, given, num_products in ((forward, of_forward, 2), (backward, of_backward, 5)):
+        graph = fx.Graph()
+        names = [argument.name for argument in op._schema.arguments]
+        values = {name: value for name, value in given.items() if name in names}
+        positions: list[object] = [None] * (max(map(names.index, values)) + 1)
+        for name, value in values.items():
+            positions[names.index(name)] = value
+            if isinstance(value, Tensor):
+                node = positions[names.index(name)] = graph.placeholder(name)
+                node.meta["val"] = value
+        called = graph.call_function(op, tuple(positions))  # type: ignore[arg-type]
+        called.meta["val"] = query
+        counted = num_products * 2 * 2 * 8 * 64 * 64 * 16
+        assert count_flops(called) == (counted // 2 if is_causal else counted)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_is_wrapped_to_draw_the_same_twice_counts_as_by_itself(
     trace: Function, analyze: Function, is_causal: bool
