@@ -1,12 +1,14 @@
 """Bitwise parity on a device with streams. With ZINF_STREAMS=1 all tests of this folder run on one."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zinf_compile
 from tests.support.small_models import MLP, gpt, gpt_tied, mlp, vector_batches
-from zinf_compile.ir.errors import ConfigError
+from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store
@@ -34,6 +36,27 @@ def test_updates(parity, workload, update_on: str) -> None:
     device = parity.on_streams()
     parity.check(workload, "nvme", captured=True, update_on=update_on)
     assert (device.update.num_waits > 0) == (update_on == "device")
+
+
+def test_no_limit_on_memory_outlives_a_run(parity, monkeypatch) -> None:
+    """Memory of user code between runs is not limited: after eager gathers, and after a run that could not begin."""
+    device = parity.on_streams()
+    model, batches = mlp()
+    parity.optimize(model, capture=False, device_memory="64MiB", host_memory="64MiB")
+    model(**batches[0])
+    assert len(device.limits) > 1
+    assert device.limits[-1] is None
+    model, batches = mlp()
+    parity.optimize(model, device_memory="64MiB", host_memory="64MiB", compute="aten")
+    model(**batches[0]).backward()
+    assert device.limits[-1] is None
+    number = len(device.limits)
+    store = next(model.parameters())._zinf_record.store
+    monkeypatch.setattr(store.arena, "reserve", mock.Mock(side_effect=CapacityError("no room for the arena")))
+    with pytest.raises(CapacityError, match="no room for the arena"):
+        model(**batches[1])
+    assert len(device.limits) > number
+    assert device.limits[-1] is None
 
 
 def test_what_is_updated_on_the_device_is_not_written_again(parity, monkeypatch) -> None:
