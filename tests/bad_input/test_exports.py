@@ -83,12 +83,3 @@ def test_a_number_means_nothing_in_another_process() -> None:
         firsts.append(module.new_id())
     assert abs(firsts[0] - firsts[1]) >= 2**20
     assert max(firsts) < 2**63 - 2**32  # arguments of ops have 64 bits
-
-
-def test_a_capture_is_no_export_whatever_torch_says(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.13 ``torch.compiler.is_exporting()`` is True wherever Dynamo traces, and nothing was captured."""
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    zinf_compile.optimize(model, **BUDGETS)
-    model(torch.ones(2, 200)).sum().backward()
-    assert len(zinf_compile.report(model).plans) == 1
-    zinf_compile.close(model)
