@@ -156,8 +156,8 @@ _ATTENTION_BACKWARDS = (
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
-# Torch's registry has neither the CPU's attention nor grouped products, and until 2.12 its formulas of CUDA's attention
-# refuse fewer heads of keys than of queries.
+# Torch's registry has neither the CPU's attention nor grouped products, and in 2.11 its formulas of CUDA's attention refuse
+# fewer heads of keys than of queries.
 _FORMULAS: dict[object, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped_product_flops,
     **dict.fromkeys(_ATTENTIONS, _attention_flops),

@@ -337,7 +337,7 @@ def refuse_graph(model: str) -> UnsupportedError:
 
 
 def _is_exporting() -> bool:
-    """Return ``torch.compiler.is_exporting()``, which before torch 2.13 is True wherever Dynamo traces."""
+    """Return ``torch.compiler.is_exporting()``, which in torch 2.11 is True wherever Dynamo traces."""
     return torch.compiler._is_exporting_flag
 
 

@@ -103,8 +103,10 @@ def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> d
 
 def moved_to(device: torch.device, value: Any) -> Any:
     """Return a scalar of a state on a device, without waiting for what is enqueued there."""
-    if not isinstance(value, Tensor) or value.device == device or value.numel() != 1:
-        return value.to(device) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor) or value.device == device:
+        return value
+    if value.numel() != 1:
+        return value.to(device)
     return torch.full(value.shape, value.item(), dtype=value.dtype, device=device)
 
 

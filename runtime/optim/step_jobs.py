@@ -159,9 +159,8 @@ class JobCollector:
         self._optimizer = optimizer
         self.known_states = list(optimizer.state)
         self.frozen = freeze(optimizer)
-        if (
-            not store.device.memory.unified
-        ):  # plain PyTorch accepts it on a GPU; some updates run on a CPU, which does not
+        if not store.device.memory.unified:
+            # Plain PyTorch accepts it on a GPU, but some of our updates run on a CPU, where it is refused.
             for group in self.frozen.param_groups:
                 if "capturable" in group:
                     group["capturable"] = False

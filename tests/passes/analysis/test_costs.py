@@ -121,7 +121,7 @@ def test_attention_backward_on_the_cpu(trace: Function) -> None:
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_on_a_gpu_whose_queries_share_keys(kernel: str, is_causal: bool) -> None:
-    """Eight heads of queries, two of keys and values: until torch 2.12 its own formula refuses that."""
+    """Eight heads of queries, two of keys and values: the formula of torch 2.11 refuses that."""
     query, key, grad = (torch.empty(2, heads, 64, 16, device="meta") for heads in (8, 2, 8))
     forward = getattr(aten, f"_scaled_dot_product_{kernel}_attention").default
     backward = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default
