@@ -19,7 +19,7 @@ CORE := tests/zinf_compile/ir tests/passes/analysis tests/passes/transforms test
 	tests/passes/planner/placement tests/passes/planner/schedule tests/runtime/params tests/runtime/storage \
 	tests/parity/test_models.py
 
-.PHONY: help train check test test-long lint types layers core unit unit-long setup clean
+.PHONY: help train check test test-long test-all lint types layers core unit unit-long unit-all setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -45,6 +45,8 @@ test: lint layers  ## lint, types, layering and the tests, all but the long ones
 
 test-long: unit-long  ## what `make test` leaves out: more models, placements and examples
 
+test-all: unit-all  ## the same, with every combination of their parameters (an hour)
+
 lint: setup  ## check style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,6 +64,9 @@ unit: setup  ## run the tests that are not long, in one process more than there 
 	$(PYTEST) -m "not long"
 
 unit-long: setup
+	ZINF_SHARE=most ZINF_VARIANTS=few $(PYTEST) -m "long or hypothesis" --hypothesis-profile long
+
+unit-all: setup
 	ZINF_SHARE=most $(PYTEST) -m "long or hypothesis" --hypothesis-profile long
 
 clean:  ## remove the virtual environment and caches

@@ -56,9 +56,9 @@ def first_step(name: str) -> dict[str, Any]:
 
 def architectures() -> list[str]:
     """Return the names of the architectures that the tests train by default."""
-    from tests.parity import test_by_default
+    from tests.parity import test_by_default as by_default
 
-    return [workload.__name__ for workload in (*test_by_default.FEW, *test_by_default.MORE)]
+    return [workload.__name__ for workload in (*by_default.FEW, *by_default.MORE, *by_default.COMPILED_ELSEWHERE)]
 
 
 def run_process(name: str, folder: Path, threads: int) -> dict[str, Any]:

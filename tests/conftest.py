@@ -4,12 +4,13 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 from _pytest import runner
 
 from tests.support.run_cache import open_cache, remove_cache
+from tests.support.variants import are_all_wanted, choose_variants
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
 
 # Set before torch is imported, and inherited by child processes: spinning OpenMP threads slow down other workers.
@@ -37,6 +38,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove it."""
     if not hasattr(config, "workerinput"):
         remove_cache()
+
+
+@pytest.hookimpl(trylast=True)  # behind `-m`, and behind what folders mark
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out variants of long tests whose values occur in other variants too, if ZINF_VARIANTS says so."""
+    if are_all_wanted():
+        return
+    variants: dict[tuple[object, str], dict[str, Mapping[str, object]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("long"):
+            of_test = variants.setdefault((item.path, item.originalname), {})
+            of_test[item.nodeid] = item.callspec.params
+    surplus = {name for each in variants.values() for name in each.keys() - set(choose_variants(each))}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in surplus])
+    items[:] = [item for item in items if item.nodeid not in surplus]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -76,7 +76,7 @@ def train_drawn(loop: Loop, options: Mapping[str, Any]) -> tuple[Trace, int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(14))
 def test_drawn_loops_keep_their_bits(seed: int, two: RankPool, tmp_path: Path) -> None:
     draw = random.Random(seed)
     loop = draw_loop(draw)

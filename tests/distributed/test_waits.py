@@ -1,5 +1,6 @@
-"""Waits for collectives that end at the wrong moment."""
+"""Waits for collectives that end at the wrong moment, and for ranks that do not end."""
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -64,3 +65,16 @@ def test_groups_wait_a_little_longer_than_the_ranks_which_wait_as_long_as_the_de
     for seconds, *of_groups in two.run(timeouts_of, mesh):
         assert seconds == 180.0  # given by the pool to init_process_group
         assert of_groups == [240.0] * 3
+
+
+def sleep_long() -> None:
+    """Hang."""
+    time.sleep(600)
+
+
+def test_a_hang_shows_where_each_rank_is() -> None:
+    pool = RankPool(2)
+    with pytest.raises(
+        AssertionError, match=r"(?s)ranks \[0, 1\] hang in sleep_long for 4 s.*rank 0:.*in sleep_long.*rank 1:"
+    ):
+        pool.run(sleep_long, seconds=4.0)

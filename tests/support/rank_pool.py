@@ -3,11 +3,14 @@
 The pool's own process holds the store of torch.distributed, as torchrun's agent does, so that any rank may die.
 """
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
 import os
 import pickle
+import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,7 +38,8 @@ _IMPORTED = [
     *("torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd"),
     *("torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.device_mesh"),
 ]
-_SECONDS = 180.0  # that a function may take; a hang is an error with a name
+_SECONDS = 420.0  # that a function may take on a busy machine; a hang is an error that shows where each rank is
+_WAIT_SECONDS = 180.0  # that a rank waits for the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
+        self._folder = tempfile.TemporaryDirectory()  # for the stack of each rank
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = _SECONDS) -> list[Any]:
         """Return what the function returned on each rank. It must not raise on any."""
@@ -86,10 +92,11 @@ class RankPool:
         while open_ranks:
             ready = wait([*open_ranks.values()], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                stacks = [f"rank {rank}:\n{self._stack_of(rank)}" for rank in sorted(open_ranks)]
                 self.stop()
-                ended = "\n".join(each.trace for each in results if isinstance(each, Raised))
+                ended = [each.trace for each in results if isinstance(each, Raised)]
                 hang = f"ranks {sorted(open_ranks)} hang in {function.__qualname__} for {seconds:.0f} s"
-                raise AssertionError(f"{hang}\n{ended}".strip())
+                raise AssertionError("\n".join((hang, *ended, *stacks)))
             for rank, pipe in list(open_ranks.items()):
                 if pipe in ready:
                     try:
@@ -108,11 +115,19 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.size, self._store.port, theirs, self._folder.name), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+
+    def _stack_of(self, rank: int) -> str:
+        """Return where the threads of a rank are."""
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(1.0)  # faulthandler writes it in a signal handler, and does not say when it has
+        return (Path(self._folder.name) / f"{rank}").read_text()
 
     def stop(self) -> None:
         """End the processes."""
@@ -126,11 +141,13 @@ class RankPool:
         self._processes, self._pipes, self._store = [], [], None
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Connection, folder: str) -> None:
+    stack = open(f"{folder}/{rank}", "w")  # noqa: SIM115  # faulthandler writes to it until the process ends
+    faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "ZINF_QUIET": "1"}
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_SECONDS))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_WAIT_SECONDS))
     gc.set_threshold(50_000, 10, 10)  # as in the process of the tests
     gc.freeze()
     with _fixed_rates():
