@@ -3,7 +3,7 @@
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,11 +14,14 @@ from zinf_compile.cli.optimizers import find_optimizer
 from zinf_compile.cli.planned_models import Sizes, find_model
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.inspect.printing import dump_plan
-from zinf_compile.ir.errors import CapacityError
+from zinf_compile.inspect.purchases import NAMES, PER_GIB, check_prices
+from zinf_compile.inspect.text.text_layout import make_table
+from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.glossary import format_seconds
 from zinf_compile.ir.plan_io import plan_to_json
 from zinf_compile.passes.planner.cost.costs import ops_seconds, unfused
 from zinf_compile.passes.planner.memory.policies import compute_seconds
+from zinf_compile.passes.planner.simulator.simulate import simulate
 
 _NARROWEST, _WIDEST = 80, 140  # columns that the dump is readable in
 _COLUMNS = 100  # of a pipe or a file
@@ -56,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="groups of these ranks that keep the whole model each (default: 1)",
     )
+    budget.add_argument(
+        "--reduce",
+        choices=("ordered", "fast"),
+        default="ordered",
+        help="how ranks add up gradients, as of optimize (default: ordered)",
+    )
     budget.add_argument("--device-memory", metavar="SIZE", help="default: that of one device of the hardware")
     budget.add_argument("--host-memory", metavar="SIZE", help="default: one device's share of the hardware's")
     budget.add_argument("--nvme-memory", metavar="SIZE", help="default: one device's share of the hardware's")
@@ -72,15 +81,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--save", type=Path, metavar="FILE", help="also write the plan, for zinf show and zinf diff")
     output.add_argument("--json", action="store_true", help="print the plan as JSON")
+    ask = parser.add_argument_group("questions")
+    ask.add_argument(
+        "--tokens-to-hide-disk",
+        action="store_true",
+        help="how many tokens a step needs until compute hardly waits for the disk; capturing takes longer",
+    )
+    ask.add_argument(
+        "--what-to-buy", action="store_true", help="which of memory, disk, device and link would shorten the step"
+    )
+    ask.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="NAME=PRICE",
+        help=f"for --what-to-buy: {' and '.join(PER_GIB)} per GiB; {', '.join(NAMES[len(PER_GIB) :])} each",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan and return 0; 1 if the model does not fit, with the smallest budget that works on stderr."""
+    prices = _read_prices(args)
     sizes = Sizes(**{name: getattr(args, name) for name in Sizes.__slots__})
     optimizer = find_optimizer(args.optimizer, _LEARNING_RATE)
     with _progress(f"building {args.model}"):
         subject = find_model(args.model, sizes)
-    names = ("device_memory", "host_memory", "nvme_memory", "reserve_memory", "compute_dtype", "compute")
+    names = ("device_memory", "host_memory", "nvme_memory", "reserve_memory", "compute_dtype", "compute", "reduce")
     try:
         with _progress(f"planning {type(subject.model).__name__}"):
             plan = zinf_compile.plan(
@@ -90,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
                 nvme=args.nvme,
                 optimizer=optimizer,
                 train=not args.inference,
+                dynamic=args.tokens_to_hide_disk,
                 world=args.world,
                 replicas=args.replicas,
                 **{name: getattr(args, name) for name in names},
@@ -105,7 +132,53 @@ def run(args: argparse.Namespace) -> int:
     columns = shutil.get_terminal_size(fallback=(_COLUMNS, 24)).columns
     print(dump_plan(plan.plan, width=max(_NARROWEST, min(columns, _WIDEST))))
     print(_describe_compute(plan))
+    if args.tokens_to_hide_disk:
+        with _progress("planning other batches"):
+            sentence = _describe_tokens(plan)
+        print(sentence)
+    if args.what_to_buy:
+        with _progress("planning with what could be bought"):
+            table = _list_purchases(plan, prices)
+        print("\n".join(table))
     return 0
+
+
+def _read_prices(args: argparse.Namespace) -> dict[str, float]:
+    """Return the prices given. ConfigError for one that is not NAME=NUMBER, or without anything to price."""
+    if args.price and not args.what_to_buy:
+        raise ConfigError("--price is for --what-to-buy; add it, or leave out the prices")
+    if args.json and (args.what_to_buy or args.tokens_to_hide_disk):
+        raise ConfigError("--json prints the plan alone; ask questions without it")
+    prices = {}
+    for given in args.price:
+        name, _, price = given.partition("=")
+        try:
+            prices[name] = float(price)
+        except ValueError as error:
+            raise ConfigError(f"--price {given} is not NAME=PRICE, such as ram=4") from error
+    check_prices(prices)
+    return prices
+
+
+def _describe_tokens(plan: PlanView) -> str:
+    tokens = plan.tokens_to_hide_disk()
+    if tokens is None:
+        return "no batch that fits hides the disk: a faster one, or more memory, would (--what-to-buy)"
+    return f"the disk is hidden behind compute from {tokens:,} tokens a step on"
+
+
+def _list_purchases(plan: PlanView, prices: Mapping[str, float]) -> list[str]:
+    """Return a table of what could be bought; with prices, also what they save per 1,000 of the money."""
+    rows: list[Sequence[str]] = [("as it is", format_seconds(simulate(plan.plan).step_seconds), "", "", "")]
+    for each in plan.what_to_buy(prices):
+        saved = format_seconds(each.saved_seconds) if each.saved_seconds else "nothing"
+        price = "" if each.price is None else f"{each.price:,.0f}"
+        per = format_seconds(1000 * each.saved_per_price) if each.saved_per_price else ""
+        rows.append((each.what, format_seconds(each.step_seconds), saved, price, per))
+    header = ("bought for a rank", "step", "saved", "price", "saved per 1,000")
+    columns = len(header) if prices else 3
+    cut = [row[:columns] for row in rows]
+    return make_table(header[:columns], cut, align="<>>>>"[:columns], width=_COLUMNS, flexible=0)
 
 
 def _describe_compute(plan: PlanView) -> str:

@@ -7,22 +7,26 @@ from typing import Any
 
 from zinf_compile.hardware.rates import RATE_NAMES, with_rates
 from zinf_compile.ir.config import Config, parse_size
-from zinf_compile.ir.errors import ConfigError, UnsupportedError
+from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
 from zinf_compile.ir.facts import GraphFacts, at_sizes, join_sizes
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.passes.planner.memory.arena import ARENA_ALIGN
 from zinf_compile.passes.planner.search.planner import (
+    NEGLIGIBLE_STALLS,
     Request,
     does_fit,
     lay_groundworks,
     make_plan,
     minimum_device_memory,
 )
+from zinf_compile.passes.planner.simulator.simulate import simulate
+from zinf_compile.passes.planner.simulator.summary import count_disk_stalls
 
 _MOST = 2**31  # largest size of a dimension that is tried
 _BUDGETS = ("device_memory", "host_memory", "nvme_memory", "prefetch_memory", "reserve_memory")
 _SWITCHES = ("overlap_step", "step_in_backward")
-_BATCH = "batch"
+_BATCH, _SEQUENCE = "batch", "sequence"
+_FINE = 16  # a number of tokens is found to within this part of it
 
 
 def change_request(request: Request, changes: Mapping[str, object]) -> Request:
@@ -51,8 +55,42 @@ def change_request(request: Request, changes: Mapping[str, object]) -> Request:
     return changed
 
 
+def tokens_to_hide_disk(request: Request) -> int | None:
+    """Return the fewest tokens per step with which compute hardly waits for the disk, to within a sixteenth.
+
+    None if there is no such batch that fits. UnsupportedError where the batch of a capture is fixed.
+    """
+    _check_batch(request)
+    low, high = 0, 1
+    while not _hides_disk(request, high):
+        low, high = high, 2 * high
+        if not does_fit(_with_sizes(request, {_BATCH: high})):
+            high = largest_batch(request)
+            if high <= low or not _hides_disk(request, high):
+                return None
+            break
+    while high - low > max(1, high // _FINE):
+        middle = (low + high) // 2
+        low, high = (low, middle) if _hides_disk(request, middle) else (middle, high)
+    return high * next((symbol.value for symbol in request.candidates[0].symbols if symbol.name == _SEQUENCE), 1)
+
+
+def _hides_disk(request: Request, batch: int) -> bool:
+    """Return whether compute hardly waits for the disk; of a batch that does not fit, False."""
+    try:
+        timeline = simulate(make_plan(_with_sizes(request, {_BATCH: batch})))
+    except CapacityError:
+        return False
+    return count_disk_stalls(timeline) <= NEGLIGIBLE_STALLS * timeline.step_seconds
+
+
 def largest_batch(request: Request) -> int:
     """Return the largest batch that fits, 0 if none does; UnsupportedError where the batch of a capture is fixed."""
+    _check_batch(request)
+    return largest_that_fits(lambda batch: does_fit(_with_sizes(request, {_BATCH: batch})))
+
+
+def _check_batch(request: Request) -> None:
     names = [symbol.name for symbol in request.candidates[0].symbols]
     if _BATCH not in names:
         others = f"; what may change in it is {', '.join(names)}" if names else ""
@@ -60,7 +98,6 @@ def largest_batch(request: Request) -> int:
             f"{request.name} was captured for one batch only: the first dimension of its inputs is a fixed number, or not "
             f"the same for all{others}; plan it for other inputs"
         )
-    return largest_that_fits(lambda batch: does_fit(_with_sizes(request, {_BATCH: batch})))
 
 
 def smallest_device_memory(request: Request) -> int:

@@ -1,6 +1,7 @@
 """A simulated step in a few numbers: how busy each lane is, what bounds the step, what it writes to the disk."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zinf_compile.ir.glossary import Tier, format_seconds
@@ -78,23 +79,31 @@ class LinkUse:
 
 def measure_links(timeline: Timeline) -> LinkUse:
     """Return the use of the links between ranks. What compute waits for meanwhile may also be a disk."""
-    busy = sorted(
-        (node for node in timeline.nodes if node.lane in (DEVICE_LINKS, NODE_LINKS)),
-        key=lambda node: node.start_seconds,
-    )
+    busy = [node for node in timeline.nodes if node.lane in (DEVICE_LINKS, NODE_LINKS)]
+    return LinkUse(seconds=sum(node.seconds for node in busy), exposed_seconds=_exposed_seconds(timeline, busy))
+
+
+def count_disk_stalls(timeline: Timeline) -> float:
+    """Return the seconds in which compute waits and the disk is busy."""
+    busy = [node for node in timeline.nodes if Tier.NVME in node.lane.split()]
+    return _exposed_seconds(timeline, busy)
+
+
+def _exposed_seconds(timeline: Timeline, busy: Iterable[Event]) -> float:
+    """Return the seconds in which compute waits and at least one of some events goes on."""
+    ordered = sorted(busy, key=lambda node: node.start_seconds)
     exposed, first = 0.0, 0
     for stall in sorted(timeline.stalls, key=lambda stall: stall.start_seconds):
-        while first < len(busy) and busy[first].end_seconds <= stall.start_seconds:
+        counted_to = stall.start_seconds
+        while first < len(ordered) and ordered[first].end_seconds <= stall.start_seconds:
             first += 1
-        for node in busy[first:]:
+        for node in ordered[first:]:
             if node.start_seconds >= stall.end_seconds:
                 break
-            exposed += _common_seconds(stall, node)
-    return LinkUse(seconds=sum(node.seconds for node in busy), exposed_seconds=exposed)
-
-
-def _common_seconds(one: Event, other: Event) -> float:
-    return min(one.end_seconds, other.end_seconds) - max(one.start_seconds, other.start_seconds)
+            end = min(stall.end_seconds, node.end_seconds)
+            exposed += max(0.0, end - max(counted_to, node.start_seconds))
+            counted_to = max(counted_to, end)
+    return exposed
 
 
 def measure_wear(timeline: Timeline) -> Wear:

@@ -10,7 +10,8 @@ import pytest
 from zinf_compile.cli.main import main
 from zinf_compile.ir.copies import Role
 from zinf_compile.ir.glossary import Tier
-from zinf_compile.ir.plan_io import load_plan
+from zinf_compile.ir.plan_io import load_plan, plan_from_json
+from zinf_compile.passes.planner.simulator.simulate import simulate
 
 GPT = ["plan", "gpt", "--layers", "1", "--hidden", "64", "--heads", "2", "--batch", "2", "--seq", "16", "--vocab", "64"]
 MODULE = """
@@ -68,6 +69,44 @@ def test_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "32 ranks do not make 5 replicas of equally many ranks" in capsys.readouterr().err
     assert main([*GPT, "--hardware", "dgx2", "--world", "20"]) == 2
     assert "20 ranks do not fill whole nodes of dgx2" in capsys.readouterr().err
+
+
+def test_how_ranks_reduce(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = []
+    for reduce in ("ordered", "fast"):
+        words = ["--hardware", "dgx2", "--world", "16", "--replicas", "16", "--reduce", reduce, "--json"]
+        assert main([*GPT, *words]) == 0
+        plan = plan_from_json(capsys.readouterr().out)
+        seconds.append(simulate(plan).step_seconds)
+    assert seconds[1] < seconds[0]  # one all-reduce in a ring, and not one hop after the other
+
+
+def test_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hardware", "laptop-16g", "--device-memory", "64MiB", "--tokens-to-hide-disk"]
+    assert main([*GPT, *words, "--what-to-buy", "--price", "disk=90", "--price", "ram=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "the disk is hidden behind compute from 16 tokens a step on" in printed  # nothing is on it
+    table = printed[printed.index("bought for a rank") :].splitlines()
+    assert re.match(r"bought for a rank +step +saved +price +saved per 1,000$", table[0])
+    assert re.match(r" +as it is +\S+ \w+$", table[1])
+    assert re.search(r"(?m)a second disk beside the first +\S+ \w+ +nothing +90$", printed)
+    assert re.search(r"(?m)a processor that is twice as fast +\S+ \w+ +\S+ \w+$", printed)
+    assert main([*GPT, *words[:-1], "--what-to-buy"]) == 0
+    assert re.search(r"bought for a rank +step +saved$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--price", "ram=4"], "--price is for --what-to-buy"),
+        (["--what-to-buy", "--price", "ram"], "--price ram is not NAME=PRICE, such as ram=4"),
+        (["--what-to-buy", "--price", "rma=4"], "a price list does not know 'rma'; did you mean 'ram'"),
+        (["--what-to-buy", "--json"], "--json prints the plan alone"),
+    ],
+)
+def test_questions_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--hardware", "laptop-16g", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from zinf_compile.ir.sizes import ShapeSymbol, Size, size_symbol
 from zinf_compile.passes.planner.cost.costs import op_seconds, seconds_expression
 from zinf_compile.passes.planner.search.planner import Request, make_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
+from zinf_compile.passes.planner.simulator.summary import count_disk_stalls
 
 MIB = 2**20
 Function = Callable[..., Any]
@@ -115,8 +116,74 @@ def test_the_largest_batch_fits_and_one_more_does_not(make_symbolic: Function) -
 
 
 def test_a_fixed_batch_has_no_largest(request_of: Function) -> None:
-    with pytest.raises(UnsupportedError, match="captured for one batch only"):
-        view_of(request_of(0)).max_batch()
+    plan = view_of(request_of(0))
+    for ask in (plan.max_batch, plan.tokens_to_hide_disk):
+        with pytest.raises(UnsupportedError, match="captured for one batch only"):
+            ask()
+
+
+def disk_stalls(plan: PlanView) -> float:
+    """Return the share of a step in which compute waits and the disk is busy."""
+    timeline = simulate(plan.plan)
+    return count_disk_stalls(timeline) / timeline.step_seconds
+
+
+def test_so_many_tokens_hide_the_disk_and_fewer_do_not(make_symbolic: Function) -> None:
+    """Compute takes 40 ms for each element of a batch, and the disk 60 ms and more for the parameters."""
+    plan = make_symbolic(host_memory=MIB // 2).what_if(flops="0.3 GFLOP/s", nvme_read="100 MB/s", nvme_write="100 MB/s")
+    tokens = plan.tokens_to_hide_disk()
+    assert tokens is not None
+    assert 1 < tokens <= plan.max_batch()
+    assert disk_stalls(plan.what_if(batch=tokens)) <= 0.02 < disk_stalls(plan.what_if(batch=tokens - 1))
+
+
+def test_a_disk_that_no_batch_hides(make_symbolic: Function) -> None:
+    plan = make_symbolic(device_memory=2 * MIB, host_memory=MIB // 2).what_if(
+        nvme_read="100 MB/s", nvme_write="100 MB/s"
+    )
+    assert plan.tokens_to_hide_disk() is None
+    assert disk_stalls(plan.what_if(batch=plan.max_batch())) > 0.02
+
+
+def test_a_disk_without_bytes_is_hidden(make_symbolic: Function) -> None:
+    assert make_symbolic(device_memory=64 * MIB).tokens_to_hide_disk() == 1
+
+
+def test_what_is_bought_first_saves_the_most_for_its_price(make_symbolic: Function) -> None:
+    """With half a MiB of RAM states are on a slow disk, and a faster processor would hardly help."""
+    plan = make_symbolic(host_memory=MIB // 2).what_if(nvme_read="100 MB/s", nvme_write="100 MB/s")
+    before = simulate(plan.plan).step_seconds
+    found = {each.name: each for each in plan.what_to_buy()}
+    assert found.keys() == {"ram", "device_memory", "disk", "device"}  # on a CPU there is no link
+    for each in found.values():
+        assert each.saved_seconds == pytest.approx(max(0.0, before - each.step_seconds), abs=0.005 * before)
+        assert each.price is None
+    assert 0.45 * before < found["disk"].saved_seconds <= 0.5 * before
+    assert found["disk"].step_seconds == simulate(plan.what_if(nvme_read=2e8, nvme_write=2e8).plan).step_seconds
+    assert found["device"].saved_seconds < found["disk"].saved_seconds / 10
+    assert found["device_memory"].saved_seconds > 0
+    dear, cheap = (plan.what_to_buy({"disk": price, "device_memory": 1000.0}) for price in (1e6, 1.0))
+    assert [each.name for each in dear[:2]] == ["device_memory", "disk"]
+    assert [each.name for each in cheap[:2]] == ["disk", "device_memory"]
+    assert cheap[1].price == pytest.approx(1000 * 4 / 1024)  # 4 MiB more
+    assert cheap[0].saved_per_price == cheap[0].saved_seconds
+    assert [each.price for each in cheap[2:]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("prices", "message"),
+    [
+        ({"ram": 0}, "the price of 'ram', 0, is not a number above 0"),
+        ({"rma": 1.0}, "a price list does not know 'rma'; did you mean 'ram'"),
+        ({"yacht": 1.0}, "known: ram, device_memory, disk, device, link"),
+        ({"disk": True}, "the price of 'disk', True, is not"),
+    ],
+)
+def test_a_price_list_that_cannot_be_used_is_refused(
+    make_symbolic: Function, prices: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_symbolic().what_to_buy(prices)
 
 
 @examples(25)
@@ -137,7 +204,13 @@ def test_a_loaded_plan_cannot_be_asked(make_symbolic: Function, tmp_path: Path) 
     loaded = PlanView.load(tmp_path / "plan.json")
     assert loaded == plan  # the request is not part of the value
     assert hash(loaded) == hash(plan)
-    for ask in (loaded.max_batch, loaded.min_device_memory, lambda: loaded.explain("mm_1"), loaded.what_if):
+    for ask in (
+        loaded.max_batch,
+        loaded.what_to_buy,
+        loaded.min_device_memory,
+        lambda: loaded.explain("mm_1"),
+        loaded.what_if,
+    ):
         with pytest.raises(ConfigError, match=r"read from a file.*make it again, with zinf_compile\.plan"):
             ask()
 
