@@ -21,6 +21,7 @@ import functools
 import signal
 import sys
 import threading
+import weakref
 from _thread import get_ident
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -52,8 +53,8 @@ _state = _State()
 
 
 def _handle(number: int, frame: FrameType | None) -> object:
-    """Record a signal, or pass it to the user's handler where it may raise."""
-    if _state.is_deferring or _is_at_boundary(frame):
+    """Record a signal, or pass it to the user's handler where it may raise and somebody would see it."""
+    if _state.is_deferring or _is_at_boundary(frame) or _is_in_finalizer(frame):
         _state.num_noted += 1
         if number not in _state.noted:
             _state.noted.append(number)
@@ -66,6 +67,15 @@ def _is_at_boundary(frame: FrameType | None) -> bool:
     return frame is not None and (
         frame.f_code in _BOUNDARIES or (frame.f_back is not None and frame.f_back.f_code in _BOUNDARIES)
     )
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    """Return whether a finalizer is running: Python prints what it raises, and goes on."""
+    while frame is not None:
+        if frame.f_code is _FINALIZE or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _hand_on(number: int, frame: FrameType | None) -> object:
@@ -177,4 +187,5 @@ def without_interrupts(function: Callable[P, R]) -> Callable[P, R]:
 
 _MAIN = threading.main_thread().ident
 # Python also handles signals at the start of a function, where these functions have done nothing yet.
+_FINALIZE = weakref.finalize.__call__.__code__
 _BOUNDARIES = frozenset({interruptible.__exit__.__code__, uninterrupted.__exit__.__code__})

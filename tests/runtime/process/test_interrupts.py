@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -123,6 +124,32 @@ def test_without_may_raise_it_raises_at_the_next_chance() -> None:
         interrupt()
     with pytest.raises(KeyboardInterrupt), uninterrupted():
         pass
+
+
+class Deleted:
+    """Interrupts when it is deleted."""
+
+    def __del__(self) -> None:
+        interrupt()
+
+
+def make_finalized() -> object:
+    """Return an object that interrupts when it is gone."""
+    each = type("Finalized", (), {})()
+    weakref.finalize(each, interrupt)
+    return each
+
+
+@pytest.mark.parametrize("make", [Deleted, make_finalized])
+def test_in_a_finalizer_it_waits_since_python_would_discard_it(make: Callable[[], object]) -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012  # the block is what is tested
+        with interruptible():
+            held = [make()]
+            held.clear()
+            done.append("the code that deleted it")
+        done.append("never")
+    assert done == ["the code that deleted it"]
 
 
 def test_other_threads_are_not_concerned() -> None:
