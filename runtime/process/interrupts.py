@@ -186,6 +186,6 @@ def without_interrupts(function: Callable[P, R]) -> Callable[P, R]:
 
 
 _MAIN = threading.main_thread().ident
-# Python also handles signals at the start of a function, where these functions have done nothing yet.
 _FINALIZE = weakref.finalize.__call__.__code__
+# Python also handles signals at the start of a function, where these functions have done nothing yet.
 _BOUNDARIES = frozenset({interruptible.__exit__.__code__, uninterrupted.__exit__.__code__})

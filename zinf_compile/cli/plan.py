@@ -163,8 +163,10 @@ def _read_prices(args: argparse.Namespace) -> dict[str, float]:
 def _describe_tokens(plan: PlanView) -> str:
     tokens = plan.tokens_to_hide_disk()
     if tokens is None:
-        return "no batch that fits hides the disk: a faster one, or more memory, would (--what-to-buy)"
-    return f"the disk is hidden behind compute from {tokens:,} tokens a step on"
+        return (
+            "even the largest batch that fits does not hide the disk; --what-to-buy says what would make a step shorter"
+        )
+    return f"with {tokens:,} tokens a step the disk is hidden behind compute"
 
 
 def _list_purchases(plan: PlanView, prices: Mapping[str, float]) -> list[str]:
@@ -172,7 +174,7 @@ def _list_purchases(plan: PlanView, prices: Mapping[str, float]) -> list[str]:
     rows: list[Sequence[str]] = [("as it is", format_seconds(simulate(plan.plan).step_seconds), "", "", "")]
     for each in plan.what_to_buy(prices):
         saved = format_seconds(each.saved_seconds) if each.saved_seconds else "nothing"
-        price = "" if each.price is None else f"{each.price:,.0f}"
+        price = "" if each.price is None else f"{each.price:,.10g}"
         per = format_seconds(1000 * each.saved_per_price) if each.saved_per_price else ""
         rows.append((each.what, format_seconds(each.step_seconds), saved, price, per))
     header = ("bought for a rank", "step", "saved", "price", "saved per 1,000")

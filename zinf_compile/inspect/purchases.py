@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from zinf_compile.inspect.what_if import change_request
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import Tier, format_bytes
+from zinf_compile.ir.hardware import route_name
 from zinf_compile.ir.plan import Plan
 from zinf_compile.passes.planner.search.planner import Request, make_plan
 from zinf_compile.passes.planner.search.search import EQUALLY_FAST
@@ -68,15 +69,18 @@ def _offers(request: Request) -> Iterator[tuple[str, str, float, Mapping[str, ob
 
     def twice(**routes: tuple[Tier, Tier]) -> dict[str, object]:
         """Return twice the rates of those routes that there are, by the name of the rate."""
-        named = {name: f"{source} -> {destination}" for name, (source, destination) in routes.items()}
+        named = {name: route_name(source, destination) for name, (source, destination) in routes.items()}
         return {name: 2 * rates[route] for name, route in named.items() if route in rates}
 
     ram, device_memory = config.host_memory, config.device_memory
-    yield "ram", f"{format_bytes(ram)} more RAM", ram / _GIB, {"host_memory": 2 * ram}
-    yield (
-        *("device_memory", f"{format_bytes(device_memory)} more on the device", device_memory / _GIB),
-        {"device_memory": 2 * device_memory},
-    )
+    more, more_on_device = {"host_memory": 2 * ram}, {"device_memory": 2 * device_memory}
+    if hardware.unified:  # both budgets are of the same RAM
+        nbytes = ram + device_memory
+        yield "ram", f"{format_bytes(nbytes)} more RAM", nbytes / _GIB, more | more_on_device
+    else:
+        yield "ram", f"{format_bytes(ram)} more RAM", ram / _GIB, more
+        what = f"{format_bytes(device_memory)} more on the device"
+        yield "device_memory", what, device_memory / _GIB, more_on_device
     if config.nvme is not None:
         disk = twice(nvme_read=(Tier.NVME, Tier.HOST), nvme_write=(Tier.HOST, Tier.NVME))
         if config.nvme_memory is not None:

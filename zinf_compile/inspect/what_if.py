@@ -64,7 +64,7 @@ def tokens_to_hide_disk(request: Request) -> int | None:
     low, high = 0, 1
     while not _hides_disk(request, high):
         low, high = high, 2 * high
-        if not does_fit(_with_sizes(request, {_BATCH: high})):
+        if high > _MOST or not does_fit(_with_sizes(request, {_BATCH: high})):
             high = largest_batch(request)
             if high <= low or not _hides_disk(request, high):
                 return None

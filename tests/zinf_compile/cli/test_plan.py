@@ -85,7 +85,7 @@ def test_questions(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--hardware", "laptop-16g", "--device-memory", "64MiB", "--tokens-to-hide-disk"]
     assert main([*GPT, *words, "--what-to-buy", "--price", "disk=90", "--price", "ram=4"]) == 0
     printed = capsys.readouterr().out
-    assert "the disk is hidden behind compute from 16 tokens a step on" in printed  # nothing is on it
+    assert "with 16 tokens a step the disk is hidden behind compute" in printed  # nothing is on it
     table = printed[printed.index("bought for a rank") :].splitlines()
     assert re.match(r"bought for a rank +step +saved +price +saved per 1,000$", table[0])
     assert re.match(r" +as it is +\S+ \w+$", table[1])
@@ -93,6 +93,20 @@ def test_questions(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"(?m)a processor that is twice as fast +\S+ \w+ +\S+ \w+$", printed)
     assert main([*GPT, *words[:-1], "--what-to-buy"]) == 0
     assert re.search(r"bought for a rank +step +saved$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_what_to_buy_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hardware", "rtx4090", "--device-memory", "1GiB", "--host-memory", "1GiB", "--what-to-buy"]
+    assert main([*GPT, *words, "--price", "device_memory=0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"(?m)^  1\.00 GiB more on the device .* 0\.5$", printed)
+    for what in (
+        "1.00 GiB more RAM",
+        "a second disk",
+        "a device that is twice as fast",
+        "a link between host and device",
+    ):
+        assert f"\n  {what} " in printed
 
 
 @pytest.mark.parametrize(

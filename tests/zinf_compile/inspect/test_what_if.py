@@ -154,20 +154,20 @@ def test_what_is_bought_first_saves_the_most_for_its_price(make_symbolic: Functi
     plan = make_symbolic(host_memory=MIB // 2).what_if(nvme_read="100 MB/s", nvme_write="100 MB/s")
     before = simulate(plan.plan).step_seconds
     found = {each.name: each for each in plan.what_to_buy()}
-    assert found.keys() == {"ram", "device_memory", "disk", "device"}  # on a CPU there is no link
+    assert found.keys() == {"ram", "disk", "device"}  # of a CPU both budgets are RAM, and there is no link
     for each in found.values():
         assert each.saved_seconds == pytest.approx(max(0.0, before - each.step_seconds), abs=0.005 * before)
         assert each.price is None
     assert 0.45 * before < found["disk"].saved_seconds <= 0.5 * before
     assert found["disk"].step_seconds == simulate(plan.what_if(nvme_read=2e8, nvme_write=2e8).plan).step_seconds
     assert found["device"].saved_seconds < found["disk"].saved_seconds / 10
-    assert found["device_memory"].saved_seconds > 0
-    dear, cheap = (plan.what_to_buy({"disk": price, "device_memory": 1000.0}) for price in (1e6, 1.0))
-    assert [each.name for each in dear[:2]] == ["device_memory", "disk"]
-    assert [each.name for each in cheap[:2]] == ["disk", "device_memory"]
-    assert cheap[1].price == pytest.approx(1000 * 4 / 1024)  # 4 MiB more
+    assert found["ram"].saved_seconds > 0
+    dear, cheap = (plan.what_to_buy({"disk": price, "ram": 1000.0}) for price in (1e6, 1.0))
+    assert [each.name for each in dear[:2]] == ["ram", "disk"]
+    assert [each.name for each in cheap[:2]] == ["disk", "ram"]
+    assert cheap[1].price == pytest.approx(1000 * 4.5 / 1024)  # 4.5 MiB more
     assert cheap[0].saved_per_price == cheap[0].saved_seconds
-    assert [each.price for each in cheap[2:]] == [None, None]
+    assert [each.price for each in cheap[2:]] == [None]
 
 
 @pytest.mark.parametrize(
