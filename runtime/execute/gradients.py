@@ -67,8 +67,10 @@ def _take_home(record: StoredParameter, grad: Tensor) -> None:
     if parameter.grad is None:
         if store.early_step is None or not store.early_step.take(record, grad):
             _put_gradient(record, grad, Tier.DEVICE)
+            _note_arrival(record)
     elif slot.is_home_of(parameter.grad):
         add_to_gradient(record, grad)
+        _note_arrival(record)
     else:  # the user set this gradient: accumulate in place, as PyTorch does
         theirs = local_of(parameter.grad)
         theirs.add_(grad.to(theirs.device, theirs.dtype))
@@ -109,6 +111,14 @@ def _store_tile(tile: StoredTile, grad: Tensor) -> None:
     for part in missing:
         record.store.tensor_io.write_value(slot.part(part), _part_of(grad, rows, part), Tier.DEVICE)
         record.gradient.add_rows(part)
+    _note_arrival(record)
+
+
+def _note_arrival(record: StoredParameter) -> None:
+    """Note that a gradient has been stored or added; with the last one of a step, its update may begin."""
+    record.gradient.note_arrival()
+    if record.store.updates_ahead is not None:
+        record.store.updates_ahead.take(record)
 
 
 def _part_of(grad: Tensor, rows: Slice, part: Slice) -> Tensor:
@@ -129,7 +139,8 @@ def take_gradient_home(parameter: Tensor) -> None:
         if grad.layout is not torch.strided:
             parameter.grad = None
             _refuse_sparse(record, grad)
-        if slot.is_home_of(grad):
+        if slot.is_home_of(grad):  # autograd has added to it in place
+            _note_arrival(record)
             return
         store.check_usable(record)
         grad = local_of(grad)
@@ -140,6 +151,7 @@ def take_gradient_home(parameter: Tensor) -> None:
             # Autograd's gradient is on the device of the parameter that users see.
             _put_gradient(record, grad, Tier.DEVICE if store.device.memory.unified else Tier.HOST)
             store.tensor_io.wait_writes()
+        _note_arrival(record)
 
 
 def _refuse_sparse(record: StoredParameter, grad: Tensor) -> None:

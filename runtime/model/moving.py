@@ -50,6 +50,8 @@ def move_homes(store: Store, placements: Iterable[Placement]) -> None:
     what comes into memory waits until there is room. The arena is dropped for it.
     """
     store.synchronize()
+    if store.updates_ahead is not None:
+        store.updates_ahead.drop_shadows()
     placements = tuple(placements)
     moves: list[_Move] = []
     for placement in placements:

@@ -195,6 +195,19 @@ class StreamedStep:
             for job in self._jobs:  # callbacks of writes refer to the job, and it to a gradient that should be freed
                 job.writes.clear()
 
+    def update_ahead(self) -> None:
+        """Update the one parameter ahead of its step, up to the start of the last write; raises what goes wrong.
+
+        Nothing is left in flight after an error, but for writes.
+        """
+        pending: deque[Chunk] = deque()
+        try:
+            self._run_chunks(pending)
+        except BaseException:
+            while pending:
+                self._return(pending.popleft())
+            raise
+
     def _run_chunks(self, pending: deque[Chunk]) -> None:
         for job in self._source:
             if job is None:
@@ -205,6 +218,8 @@ class StreamedStep:
             for part in job.elements.pieces(self._chunk_elements(job)):
                 # An interrupt waits for the end of a step that is not in the background; a second one breaks it off.
                 check_interrupt(only_if_impatient=True)
+                if job.ahead is not None and job.ahead.is_dropped:
+                    break
                 if len(pending) >= _READ_AHEAD:
                     self._update(pending.popleft())
                 pending.append(self._read(job, part, pending))
@@ -238,16 +253,7 @@ class StreamedStep:
     def _complete_when_home(self, job: Job) -> None:
         """Wake whoever waits for a parameter once its last write is done."""
         job.is_updated = True
-
-        def complete(error: BaseException | None) -> None:
-            if error is None:
-                job.record.update.mend()
-                job.update.set_result(None)
-            else:
-                job.record.update.tear()
-                job.update.set_exception(error)
-
-        call_when_done(job.writes, complete)
+        call_when_done(job.writes, job.end)
 
     def _abandon(self, pending: deque[Chunk]) -> None:
         """Wait for what is in flight, and mark parameters whose update was begun and will not end as torn."""
@@ -343,8 +349,7 @@ class StreamedStep:
             io_pool.wait(chunk.reads, "optimizer state on its way in")
             if job.is_on_device:
                 self._make_device_room(chunk)  # a refusal leaves everything as it was
-            job.is_begun = True
-            record.update.tear()
+            job.begin()
             with self._store.meter.updating(record.name):
                 back = self._update_on_device(chunk) if job.is_on_device else self._compute(chunk)
             if self._kernels[job] is None:  # a kernel allocates nothing
@@ -359,10 +364,11 @@ class StreamedStep:
         job, io_pool = chunk.job, self._store.io_pool
         writes: list[Future[None]] = []
         try:
-            for key, slot in job.staged_slots.items():
+            for key in job.staged_slots:
                 if chunk.lease is not None and (key != GRADIENT or job.changes_gradient):
-                    offset, _ = slot.byte_range(chunk.slice)
-                    write = partial(io_pool.write, slot, offset, chunk.views[key])
+                    written = job.slot_written(key)
+                    offset, _ = written.byte_range(chunk.slice)
+                    write = partial(io_pool.write, written, offset, chunk.views[key])
                     writes += [then_start(back[key], write)] if key in back else write()
         finally:  # reached also when a pool that was shut down refuses a write
             writes += (done for key, done in back.items() if key not in job.staged_slots)

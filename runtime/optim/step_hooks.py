@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.shadow import STEP_HOOKS, is_known, placeholder, traits_of
 from zinf_compile.runtime.optim.step_jobs import JobCollector
 from zinf_compile.runtime.optim.supported import check_supported
+from zinf_compile.runtime.optim.updates_ahead import Begun, UpdatesAhead
 from zinf_compile.runtime.params.home_gradient import reduce_unreduced
-from zinf_compile.runtime.params.records import record_of, replacement_of
+from zinf_compile.runtime.params.records import StoredParameter, record_of, replacement_of
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.interrupts import interruptible, without_interrupts
 from zinf_compile.runtime.store.store import Store, store_of
@@ -80,6 +81,7 @@ class _StepInterception:
     def __init__(self, optimizer: Optimizer, stores: list[Store]) -> None:
         self._stores = stores
         self._steps: list[StreamedStep] = []
+        self._ahead: list[tuple[Store, JobCollector, list[Begun]]] = []  # updates that began before the step
         self._stand_in: Optimizer | None = None
         self._groups: list[dict[str, Any]] = []  # of the stand-in, also those that its step does not see
         self._loss: _Loss | None = None
@@ -116,7 +118,11 @@ class _StepInterception:
                 if early is not None:
                     self._known_states = early.known_states
                     self._ledgers.append(early.ledger)
-                self._steps.append(_collect(store, jobs))
+                begun: list[Begun] = []
+                if isinstance(store.updates_ahead, UpdatesAhead):
+                    begun = store.updates_ahead.claim(optimizer, jobs)
+                    self._ahead.append((store, jobs, begun))
+                self._steps.append(_collect(store, jobs, but={each.job.record for each in begun}))
         self._stand_in = _without_stored(optimizer)
         self._groups = self._stand_in.param_groups
         if not is_known(optimizer) and not traits_of(optimizer).takes_empty_groups:
@@ -134,7 +140,12 @@ class _StepInterception:
                 f"{self._loss.num_calls} times, and it has to be called once, before anything is updated; nothing was"
             )
         steps, self._steps = self._steps, []
+        ahead, self._ahead = self._ahead, []
         with torch.no_grad():
+            for store, jobs, begun in ahead:
+                if isinstance(store.updates_ahead, UpdatesAhead):
+                    if again := store.updates_ahead.commit(begun, jobs):
+                        steps.append(StreamedStep(store, again, element_wise=True))
             for step in steps:
                 step.start()
             if self._stand_in is not None:
@@ -151,11 +162,14 @@ class _StepInterception:
                 ledger.settle(optimizer, self._before)
 
 
-def _collect(store: Store, jobs: JobCollector) -> StreamedStep:
-    """Return the step of the jobs; if ranks have to take it together and one cannot, all of them raise."""
+def _collect(store: Store, jobs: JobCollector, *, but: Container[StoredParameter]) -> StreamedStep:
+    """Return the step of the jobs, ``but`` for some parameters.
+
+    If ranks have to take it together and one cannot, all of them raise.
+    """
 
     def collect() -> StreamedStep:
-        return StreamedStep(store, jobs.collect(), element_wise=jobs.is_element_wise)
+        return StreamedStep(store, jobs.collect(but=but), element_wise=jobs.is_element_wise)
 
     return collect() if jobs.is_element_wise else store.ranks.do_alike("preparing an optimizer step", collect)
 

@@ -6,9 +6,10 @@ few zeros.
 """
 
 import itertools
-from collections.abc import Mapping
+import threading
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +47,37 @@ from zinf_compile.runtime.store.store import Store
 Group = dict[str, Any]  # a parameter group of an optimizer, as torch has it
 
 
+class Ahead:
+    """Whether ``step()`` takes an update that began before it, and whether the update has ended by then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._is_taken = self._is_ended = False
+        self._error: BaseException | None = None
+        self.is_dropped = False  # nobody wants it: what is left of it need not run
+
+    @property
+    def is_taken(self) -> bool:
+        """Return whether ``step()`` has taken it."""
+        return self._is_taken
+
+    def take(self, record: StoredParameter) -> bool:
+        """Let the parameter have the value that is written, or is being written; return False if that has failed."""
+        with self._lock:
+            self._is_taken = self._error is None and not self.is_dropped
+            if self._is_taken and not self._is_ended:
+                record.update.tear()
+            return self._is_taken
+
+    def end(self, record: StoredParameter, error: BaseException | None) -> bool:
+        """Note that the update has ended, or failed; return whether ``step()`` has taken it."""
+        with self._lock:
+            self._is_ended, self._error = True, error
+            if self._is_taken and error is None:
+                record.update.mend()
+            return self._is_taken
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
     """One parameter to update: the options of its group, and the state its optimizer keeps for it."""
@@ -76,6 +108,9 @@ class Job:
     device_slots: Mapping[CopyKey, Slot] = field(default_factory=dict)  # on the device, updated in place there
     is_on_device: bool = False  # updated on the device
     before: Event | None = None  # of the compute stream: what was enqueued before it may still read these slots
+    ahead: Ahead | None = None  # of an update that began before its step
+    shadows: Mapping[CopyKey, Slot] = field(default_factory=dict)  # written in the place of what is read
+    after: Sequence[Future[None]] = ()  # writes of the gradient, which are to end before it is read
 
     def __post_init__(self) -> None:
         record = self.record
@@ -94,6 +129,37 @@ class Job:
         self.is_on_device, self.before = True, self.before or before
         self.device_slots = {key: slot for key, slot in self.home_slots.items() if slot.on_device}
         self.staged_slots = {key: slot for key, slot in self.staged_slots.items() if key not in self.device_slots}
+
+    def update_ahead(self, shadows: Mapping[CopyKey, Slot], after: Sequence[Future[None]]) -> None:
+        """Write what changes to shadows, and leave the old copies as they are; begin once ``after`` is done."""
+        self.ahead, self.after = Ahead(), after
+        # Of its own: ``step()`` exchanges the bytes of the parameter's slots and shadows while it may still run.
+        self.shadows = {key: replace(slot, shown=None) for key, slot in shadows.items()}
+        self.staged_slots = {key: replace(slot, shown=None) for key, slot in self.staged_slots.items()}
+
+    def slot_written(self, key: CopyKey) -> Slot:
+        """Return where its update writes a copy that passes through staging."""
+        return self.shadows.get(key) or self.staged_slots[key]
+
+    def begin(self) -> None:
+        """Note that some of its elements may change from now on."""
+        self.is_begun = True
+        if self.ahead is None:
+            self.record.update.tear()
+
+    def end(self, error: BaseException | None) -> None:
+        """Wake whoever waits for the parameter: all of it is home, or the update has failed."""
+        update = self.record.update
+        if self.ahead is not None:
+            self.ahead.end(self.record, error)
+        elif error is None:
+            update.mend()
+        else:
+            update.tear()
+        if error is None:
+            self.update.set_result(None)
+        else:
+            self.update.set_exception(error)
 
     def reads(self, key: CopyKey) -> bool:
         """Return whether its update reads a copy: all but the compute copy, and state that is not there yet."""
@@ -177,8 +243,11 @@ class JobCollector:
         self._counted: dict[object, int] = {}  # temporary bytes of an element, of whole tensors
         self._probed: dict[tuple[object, torch.dtype], tuple[StateTensor, ...]] = {}
 
-    def collect(self) -> list[Job]:
-        """Return a job for every parameter with a gradient: first those that ``step()`` waits for, then in gather order."""
+    def collect(self, *, but: Container[StoredParameter] = ()) -> list[Job]:
+        """Return a job for every parameter with a gradient: first those that ``step()`` waits for, then in gather order.
+
+        ``but`` for those that are updated otherwise.
+        """
         if traits_of(self._optimizer).draws and not self._store.ranks.is_alone:
             raise UnsupportedError(
                 f"{type(self._optimizer).__name__} draws random numbers in its step, and each of "
@@ -190,7 +259,7 @@ class JobCollector:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 record = record_of(parameter)
-                if record is not None and record.store is self._store:
+                if record is not None and record.store is self._store and record not in but:
                     self._store.check_usable(record)
                     if (grad := parameter.grad) is not None:
                         _check_whole(record, grad)
@@ -205,6 +274,10 @@ class JobCollector:
     def has(self, record: StoredParameter) -> bool:
         """Return whether the optimizer has a parameter."""
         return id(record.parameter) in self._places
+
+    def place_of(self, record: StoredParameter) -> Place:
+        """Return the group of a parameter that the optimizer has, and its position there."""
+        return self._places[id(record.parameter)]
 
     def options_of(self, index: int) -> Mapping[str, Any]:
         """Return the options of a group as they were."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zinf_compile.ir.copies import MASTER, CopyKey
 from zinf_compile.runtime.storage.slots import Slot
 
 
@@ -52,6 +53,12 @@ class Copies:
     def of_dtype(self, dtype: torch.dtype) -> Slot:
         """Return the copy that a gather of ``dtype`` moves."""
         return self.compute if dtype == self.compute.tensor.dtype else self.master
+
+    def slot_of(self, key: CopyKey) -> Slot:
+        """Return the slot of a copy, or of a state of the optimizer that owns the states."""
+        if key.state is not None:
+            return self.states[key.state]
+        return self.master if key == MASTER else self.compute
 
     def train(self, master: Slot, anchor: Tensor) -> None:
         """Give the parameter the master copy that an optimizer steps, and the anchor of captured graphs that train."""

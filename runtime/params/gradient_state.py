@@ -44,6 +44,10 @@ class GradientState:
     handed: Tensor | None = None  # a gradient that a captured backward leaves for autograd
     handed_backward: int = -1  # the backward, by its number, that left it: one that was broken off may leave it behind
     unreduced: Tensor | None = None  # with stage=1: the whole gradient of this rank's batches, until it is reduced
+    num_arrivals: int = 0  # of gradients that were stored or added, since the last step or zero_grad()
+    num_expected: int = 0  # of them in a step, as the last one had
+    arrival_version: int = 0  # of the tensor at home, by autograd's count, when the last one had arrived
+    num_edits: int = 0  # changes by users since then that autograd may not count
     is_at_home: bool = True  # False: all of the gradient is unreduced, and its slot has no value yet
 
     def is_home(self, grad: Tensor) -> bool:
@@ -73,6 +77,32 @@ class GradientState:
             self.slot = slot
         self.deferred.clear()
         self.norms.clear()
+        self.num_arrivals = 0
+
+    def note_arrival(self) -> None:
+        """Note that a gradient, or a tile of one, has been stored or added."""
+        assert self.slot is not None
+        self.num_arrivals += 1
+        self.arrival_version, self.num_edits = self.slot.tensor._version, 0
+
+    def note_edit(self) -> None:
+        """Note that a user changes the value, or may do so unseen."""
+        self.num_edits += 1
+
+    def end_step(self) -> None:
+        """Expect as many gradients in the next step as there were in this one."""
+        self.num_expected, self.num_arrivals = self.num_arrivals, 0
+
+    @property
+    def may_be_complete(self) -> bool:
+        """Return whether as many gradients have arrived as the last step had, and of all rows."""
+        return 0 < self.num_arrivals == self.num_expected and self.rows_home is None
+
+    @property
+    def is_untouched(self) -> bool:
+        """Return whether nobody has changed the value since the last gradient arrived."""
+        slot = self.slot
+        return slot is not None and not self.num_edits and slot.tensor._version == self.arrival_version
 
     def begin_tiles(self) -> None:
         """Note that the new gradient comes in tiles, none of which is there."""
@@ -104,6 +134,7 @@ class GradientState:
     def defer(self, operation: DeferredOp) -> None:
         """Defer an operation until the gradient is read."""
         self.norms.clear()
+        self.note_edit()
         self.deferred.append(operation)
 
     def take_deferred(self) -> list[DeferredOp]:

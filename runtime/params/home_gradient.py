@@ -29,6 +29,7 @@ from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.storage.slots import Slot
 
 _log = logging.getLogger(__name__)
+_DENORMAL = 1e-40  # of float32
 _VECTOR_NORM = torch.linalg.vector_norm
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 _ELEMENT_WISE: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -40,6 +41,10 @@ _ELEMENT_WISE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch._foreach_clamp_min_: Tensor.clamp_min_,
     torch._foreach_clamp_max_: Tensor.clamp_max_,
 }
+
+
+_UNCOUNTED = ("_amp_", "_fused_")  # autograd does not count what these write
+_MULTIPLY = frozenset({Tensor.mul_, Tensor.__imul__, torch._foreach_mul_})
 
 
 class HomeGradient(HomeTensor):
@@ -61,6 +66,8 @@ class HomeGradient(HomeTensor):
                 if (record := home.record()) is not None and record.store.early_step is not None:
                     raise refuse_gradient(record, "looked at")
                 home.prepare_look()
+            if func in _MULTIPLY and _is_by_one(args, kwargs):  # clipping to a norm that the gradients do not reach
+                return args[0] if isinstance(args[0], Tensor) else None
             if func is _VECTOR_NORM and (norm := _find_norm(args, kwargs)) is not None:
                 return norm
             if func in _ELEMENT_WISE and _defer(func, args, kwargs):
@@ -72,7 +79,22 @@ class HomeGradient(HomeTensor):
             for home in homes:
                 if (record := _streamed_record(home)) is not None:
                     settle_gradient(record)
+            result = super().__torch_function__(func, types, args, kwargs)
+            for home in homes:
+                home.note_what_is_handed_out(func, result)
+            return result
         return super().__torch_function__(func, types, args, kwargs)
+
+    def note_what_is_handed_out(self, func: Callable[..., Any], result: object) -> None:
+        """Note an edit if ``func`` or whoever has its result may change the value without autograd counting it.
+
+        A view or an array may be changed unseen, and be gone by the time somebody asks.
+        """
+        if (record := self.record()) is None or record.gradient.slot is None:
+            return
+        is_address = isinstance(result, int) and not isinstance(result, bool)
+        if is_address or func.__name__.startswith(_UNCOUNTED) or record.gradient.slot.is_aliased:
+            record.gradient.note_edit()
 
     def prepare_look(self) -> None:
         """Reduce what has not been reduced over ranks yet: of all gradients, since every rank looks at the same time."""
@@ -251,6 +273,7 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
         record = _streamed_record(gradient)
         assert record is not None
         settle_gradient(record)
+        record.gradient.note_edit()
         _rewrite(record, lambda piece: _UNSCALE([piece], found_inf, inverse_scale))
     record = _streamed_record(gradients[0]) if gradients else None
     if record is not None and not record.store.ranks.is_alone:  # each rank has seen its own rows only
@@ -281,6 +304,19 @@ def _homes_in(args: Iterable[Any]) -> Iterator[HomeGradient]:
             yield from _homes_in(arg)
         elif isinstance(arg, HomeGradient):
             yield arg
+
+
+def _is_by_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether gradients are multiplied by exactly one, which changes no bit unless denormals are flushed."""
+    if len(args) != 2 or kwargs or not _is_number(args[1]):
+        return False
+    factor = args[1]
+    if isinstance(factor, Tensor) and factor.device.type != "cpu":  # a look at it would wait for the device
+        return False
+    targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+    if not all(isinstance(target, HomeGradient) and not target.requires_grad for target in targets):
+        return False
+    return bool(factor == 1) and bool(torch.tensor(_DENORMAL) * 1.0 > 0)
 
 
 def _is_number(value: object) -> bool:

@@ -51,6 +51,22 @@ class EarlyStep(Protocol):
         """Forget the open step: every parameter has a new value."""
 
 
+class UpdatesAhead(Protocol):
+    """What begins updates ahead of ``step()``."""
+
+    def plan(self, name: str, parameters: frozenset[str]) -> None:
+        """Update these parameters ahead of ``step()``, as the plan of a captured graph says."""
+
+    def take(self, record: "StoredParameter") -> None:
+        """Begin the update of a parameter, whose gradient has just arrived, if it is complete and nothing speaks against."""
+
+    def drop(self, why: str) -> None:
+        """Drop the updates that ``step()`` has not taken."""
+
+    def drop_shadows(self) -> None:
+        """Drop these, and give back the disk space that they are written to. What ``step()`` has taken has ended."""
+
+
 class Stored(Protocol):
     """A parameter, or a tile of one."""
 
@@ -75,8 +91,8 @@ class Views(Protocol):
     def seat(self, parameter: torch.nn.Parameter, home: Tensor, *, as_home: bool) -> torch.nn.Parameter:
         """Return the parameter that users see from now on in place of ``parameter``, over the bytes of ``home``."""
 
-    def move(self, parameter: torch.nn.Parameter, home: Tensor) -> None:
-        """Let a parameter that was seated show the bytes of another home."""
+    def move(self, shown: Tensor, home: Tensor) -> None:
+        """Let a parameter that was seated, or a home tensor that is shown, show the bytes of another home."""
 
     def of_shard(self, shard: Tensor, record: "StoredParameter") -> Tensor:
         """Return this rank's part of a gradient as autograd expects it for the parameter."""
@@ -92,6 +108,7 @@ class RecordStore(Protocol):
     config: Config
     session: Owner | None
     early_step: EarlyStep | None
+    updates_ahead: UpdatesAhead | None
     wanted_norms: set[float]
     unreduced: dict[str, "StoredParameter"]
     facts: dict[str, ParameterFact]

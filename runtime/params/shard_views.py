@@ -110,10 +110,10 @@ class ShardViews:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
         return seated
 
-    def move(self, parameter: Parameter, home: Tensor) -> None:
+    def move(self, shown: Tensor, home: Tensor) -> None:
         """See Views.move."""
-        assert isinstance(parameter, DTensor)
-        parameter._local_tensor = home.detach()
+        assert isinstance(shown, DTensor)
+        shown._local_tensor = home.detach()
 
     def of_shard(self, shard: Tensor, record: StoredParameter) -> Tensor:
         """See Views.of_shard."""

@@ -18,12 +18,17 @@ class UpdateState:
     count: int = 0  # of optimizer steps
     forward_count: int = 0  # at the last forward of a captured graph that reads the parameter
     is_torn: bool = False  # an update of it began and did not finish
+    num_looks: int = 0  # at the values or the optimizer state, by users, who may write what they look at
     is_early: bool = False  # updated in backward, by the step that optimizer.step() is to end
 
     def begin(self, future: "Future[None]") -> None:
         """Make every access to the parameter wait for an update from now on."""
         self.future = future
         self.count += 1
+
+    def note_look(self) -> None:
+        """Note that a user looks at the parameter or its optimizer state."""
+        self.num_looks += 1
 
     def end_wait(self, future: "Future[None]") -> None:
         """Forget an update that is done, unless another one has begun."""

@@ -27,10 +27,10 @@ class PlainViews:
             parameter.__class__ = PlainHomeParameter
         return parameter
 
-    def move(self, parameter: Parameter, home: Tensor) -> None:
+    def move(self, shown: Tensor, home: Tensor) -> None:
         """See Views.move."""
         with torch._C.DisableTorchFunctionSubclass():
-            parameter.data = home
+            shown.data = home
 
     def of_shard(self, shard: Tensor, record: StoredParameter) -> Tensor:
         """See Views.of_shard."""

@@ -100,6 +100,11 @@ class Slot:
         is_shown_to_others = self.shown is not None and sys.getrefcount(self.shown) > 2
         return not is_shown_to_others and not self.is_aliased
 
+    def exchange(self, other: "Slot") -> None:
+        """Exchange the bytes with a slot of the same kind: each holds what the other one held. Nothing moves."""
+        self.tensor, other.tensor = other.tensor, self.tensor
+        self.extent, other.extent = other.extent, self.extent
+
     def give_back(self, layout: FileLayout) -> None:
         """Free its extent, now that its value is elsewhere or not needed any more.
 

@@ -25,7 +25,7 @@ from zinf_compile.runtime.observe.open_forwards import OpenForwards
 from zinf_compile.runtime.params.home import refuse_gradient, torn_error
 from zinf_compile.runtime.params.home_gradient import drop_unreduced, settle_gradient
 from zinf_compile.runtime.params.numbers import new_id, register_stored
-from zinf_compile.runtime.params.records import EarlyStep, Owner, Stored, StoredParameter
+from zinf_compile.runtime.params.records import EarlyStep, Owner, Stored, StoredParameter, UpdatesAhead
 from zinf_compile.runtime.params.tiles import StoredTile
 from zinf_compile.runtime.params.views import make_views
 from zinf_compile.runtime.process.failure import REMEDY, describe_error, describe_state
@@ -91,6 +91,7 @@ class Store:
         )
         self.updates = UpdateQueue(begin_thread=self.meter.set_aside_this_thread)
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
+        self.updates_ahead: UpdatesAhead | None = None  # begins updates in backward, which step() takes
         self.unreduced: dict[str, StoredParameter] = {}  # whose gradients are reduced once per step, in this order
         self.wanted_norms: set[float] = set()  # orders of gradient norms that were requested, as by clip_grad_norm_
         self.update_order: Mapping[str, int] = {}  # by parameter: the position of its first gather in the next forward
@@ -473,6 +474,8 @@ class Store:
     def let_go(self, record: StoredParameter, home: Tensor) -> None:
         """Record that user code gets a home tensor and may change it. With ``verify_store``, StoreError if it is damaged."""
         self.io_pool.uses.note()
+        if record.gradient.slot is None or not record.gradient.slot.is_home_of(home):
+            record.update.note_look()
         if self._verified is None:
             return
         for slot in _all_slots(record):
@@ -548,6 +551,8 @@ class Store:
         """
         with suppress(StoreError):
             self.check_not_failed()
+        if self.updates_ahead is not None:
+            self.updates_ahead.drop("parameters were loaded")
         for record in records:
             record.update.tear()
         try:
@@ -580,6 +585,8 @@ class Store:
         if not self._closed:
             if self.early_step is not None:
                 self.early_step.flush()
+            if self.updates_ahead is not None:
+                self.updates_ahead.drop("the model was closed")
             drop_unreduced(self)
             self.updates.close(wait=True)
             self._closed = True

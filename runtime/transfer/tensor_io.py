@@ -144,9 +144,13 @@ class TensorIO:
     def _add_on_thread(self, home: Tensor, addend: Tensor, part: Slice) -> list[Future[None]]:
         return [self.pool.submit(_add, addend, home, part)]
 
+    def writes_of(self, slot: Slot | SlotPart) -> list[Future[None]]:
+        """Return the writes to a slot that were started since ``wait_writes``."""
+        return [future for written, future in self._writes if written is slot.whole]
+
     def _wait_writes_of(self, slot: Slot | SlotPart) -> None:
         """Wait for earlier writes to a slot."""
-        self.pool.wait([future for written, future in self._writes if written is slot.whole], slot.name)
+        self.pool.wait(self.writes_of(slot), slot.name)
 
     def rewrite_value(
         self,

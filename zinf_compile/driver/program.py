@@ -389,6 +389,8 @@ class Program:
         self._catalog.placements = join_placements(plan.placements)
         self._store.chunk_elements = plan.step.chunk_elements
         self._store.device_share = plan.step.device_share
+        if self._store.updates_ahead is not None:
+            self._store.updates_ahead.plan(plan.name, frozenset(map(self._tiled.whole_name, plan.step.ahead)))
         swapped = plan.swapped_nbytes(Tier.NVME)
         self._store.ranks.do_alike("reserving room for activations", lambda: self._store.activations.reserve(swapped))
         by_first_use = sorted(plan.uses, key=lambda use: use.ticks[0])

@@ -41,6 +41,7 @@ from zinf_compile.runtime.observe.open_forwards import storages_of
 from zinf_compile.runtime.observe.progress import say, timed
 from zinf_compile.runtime.optim.backward_step import BackwardStep
 from zinf_compile.runtime.optim.step_hooks import install_step_hooks
+from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.params.numbers import find_record
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
@@ -72,6 +73,8 @@ class Session:
         self.store = Store(config, ranks=ranks)
         if config.step_in_backward:
             self.store.early_step = BackwardStep(self.store)
+        elif config.speculate is not False:
+            self.store.updates_ahead = UpdatesAhead(self.store)
         self.store.session = self
         self.forwards: list[Forward] = []  # of the models; their accessors hold them weakly
         self.programs: list[Program] = []

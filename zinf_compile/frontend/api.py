@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from zinf_compile.driver.session import Session, check_devices, session_of_store
 from zinf_compile.inspect.recordings import Recording
 from zinf_compile.inspect.reports import (
+    AheadReport,
     PhaseReport,
     ProcessReport,
     RankReport,
@@ -45,6 +46,7 @@ from zinf_compile.runtime.model.accessors import (
 from zinf_compile.runtime.model.full_parameters import Site, check_room, hold_full_values
 from zinf_compile.runtime.model.quantised import describe, has_own_bytes, nbytes_of
 from zinf_compile.runtime.observe.recorder import Recorder
+from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.params.records import owner_of, record_of, replacement_of
 from zinf_compile.runtime.ranks.agreement import agree_on_config
 from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, find_ranks, folder_of_rank
@@ -107,6 +109,11 @@ def optimize(
         overlap_step: False makes ``optimizer.step()`` return when all updates are finished. By default updates run in
             the background, in the order in which the next forward gathers, and reading a parameter waits for its
             update.
+        speculate: False begins no update before ``optimizer.step()``. By default updates of what is on nvme begin in
+            backward, as soon as a gradient is complete, where that is faster; they are written beside the old values,
+            and the step takes them if nothing has changed by then: no gradient, no option of the optimizer. Otherwise
+            they are made again. Results are the same. True begins them wherever possible, and raises where the disk has
+            no room or the optimizer does not update element by element.
         step_in_backward: True updates a parameter as soon as its gradient is complete. The gradient is never stored,
             and ``optimizer.step()`` only ends the step. Anything that needs all gradients, such as clipping by norm,
             GradScaler and accumulation, is refused. The first step is an ordinary one, which shows what the optimizer
@@ -313,6 +320,7 @@ def report(model: Module, *, all_ranks: bool = False) -> Report:
             for tier in Tier
         ),
         process=_process_of(session),
+        ahead=_ahead_of(store),
         phases=tuple(phases),
         step=step,
         moved=tuple(RouteReport(route=route, nbytes=nbytes) for route, nbytes in meter.moved),
@@ -323,6 +331,16 @@ def report(model: Module, *, all_ranks: bool = False) -> Report:
         replanned=tuple(sentence for program in session.programs for sentence in program.replanned),
         num_eager_gathers=meter.num_eager_gathers,
         fallbacks=tuple(sentence for program in session.programs for sentence in program.fallbacks),
+    )
+
+
+def _ahead_of(store: Store) -> AheadReport | None:
+    updates = store.updates_ahead
+    if not isinstance(updates, UpdatesAhead) or not updates.is_planned:
+        return None
+    counts = updates.counts
+    return AheadReport(
+        num_taken=counts.num_taken, num_late=counts.num_late, dropped=tuple(counts.dropped.most_common())
     )
 
 

@@ -14,7 +14,7 @@ from zinf_compile.inspect.text.text_layout import Folded, clip, fold_rows, join_
 from zinf_compile.ir.copies import Role
 from zinf_compile.ir.glossary import Phase, StepTiming, Tier, format_bytes, format_seconds, printable
 from zinf_compile.ir.hardware import route_name
-from zinf_compile.ir.plan import Placement, Plan, RecomputedValue
+from zinf_compile.ir.plan import Placement, Plan, RecomputedValue, TierPart
 from zinf_compile.ir.slices import shard_size
 from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.planner.simulator.simulate import Event, Timeline, simulate
@@ -257,6 +257,12 @@ def _dump_values(plan: Plan) -> list[str]:
         lines.append(
             f"             reads {format_bytes(step.nbytes_read)}, writes {format_bytes(step.nbytes_written)}, "
             f"staging {format_bytes(step.staging_nbytes)}"
+        )
+    if step.ahead:
+        shadows = format_bytes(plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS))
+        lines.append(
+            f"             {len(step.ahead)} of {len(plan.sinks)} parameters updated ahead of step(), from backward on, "
+            f"to {shadows} of shadows"
         )
     if on_device.share:
         lines.append(

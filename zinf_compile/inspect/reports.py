@@ -61,6 +61,19 @@ class StallReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AheadReport:
+    """The updates that were planned ahead of ``step()``, so far: what became of them."""
+
+    num_taken: int  # begun in backward, and taken by the step
+    num_late: int  # not begun by the time of the step, which made them itself
+    dropped: tuple[tuple[str, int], ...]  # begun, and made again by the step: why, and how many
+
+    def __str__(self) -> str:
+        why = "".join(f"; {count} dropped, since {reason}" for reason, count in self.dropped)
+        return f"updates ahead of step(): {self.num_taken} taken, {self.num_late} not begun by then{why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReport:
     """The anonymous memory of the process beyond what was held before ``optimize``, in bytes."""
 
@@ -108,6 +121,7 @@ class Report:
     replanned: tuple[str, ...]  # why a graph was planned again: larger inputs, or measured times
     num_eager_gathers: int  # parameters gathered outside captured graphs, in eager code
     fallbacks: tuple[str, ...] = ()  # "graph, blocks: what does not run as compiled, and why"
+    ahead: AheadReport | None = None  # None where no update begins ahead of step()
     ranks: tuple[RankReport, ...] = ()  # of several: this one, or with ``all_ranks`` each, in order
     num_ranks: int = 1
 
@@ -144,6 +158,8 @@ class Report:
         lines += [_format_seconds(phase.phase, phase) for phase in self.phases]
         if self.step is not None:
             lines.append(_format_seconds("in all", self.step))
+        if self.ahead is not None:
+            lines += ["", str(self.ahead)]
         if self.moved:
             lines += ["", "moved"]
         lines += [f"  {moved.route:18}{format_bytes(moved.nbytes):>12}" for moved in self.moved]

@@ -24,7 +24,7 @@ from zinf_compile.passes.planner.simulator.summary import count_disk_stalls
 
 _MOST = 2**31  # largest size of a dimension that is tried
 _BUDGETS = ("device_memory", "host_memory", "nvme_memory", "prefetch_memory", "reserve_memory")
-_SWITCHES = ("overlap_step", "step_in_backward")
+_SWITCHES = ("overlap_step", "step_in_backward", "speculate")
 _BATCH, _SEQUENCE = "batch", "sequence"
 _FINE = 16  # a number of tokens is found to within this part of it
 

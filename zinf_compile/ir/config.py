@@ -82,6 +82,8 @@ class Config:
     recompute: bool | None = None  # None: none, single values or blocks, as is fastest; True: blocks; False: never
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
+    # Whether updates begin in backward, ahead of step(), and are written to shadows until it. None: where that is faster.
+    speculate: bool | None = None
     update_on: str | None = (
         None  # "host" or "device", which has memory of its own; None: what keeps bits, or is fastest
     )
@@ -182,6 +184,7 @@ def make_config(
         recompute=_check_bool(given.get("recompute"), option="recompute"),
         overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
+        speculate=_check_speculate(given),
         update_on=_check_update_on(given.get("update_on"), unified=unified),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
@@ -191,6 +194,21 @@ def make_config(
         capture=_check_bool(given.get("capture"), option="capture") is not False,
         unified=unified,
     )
+
+
+def _check_speculate(given: Mapping[str, object]) -> bool | None:
+    speculate = _check_bool(given.get("speculate"), option="speculate")
+    if speculate:
+        others = {"overlap_step": False, "step_in_backward": True, "capture": False}
+        refused = [f"{name}={value}" for name, value in others.items() if given.get(name) is value]
+        if given.get("stage") == 1:
+            refused.append("stage=1, which reduces gradients at step()")
+        if refused:
+            raise ConfigError(
+                f"speculate=True begins updates in backward, ahead of step(), which does not go with {refused[0]}; "
+                "leave one of them out"
+            )
+    return speculate
 
 
 def _check_device(device: object) -> str:

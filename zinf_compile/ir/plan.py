@@ -16,7 +16,7 @@ from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 SECTOR_NBYTES = 4096  # extents of the store file are aligned to this: O_DIRECT needs it on disks with 4 KiB sectors
 UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
 BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
@@ -44,6 +44,7 @@ class TierPart(StrEnum):
     STAGING = "staging"  # host: the buffers that bytes pass through
     PADDING = "padding"  # nvme: the unused end of the last sector of each tensor
     SWAPPED = "swapped activations"  # host and nvme: activations between forward and backward
+    SHADOWS = "shadows"  # nvme: what updates ahead of step() write, until step() takes it
 
 
 # Not slotted: its bytes are cached properties, which the simulator reads often.
@@ -205,6 +206,20 @@ class Placement:
         return self.optimizer_state is Tier.DEVICE
 
     @property
+    def may_update_ahead(self) -> bool:
+        """Return whether all that an update writes lives on nvme, so that it can be written to shadows there instead."""
+        return Role.GRADIENT in self.by_role and {copy.tier for copy in self._written} == {Tier.NVME}
+
+    @property
+    def shadow_nbytes(self) -> int:
+        """Return the bytes on nvme, in whole sectors, of all that an update writes ahead of ``step()``."""
+        return sum(-(-copy.nbytes // SECTOR_NBYTES) * SECTOR_NBYTES for copy in self._written)
+
+    @property
+    def _written(self) -> tuple[Copy, ...]:
+        return tuple(copy for copy in self.copies if copy.role is not Role.GRADIENT)
+
+    @property
     def _state_nbytes_away(self) -> int:
         return 0 if self.has_device_state else self.optimizer_state_nbytes
 
@@ -270,6 +285,9 @@ class StepPlan:
     num_elements: int
     # Of the elements whose state does not live on the device, updated there all the same; the rest on the host.
     device_share: float = 0.0
+    # Placements whose update begins in backward, as soon as their gradient is complete, and is written beside the old
+    # copies, to shadows; step() takes it if nothing has changed. Sorted.
+    ahead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

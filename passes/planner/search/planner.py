@@ -16,6 +16,7 @@ from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.planner.cost.op_kinds import keeps_kernels
 from zinf_compile.passes.planner.memory.policies import compute_seconds, may_be_faster
+from zinf_compile.passes.planner.optimizer.updates_ahead import with_updates_ahead
 from zinf_compile.passes.planner.schedule.leaving import count_resting, leaving_levels
 from zinf_compile.passes.planner.schedule.swaps import without_swapped
 from zinf_compile.passes.planner.search.build import Groundwork, Request
@@ -62,7 +63,7 @@ def make_plan(request: Request) -> Plan:
             if found.best is not None and _waits_for_little(found.best.plan):
                 break
     if front.best is not None:
-        return front.best.plan
+        return with_updates_ahead(front.best.plan, request.config)
     raise failure or _capacity_error(request, looked_at)
 
 

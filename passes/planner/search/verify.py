@@ -26,6 +26,7 @@ def verify_plan(plan: Plan) -> None:
     _verify_no_overlap(plan)
     _verify_reads(plan, homes)
     _verify_sinks(plan, homes)
+    _verify_updates_ahead(plan, homes)
 
 
 def _verify_capacity(plan: Plan) -> None:
@@ -220,3 +221,20 @@ def _verify_sinks(plan: Plan, homes: Mapping[str, Placement]) -> None:
             home = Tier.HOST  # the update writes it there
         if home is not sink.destination:
             raise VerifyError(f"gradient of '{sink.name}' goes to {sink.destination}, which is not its home")
+
+
+def _verify_updates_ahead(plan: Plan, homes: Mapping[str, Placement]) -> None:
+    ahead = plan.step.ahead
+    if list(ahead) != sorted(set(ahead)):
+        raise VerifyError("the updates ahead of step() are not in order, or one is there twice")
+    if ahead and plan.step.timing is not StepTiming.OVERLAPPED:
+        raise VerifyError(f"updates are made ahead of step(), and those of this plan are {plan.step.timing}")
+    sunk = {sink.name for sink in plan.sinks}
+    for name in ahead:
+        if name not in homes or name not in sunk or not homes[name].may_update_ahead:
+            raise VerifyError(
+                f"'{name}' is updated ahead of step(), and has no gradient here, or a copy that is written and not on nvme"
+            )
+    needed, counted = sum(homes[name].shadow_nbytes for name in ahead), plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS)
+    if needed != counted:
+        raise VerifyError(f"nvme: part '{TierPart.SHADOWS}' says {counted} bytes, the updates ahead need {needed}")

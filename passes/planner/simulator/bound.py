@@ -72,7 +72,8 @@ class _BusyLanes:
         within, phase = {sink.name for sink in plan.sinks}, self.phases[Phase.BACKWARD]
         if timing is StepTiming.OVERLAPPED:
             forward = plan.schedule.ticks(Phase.FORWARD)
-            in_forward = {use.parameter for use in plan.uses if use.ticks[0] in forward}
+            ahead = frozenset(plan.step.ahead)  # begun in one backward, and ended by the next forward
+            in_forward = {use.parameter for use in plan.uses if use.ticks[0] in forward} - ahead
             within, phase = in_forward, self.phases[Phase.FORWARD]
         for placement in plan.placements:
             is_within = placement.parameter in within

@@ -12,7 +12,8 @@ waits for the rows of residents that other ranks have updated.
 The simulated step is one of many equal ones. With an overlapped optimizer step, forward therefore runs beside the updates
 of the step before. These use the disk whenever nothing else does, in the order of first use. A gather waits for the
 updates of its parameters, and so does the first read of a resident parameter. With updates in backward, each begins when
-its gradient leaves. What is left of the updates at the end is the stall of the step.
+its gradient leaves. What is left of the updates at the end is the stall of the step. Updates ahead of ``step()`` begin when
+their gradient is home; those that have not ended by the end of backward run beside the next forward, before the others.
 """
 
 import math
@@ -37,9 +38,10 @@ def simulate(plan: Plan) -> Timeline:
     Linear in spans and transfers: only ticks at which something is issued or waited for are visited.
     """
     walk = _Walk(plan)
-    for span in plan.spans:
-        walk.run(span)
-    walk.end_ticks()
+    walk.run_all()
+    if plan.step.ahead and walk.unfinished:  # every step begins with what the one before has left
+        walk = _Walk(plan, left=walk.unfinished)
+        walk.run_all()
     forward = walk.clock if walk.forward_end is None else walk.forward_end
     phases = [(Phase.FORWARD, forward)]
     if plan.schedule.is_training:
@@ -70,7 +72,8 @@ _CALLS_OF_GATHER, _CALLS_OF_WRITTEN = 25, 30
 class _Walk:
     """The compute lane, tick by tick, and what it has started."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, left: frozenset[str] = frozenset()) -> None:
+        """``left``: the updates ahead of ``step()`` that backward has not ended."""
         self.clock = 0.0
         self.forward_end: float | None = None  # once backward has begun
         self.stalls: list[Event] = []
@@ -89,12 +92,14 @@ class _Walk:
         self._updates = Updates(plan, self.lanes)
         self._read: dict[int, list[str]] = defaultdict(list)  # residents that are updated beside forward, by first use
         self._timing = plan.step.timing
+        self._ahead = frozenset(plan.step.ahead)
         if self._timing is StepTiming.OVERLAPPED and not plan.may_update_beside_compute:
             self._timing = StepTiming.SYNCHRONOUS  # with nothing to move, updates would hide behind nothing
         if self._timing is StepTiming.OVERLAPPED and plan.schedule.is_training:
             first_use = {use.parameter: use.ticks[0] for use in plan.uses}
             for placement in sorted(plan.placements, key=lambda item: first_use.get(item.parameter, plan.num_ticks)):
-                self._updates.queue(placement, (), with_gradient=True)
+                if placement.parameter not in self._ahead or placement.parameter in left:
+                    self._updates.queue(placement, (), with_gradient=True)
             for use in plan.uses:
                 if use.parameter in self._ways.resident:
                     self._read[use.ticks[0]].append(use.parameter)
@@ -108,9 +113,26 @@ class _Walk:
                 visits.update((transfer.issue, transfer.need_by))
                 if transfer.launch is not None:
                     visits.add(transfer.launch)
-            elif not transfer.stays or self._timing is StepTiming.IN_BACKWARD or plan.mesh_size > 1:
+            elif (
+                not transfer.stays
+                or self._timing is StepTiming.IN_BACKWARD
+                or plan.mesh_size > 1
+                or transfer.name in self._ahead
+            ):
                 visits.add(transfer.issue)  # others neither move nor are taken by an update
         self._visits = sorted(visits, reverse=True)
+
+    def run_all(self) -> None:
+        """Compute all spans."""
+        for span in self._plan.spans:
+            self.run(span)
+        self.end_ticks()
+
+    @property
+    def unfinished(self) -> frozenset[str]:
+        """Return the parameters whose updates ahead of ``step()`` have not ended."""
+        self._updates.advance(self.clock)
+        return self._updates.unfinished & self._ahead
 
     def run(self, span: ComputeSpan) -> None:
         """Compute one span, cut at every tick at which something is issued or waited for."""
@@ -146,8 +168,12 @@ class _Walk:
         if self._timing is StepTiming.SYNCHRONOUS:
             return self._step_at_once()
         start = self.clock
-        self._updates.finish_all()
-        self.clock = max(start, self.lanes.end_of(range(len(self.lanes.nodes))))
+        if self._ahead:  # what is left of these runs beside the next forward
+            last = self._updates.finish(self._updates.unfinished - self._ahead)
+        else:
+            self._updates.finish_all()
+            last = tuple(range(len(self.lanes.nodes)))
+        self.clock = max(start, self.lanes.end_of(last))
         if self.clock > start:
             self._stall("optimizer state", start)
         return self.clock - start
@@ -225,7 +251,8 @@ class _Walk:
 
     def _start_sink(self, sink: Transfer) -> None:
         """Start moving a gradient home, and queue the update in backward that takes it."""
-        taken_by = self._placements.get(sink.name) if self._timing is StepTiming.IN_BACKWARD else None
+        begins_update = self._timing is StepTiming.IN_BACKWARD or sink.name in self._ahead
+        taken_by = self._placements.get(sink.name) if begins_update else None
         legs = self._ways.legs(sink)
         if not legs:
             self._update(taken_by, self._after)
@@ -255,7 +282,7 @@ class _Walk:
     def _update(self, placement: Placement | None, after: tuple[int, ...]) -> None:
         """Queue the update in backward of a parameter after some nodes, if there is one."""
         if placement is not None:
-            self._updates.queue(placement, after, with_gradient=False)
+            self._updates.queue(placement, after, with_gradient=placement.parameter in self._ahead)
 
     def _wait(self, node: int) -> None:
         """Let compute go on after a node, for which it may have to wait."""

@@ -78,6 +78,11 @@ class Updates:
             self._place_next(before=math.inf)
         return tuple(node for name in names for node in self._ends.get(name, ()))
 
+    @property
+    def unfinished(self) -> frozenset[str]:
+        """Return the parameters whose updates have not ended."""
+        return frozenset(self._unfinished)
+
     def finish_all(self) -> None:
         """Run all updates that are left."""
         while self._place_next(before=math.inf):

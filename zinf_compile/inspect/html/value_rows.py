@@ -48,9 +48,12 @@ def _rows(timeline: Timeline) -> Iterator[ValueRow]:
     compute_dtypes = {placement.parameter: placement.compute_dtype for placement in plan.placements}
     for use in plan.uses:
         reads[use.parameter, use.dtype == compute_dtypes[use.parameter]] += len(use.ticks)
+    ahead = frozenset(plan.step.ahead)
     for placement in plan.placements:
         name = placement.parameter
         step = _STEPS[plan.step.timing] if placement.gradient_nbytes else ""
+        if name in ahead:
+            step = "from backward on, ahead of step()"
         for role, copies in placement.by_role.items():
             home, nbytes = copies[0].tier, placement.nbytes_of(role)
             moves, why = f"updated {step}", room[home]

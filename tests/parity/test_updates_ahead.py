@@ -1,0 +1,394 @@
+"""Updates ahead of ``step()`` give the bits of plain PyTorch, whatever happens between backward and step."""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zinf_compile
+from zinf_compile.runtime.optim.optimizer import StreamedStep
+from zinf_compile.runtime.optim.updates_ahead import AheadCounts, UpdatesAhead
+from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.store.store import Store, store_of
+
+WIDTH = 160
+NUM_LAYERS = 6
+NUM_STEPS = 7
+
+
+class Tied(nn.Module):
+    """A weight that is used at the beginning and at the end, and some that are used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(200, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + torch.tanh(self.inner(self.norm(x)))
+        x = torch.tanh(self.inner(x))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.nn.functional.cross_entropy(x @ self.embedding.weight.t(), tokens)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Tied()
+
+
+INITIAL = {name: value.clone() for name, value in make_model().state_dict().items()}
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """A training loop; each hook may be replaced."""
+
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.AdamW(
+        model.parameters(), lr=1e-2, weight_decay=0.1
+    )
+    num_backwards: Callable[[int], int] = lambda step: 1
+    before_step: Callable[[int, nn.Module, torch.optim.Optimizer], object] = lambda step, model, optimizer: None
+    after_step: Callable[[int, nn.Module, torch.optim.Optimizer], object] = lambda step, model, optimizer: None
+    takes_step: Callable[[int], bool] = lambda step: True
+    set_to_none: bool = True
+
+    def run(self, model: nn.Module, *, waits: bool) -> list[Tensor]:
+        """Train; return the losses, and parameters and states at the end.
+
+        ``waits``: before each step, until the updates ahead of it have ended.
+        """
+        optimizer = self.make_optimizer(model)
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for step in range(NUM_STEPS):
+            for _ in range(self.num_backwards(step)):
+                loss = model(torch.randint(0, 200, (50,), generator=generator))
+                loss.backward()
+            if waits:
+                zinf_compile.synchronize(model)
+            self.before_step(step, model, optimizer)
+            if self.takes_step(step):
+                optimizer.step()
+            self.after_step(step, model, optimizer)
+            optimizer.zero_grad(set_to_none=self.set_to_none)
+            losses.append(loss.detach().clone())
+        states = [value.clone() for p in model.parameters() for value in optimizer.state.get(p, {}).values()]
+        return [*losses, *(p.detach().clone() for p in model.parameters()), *states]
+
+
+def store_and_ahead(model: nn.Module) -> tuple[Store, UpdatesAhead]:
+    record = record_of(next(model.parameters()))
+    assert record is not None
+    store = store_of(record)
+    assert isinstance(store.updates_ahead, UpdatesAhead)
+    return store, store.updates_ahead
+
+
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
+LONG = pytest.param("bfloat16", marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=["float32", LONG])
+def optimized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[nn.Module]:
+    """One captured model for all loops, on disk but for what is tiny."""
+    model = zinf_compile.optimize(
+        make_model(),
+        device_memory="1280KiB" if DTYPES[request.param] is None else "540KiB",
+        host_memory="528KiB",
+        nvme=tmp_path_factory.mktemp("nvme"),
+        compute="aten",
+        compute_dtype=DTYPES[request.param],
+        reserve_memory=0,
+        remake_plan=False,
+        tiles=False,
+        speculate=True,
+    )
+    model(torch.arange(50)).backward()
+    model.zero_grad()
+    yield model
+    zinf_compile.close(model)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def model(optimized: nn.Module) -> Iterator[nn.Module]:
+    """The captured model with its first values, and nothing known of earlier loops."""
+    _, ahead = store_and_ahead(optimized)
+    ahead.drop("the next test begins")
+    gc.collect()  # optimizers of earlier loops
+    optimized.load_state_dict(INITIAL)
+    ahead.counts = AheadCounts()
+    yield optimized
+    store, _ = store_and_ahead(optimized)
+    optimized.zero_grad()
+    store.check_integrity()
+
+
+def check(loop: Loop, model: nn.Module, *, waits: bool) -> AheadCounts:
+    """Compare a loop with plain PyTorch; where parameters have a compute copy, with steps that do not begin ahead."""
+    _, ahead = store_and_ahead(model)
+    if record_of_first(model).copies.are_two:
+        ahead.take = lambda record: None  # type: ignore[method-assign]
+        expected = loop.run(model, waits=False)
+        del ahead.take
+        model.load_state_dict(INITIAL)
+        assert ahead.counts == AheadCounts()
+    else:
+        expected = loop.run(make_model(), waits=False)
+    got = loop.run(model, waits=waits)
+    assert len(got) == len(expected)
+    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(one, other), index
+    return ahead.counts
+
+
+def record_of_first(model: nn.Module) -> StoredParameter:
+    record = record_of(next(model.parameters()))
+    assert record is not None
+    return record
+
+
+BOTH = pytest.mark.parametrize("waits", [True, False], ids=["ended", "racing"])
+
+
+def planned_names(model: nn.Module) -> frozenset[str]:
+    """Return the parameters that are updated ahead of a step: the others are tiny, or have a copy in memory."""
+    _, ahead = store_and_ahead(model)
+    return frozenset().union(*ahead._planned.values())
+
+
+def num_planned(model: nn.Module) -> int:
+    return len(planned_names(model))
+
+
+def a_weight(model: nn.Module) -> nn.Parameter:
+    """Return one of them."""
+    return model.get_parameter("layers.4.weight")
+
+
+def let_updates_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let updates without a kernel run beside compute, for which these budgets leave no room."""
+    monkeypatch.setattr(StreamedStep, "fits_beside_compute", True)
+
+
+def clip(limit: float) -> Callable[[int, nn.Module, torch.optim.Optimizer], object]:
+    return lambda step, model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+@BOTH
+def test_an_ordinary_loop_takes_every_update(model: nn.Module, waits: bool) -> None:
+    counts = check(Loop(), model, waits=waits)
+    assert not counts.dropped
+    assert counts.num_taken + counts.num_late == num_planned(model) * (NUM_STEPS - 1)
+    assert not waits or counts.num_late == 0
+
+
+@BOTH
+def test_clipping_that_never_bites_costs_nothing(model: nn.Module, waits: bool) -> None:
+    counts = check(Loop(before_step=clip(1e6)), model, waits=waits)
+    assert not counts.dropped
+    assert not waits or counts.num_taken == num_planned(model) * (NUM_STEPS - 1)
+
+
+@BOTH
+def test_clipping_that_always_bites_pauses(model: nn.Module, waits: bool) -> None:
+    counts = check(Loop(before_step=clip(1e-3)), model, waits=waits)
+    assert counts.num_taken == 0
+    assert not waits or counts.dropped == {"the gradient was changed": num_planned(model)}  # of the second step only
+
+
+@BOTH
+def test_clipping_that_bites_at_times(model: nn.Module, waits: bool) -> None:
+    loop = Loop(before_step=lambda step, *of: clip(1e-3 if step in (2, 3) else 1e6)(step, *of))
+    counts = check(loop, model, waits=waits)
+    if (
+        waits
+    ):  # the third step drops, the fourth does not begin and sees that clipping bites, the fifth that it does not
+        assert counts.dropped == {"the gradient was changed": num_planned(model)}
+        assert counts.num_taken == num_planned(model) * (NUM_STEPS - 1 - 3)
+
+
+@BOTH
+def test_a_changing_number_of_micro_steps(model: nn.Module, waits: bool) -> None:
+    counts = check(Loop(num_backwards=lambda step: (1, 1, 2, 2, 3, 1, 1)[step]), model, waits=waits)
+    if waits:
+        assert set(counts.dropped) == {"more gradients came than in the step before"}
+        assert counts.num_taken > 0
+
+
+@BOTH
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation(model: nn.Module, waits: bool, set_to_none: bool) -> None:
+    counts = check(Loop(num_backwards=lambda step: 2, set_to_none=set_to_none), model, waits=waits)
+    assert not counts.dropped
+    assert not waits or counts.num_taken == num_planned(model) * (NUM_STEPS - 1)
+
+
+@BOTH
+def test_a_scheduler_changes_nothing_that_was_assumed(model: nn.Module, waits: bool) -> None:
+    def advance(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.7
+
+    counts = check(Loop(after_step=advance), model, waits=waits)
+    assert not counts.dropped
+
+
+@BOTH
+def test_options_that_change_between_backward_and_step(model: nn.Module, waits: bool) -> None:
+    def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+
+    counts = check(Loop(before_step=change), model, waits=waits)
+    assert counts.num_taken == 0
+    assert not waits or set(counts.dropped) == {"options of its group were changed"}
+
+
+def _scale(grad: Tensor) -> None:
+    grad.mul_(0.5)
+
+
+def _scale_data(grad: Tensor) -> None:
+    grad.data.mul_(0.5)
+
+
+def _scale_array(grad: Tensor) -> None:
+    if grad.dtype == torch.float32:
+        grad.detach().numpy()[:] *= 0.5
+    else:
+        grad.detach().mul_(0.5)
+
+
+def _scale_all(grad: Tensor) -> None:
+    torch._foreach_mul_([grad], 0.5)
+
+
+def _scale_a_view(grad: Tensor) -> None:
+    grad.view(-1)[:7].mul_(0.5)
+
+
+def _unscale(grad: Tensor) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], torch.zeros(1), torch.full((1,), 0.5))
+
+
+EDITS = [_scale, _scale_data, _scale_array, _scale_all, _scale_a_view, _unscale]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_a_gradient_that_was_edited(model: nn.Module, edit: Callable[[Tensor], None]) -> None:
+    def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if step == 3:
+            grad = a_weight(model).grad
+            assert grad is not None
+            edit(grad)
+
+    counts = check(Loop(before_step=change), model, waits=True)
+    assert counts.dropped == {"the gradient was changed": 1}
+
+
+@BOTH
+@pytest.mark.parametrize("to", ["zero", "none", "other"])
+def test_a_gradient_that_was_replaced(model: nn.Module, to: str, waits: bool) -> None:
+    def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        parameter = a_weight(model)
+        if step == 3:
+            grad = parameter.grad
+            assert grad is not None
+            if to == "zero":
+                grad.zero_()
+            else:
+                parameter.grad = None if to == "none" else torch.full_like(grad.detach(), 0.01)
+
+    counts = check(Loop(before_step=change), model, waits=waits)
+    assert not waits or sum(counts.dropped.values()) == 1
+
+
+@BOTH
+def test_steps_that_are_skipped(model: nn.Module, waits: bool) -> None:
+    counts = check(Loop(takes_step=lambda step: step not in (2, 5, 6)), model, waits=waits)
+    assert not waits or counts.num_taken > 0
+
+
+@BOTH
+def test_two_optimizers(model: nn.Module, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_updates_allocate(monkeypatch)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        named = dict(model.named_parameters())
+        second = torch.optim.SGD([named.pop("layers.3.weight"), named.pop("norm.weight")], lr=0.1, momentum=0.9)
+        first = torch.optim.AdamW(named.values(), lr=1e-2)
+        first.__dict__["others"] = [second]
+        return first
+
+    def step_other(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for other in optimizer.__dict__["others"]:
+            other.step()
+            other.zero_grad()
+
+    counts = check(Loop(make_optimizer=make, after_step=step_other), model, waits=waits)
+    assert not counts.dropped
+    assert not waits or counts.num_taken == num_planned(model) * (NUM_STEPS - 1)
+
+
+@pytest.mark.parametrize("what", ["parameter", "state", "data", "load"])
+def test_what_an_update_reads_was_written(model: nn.Module, what: str) -> None:
+    def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if step != 3:
+            return
+        parameter = a_weight(model)
+        if what == "parameter":
+            with torch.no_grad():
+                parameter.mul_(0.5)
+        elif what == "data":
+            parameter.data.mul_(0.5)
+        elif what == "state":
+            optimizer.state[parameter]["exp_avg"].mul_(0.5)
+        else:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    counts = check(Loop(before_step=change), model, waits=True)
+    assert sum(counts.dropped.values()) == (num_planned(model) if what == "load" else 1)
+
+
+@BOTH
+def test_until_step_everybody_sees_the_old_values(model: nn.Module, waits: bool) -> None:
+    tokens = torch.arange(50)
+
+    def look(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            seen.append(model(tokens).clone())
+
+    seen: list[Tensor] = []
+    loop = Loop(before_step=look)
+    check(loop, model, waits=waits)
+    half = len(seen) // 2
+    assert len(seen) == 2 * NUM_STEPS
+    assert all(torch.equal(one, other) for one, other in zip(seen[:half], seen[half:], strict=True))
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "tensor lr": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True),
+    "amsgrad": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True),
+    "groups": lambda model: torch.optim.NAdam(
+        [{"params": [p], "lr": 0.01 * (index + 1)} for index, p in enumerate(model.parameters())]
+    ),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3, centered=True),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(model: nn.Module, name: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_updates_allocate(monkeypatch)
+    counts = check(Loop(make_optimizer=OPTIMIZERS[name]), model, waits=waits)
+    assert not counts.dropped
+    assert not waits or counts.num_taken == num_planned(model) * (NUM_STEPS - 1)
