@@ -12,6 +12,8 @@ Prints one JSON line per question:
              in one process, in alternating turns of three steps. A turn out of core begins and ends with an optimizer step
              in flight; waiting for it between turns is not timed. ``floor`` is the larger of in-memory time and the bytes
              moved over the disk bandwidth measured at start; ``ratio_to_floor`` is the step out of core over that.
+             ``disk_over_compute`` says how much of the step the disk needs: far below 1 a ratio says nothing of overlap.
+             ``stalled_seconds`` is how long compute waits in a step.
 ``peer``     the same training by DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, run by ``benchmarks/peers``.
 """
 
@@ -58,6 +60,9 @@ class Case:
     reserve: int
     budget_share: float
     step: str  # "overlapped", "synchronous" or "in_backward"
+    dtype: str  # of compute: "bfloat16", with float32 master copies, or "float32", for CPUs without the other
+    clip: float | None  # the norm to which gradients are clipped in each step
+    speculate: bool  # whether updates may begin ahead of the step
 
     @property
     def tokens(self) -> int:
@@ -150,8 +155,9 @@ def out_of_core(case: Case) -> tuple[Step, object]:
         reserve_memory=case.reserve,
         nvme=case.nvme,
         compute="aten",  # eager ops, like the reference
-        compute_dtype=torch.bfloat16,
+        compute_dtype=torch.bfloat16 if case.dtype == "bfloat16" else None,
         recompute=True,
+        speculate=None if case.speculate else False,
         overlap_step=case.step != "synchronous",
         step_in_backward=case.step == "in_backward",
     )
@@ -160,6 +166,8 @@ def out_of_core(case: Case) -> tuple[Step, object]:
     def step(x: object, y: object) -> float:
         loss = model(x, y)
         loss.backward()
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -168,13 +176,18 @@ def out_of_core(case: Case) -> tuple[Step, object]:
 
 
 def in_memory(case: Case) -> Step:
-    """Return a training step in plain PyTorch: a bf16 model, fp32 master copies, each block recomputed in backward."""
+    """Return a training step in plain PyTorch: a bf16 model, fp32 master copies, each block recomputed in backward.
+
+    In float32 parameters are their own master copies.
+    """
     import torch
     from torch.utils.checkpoint import checkpoint
 
     model = build(case)
-    masters = [p.detach().clone() for p in model.parameters()]
-    model.bfloat16()
+    is_narrow = case.dtype == "bfloat16"
+    masters = [p.detach().clone() for p in model.parameters()] if is_narrow else list(model.parameters())
+    if is_narrow:
+        model.bfloat16()
     for block in model.blocks:
         plain = block.forward
         block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
@@ -183,6 +196,12 @@ def in_memory(case: Case) -> Step:
     def step(x: object, y: object) -> float:
         loss = model(x, y)
         loss.backward()
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        if not is_narrow:
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 master.grad = parameter.grad.float()
@@ -272,6 +291,7 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         losses.append((plain(x, y), step(x, y)))
     times: dict[str, list[float]] = {"in_memory": [], "out_of_core": []}
     moved = [0, 0]
+    stalled_before = sum(stall.seconds for stall in zinf_compile.report(model).stalls)
     for _ in range(rounds):
         turn = [next(source) for _ in range(_STEPS_A_TURN)]
         times["in_memory"].append(seconds_per_step(plain, turn))
@@ -286,6 +306,13 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
     disk_seconds = read / rates["nvme -> host"] + written / rates["host -> nvme"]
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     floor = max(medians["in_memory"], disk_seconds)
+    stalled = sum(stall.seconds for stall in report.stalls) - stalled_before
+    if 4 * disk_seconds < medians["in_memory"]:
+        print(
+            f"the disk is {medians['in_memory'] / disk_seconds:.1f} times faster than compute needs it: this run says "
+            "nothing about how well they overlap",
+            file=sys.stderr,
+        )
     result = {
         "question": "time",
         **describe(case, num_parameters),
@@ -294,6 +321,12 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         "ratio": medians["out_of_core"] / medians["in_memory"],
         "pairwise_ratios": [b / a for a, b in zip(times["in_memory"], times["out_of_core"], strict=True)],
         "disk_seconds": disk_seconds,
+        "disk_read_bytes_per_second": rates["nvme -> host"],
+        "disk_write_bytes_per_second": rates["host -> nvme"],
+        "disk_over_compute": disk_seconds / medians["in_memory"],
+        "disk_bytes_per_parameter": (read + written) / num_parameters,
+        "stalled_seconds": stalled / rounds / _STEPS_A_TURN,
+        "updates_ahead": None if report.ahead is None else str(report.ahead),
         "floor_seconds": floor,
         "ratio_to_floor": medians["out_of_core"] / floor,
         "phases": {item.phase: [item.predicted_seconds, item.measured_seconds] for item in report.phases},
@@ -327,6 +360,9 @@ def describe(case: Case, num_parameters: int) -> dict[str, object]:
         "states_over_budgets": round(1 / case.budget_share, 3),
         "reserve_memory": case.reserve,
         "step": case.step,
+        "dtype": case.dtype,
+        "clip": case.clip,
+        "speculate": case.speculate,
     }
 
 
@@ -350,6 +386,9 @@ def main() -> None:
     parser.add_argument("--reserve-mib", type=int, default=208, help="of the device budget, for Python and its graphs")
     parser.add_argument("--share", type=float, default=_BUDGET_SHARE, help="model states over both budgets together")
     parser.add_argument("--step", choices=("overlapped", "synchronous", "in_backward"), default="overlapped")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of compute")
+    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm in each step")
+    parser.add_argument("--no-speculate", action="store_true", help="begin no update ahead of the step")
     parser.add_argument("--sweep", action="store_true", help="measure 512, 1024 and 4096 tokens per step as well")
     parser.add_argument("--only", choices=("memory", "time", "peer"))
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with deepspeed")
@@ -378,6 +417,9 @@ def main() -> None:
             reserve=args.reserve_mib * 2**20,
             budget_share=1 / args.share,
             step=args.step,
+            dtype=args.dtype,
+            clip=args.clip,
+            speculate=not args.no_speculate,
         )
 
     command = command_line("out_of_core")

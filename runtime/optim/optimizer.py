@@ -27,13 +27,13 @@ from zinf_compile.runtime.optim.owners import (
     update_round,
 )
 from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, copied, find_job_kernel, update_slice
-from zinf_compile.runtime.optim.step_jobs import Job
+from zinf_compile.runtime.optim.step_jobs import Job, in_gather_order
 from zinf_compile.runtime.optim.temporaries import piece_elements
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.ranks.ranks import describe
-from zinf_compile.runtime.storage.engine import ALIGN
+from zinf_compile.runtime.storage.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done, return_when_done, then_start
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.store.store import Store
@@ -76,7 +76,7 @@ class StreamedStep:
     def _admit(self, job: Job) -> None:
         if self._goes_to_device(job):
             job.update_on_device(self._store.device.compute.record())
-        self._kernels[job] = None if job.is_on_device else find_job_kernel(job)
+        self._kernels[job] = None if job.is_on_device or job.reloaded else find_job_kernel(job)
         self._check_fits(job)
         self._jobs.append(job)
 
@@ -90,6 +90,14 @@ class StreamedStep:
         wanted = self._num_on_device + job.num_elements <= self._store.device_share * self._num_elements
         self._num_on_device += job.num_elements if wanted else 0
         return wanted
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Take over further jobs; each has its place in the order of gathers."""
+        assert isinstance(self._source, Sequence)
+        for job in jobs:
+            self._admit(job)
+        if jobs:
+            self._source = self._jobs = in_gather_order(self._store, self._jobs)
 
     @property
     def largest_lease_nbytes(self) -> int:
@@ -147,7 +155,7 @@ class StreamedStep:
         if self._element_wise and held + store.arena.nbytes + whole <= store.ram.promised:
             self._is_cut = False  # threads would split pieces at other elements, where some kernels round differently
             return
-        needed = max((self._temporary_nbytes(job) for job in self._jobs if self._kernels[job] is None), default=0)
+        needed = max((self._temporary_nbytes(job) for job in self._jobs if self._allocates(job)), default=0)
         if needed > 0 and held + store.arena.nbytes + needed > store.ram.promised:
             if store.arena.taken_nbytes == 0:
                 store.arena.drop()
@@ -168,7 +176,10 @@ class StreamedStep:
     @property
     def fits_beside_compute(self) -> bool:
         """Return whether its temporaries fit beside those of compute; kernels allocate nothing."""
-        return self._store.updates.may_allocate or all(self._kernels[job] is not None for job in self._jobs)
+        return self._store.updates.may_allocate or not any(map(self._allocates, self._jobs))
+
+    def _allocates(self, job: Job) -> bool:
+        return self._kernels[job] is None and not job.reloaded
 
     def run(self) -> None:
         """Update every parameter. An error fails the store, and marks parameters with unfinished updates as torn."""
@@ -215,6 +226,7 @@ class StreamedStep:
                 continue
             if job not in self._kernels:
                 self._admit(job)
+            self._store.io_pool.wait(job.after, "an update that began before its step")
             for part in job.elements.pieces(self._chunk_elements(job)):
                 # An interrupt waits for the end of a step that is not in the background; a second one breaks it off.
                 check_interrupt(only_if_impatient=True)
@@ -333,11 +345,15 @@ class StreamedStep:
         cursor = 0
         try:
             for key, slot in job.staged_slots.items():
-                offset, padded = slot.byte_range(part)
+                padded = whole_sectors(part.num_elements * slot.tensor.dtype.itemsize)
                 chunk.views[key] = chunk.lease.view[cursor : cursor + padded]
                 cursor += padded
-                if job.reads(key):
-                    chunk.reads += self._store.io_pool.read(slot, offset, chunk.views[key])
+                if not job.reads(key):
+                    continue
+                if slot.in_memory:  # of an update ahead, which leaves it as it is
+                    chunk.tensor(key, slot).copy_(slot.elements(part))
+                else:
+                    chunk.reads += self._store.io_pool.read(slot, slot.byte_range(part)[0], chunk.views[key])
         except BaseException:
             self._return(chunk)
             raise
@@ -351,8 +367,11 @@ class StreamedStep:
                 self._make_device_room(chunk)  # a refusal leaves everything as it was
             job.begin()
             with self._store.meter.updating(record.name):
-                back = self._update_on_device(chunk) if job.is_on_device else self._compute(chunk)
-            if self._kernels[job] is None:  # a kernel allocates nothing
+                if job.reloaded:
+                    back = chunk.reload()
+                else:
+                    back = self._update_on_device(chunk) if job.is_on_device else self._compute(chunk)
+            if self._allocates(job):
                 self._store.held.sample()
         except BaseException:
             self._return(chunk)
@@ -364,7 +383,7 @@ class StreamedStep:
         job, io_pool = chunk.job, self._store.io_pool
         writes: list[Future[None]] = []
         try:
-            for key in job.staged_slots:
+            for key in () if job.reloaded else job.staged_slots:
                 if chunk.lease is not None and (key != GRADIENT or job.changes_gradient):
                     written = job.slot_written(key)
                     offset, _ = written.byte_range(chunk.slice)

@@ -33,6 +33,12 @@ class Chunk:
             return torch.frombuffer(self.views[key], dtype=slot.tensor.dtype, count=self.slice.num_elements)
         return slot.elements(self.slice)
 
+    def reload(self) -> Mapping[CopyKey, Future[None]]:
+        """Copy what was read of shadows into the copies in memory; nothing has to come back."""
+        for key, slot in self.job.reloaded.items():
+            slot.elements(self.slice).copy_(self.tensor(key, slot))
+        return {}
+
     def gradient(self) -> Tensor:
         """Return its gradient, with deferred operations applied."""
         gradient = self.raw_gradient()

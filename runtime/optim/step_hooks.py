@@ -81,7 +81,9 @@ class _StepInterception:
     def __init__(self, optimizer: Optimizer, stores: list[Store]) -> None:
         self._stores = stores
         self._steps: list[StreamedStep] = []
-        self._ahead: list[tuple[Store, JobCollector, list[Begun]]] = []  # updates that began before the step
+        self._ahead: list[
+            tuple[Store, JobCollector, list[Begun], StreamedStep]
+        ] = []  # updates that began before the step
         self._stand_in: Optimizer | None = None
         self._groups: list[dict[str, Any]] = []  # of the stand-in, also those that its step does not see
         self._loss: _Loss | None = None
@@ -121,8 +123,8 @@ class _StepInterception:
                 begun: list[Begun] = []
                 if isinstance(store.updates_ahead, UpdatesAhead):
                     begun = store.updates_ahead.claim(optimizer, jobs)
-                    self._ahead.append((store, jobs, begun))
                 self._steps.append(_collect(store, jobs, but={each.job.record for each in begun}))
+                self._ahead.append((store, jobs, begun, self._steps[-1]))
         self._stand_in = _without_stored(optimizer)
         self._groups = self._stand_in.param_groups
         if not is_known(optimizer) and not traits_of(optimizer).takes_empty_groups:
@@ -142,10 +144,9 @@ class _StepInterception:
         steps, self._steps = self._steps, []
         ahead, self._ahead = self._ahead, []
         with torch.no_grad():
-            for store, jobs, begun in ahead:
-                if isinstance(store.updates_ahead, UpdatesAhead):
-                    if again := store.updates_ahead.commit(begun, jobs):
-                        steps.append(StreamedStep(store, again, element_wise=True))
+            for store, jobs, begun, step in ahead:
+                if begun and isinstance(store.updates_ahead, UpdatesAhead):
+                    step.add(store.updates_ahead.commit(begun, jobs))
             for step in steps:
                 step.start()
             if self._stand_in is not None:

@@ -5,9 +5,10 @@ once: home tensors, whose readers wait for the update, and step counts and the l
 few zeros.
 """
 
+import copy
 import itertools
 import threading
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,7 +53,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows
-        self._is_taken = self._is_ended = False
+        self._is_taken = self._is_ended = self._is_reloaded = False
         self._error: BaseException | None = None
         self.is_dropped = False  # nobody wants it: what is left of it need not run
 
@@ -61,11 +62,14 @@ class Ahead:
         """Return whether ``step()`` has taken it."""
         return self._is_taken
 
-    def take(self, record: StoredParameter) -> bool:
-        """Let the parameter have the value that is written, or is being written; return False if that has failed."""
+    def take(self, record: StoredParameter, *, is_reloaded: bool) -> bool:
+        """Let the parameter have the value that is written, or is being written; return False if that has failed.
+
+        ``is_reloaded``: some of it is read back into memory after that.
+        """
         with self._lock:
-            self._is_taken = self._error is None and not self.is_dropped
-            if self._is_taken and not self._is_ended:
+            self._is_taken, self._is_reloaded = self._error is None and not self.is_dropped, is_reloaded
+            if self._is_taken and (is_reloaded or not self._is_ended):
                 record.update.tear()
             return self._is_taken
 
@@ -73,7 +77,7 @@ class Ahead:
         """Note that the update has ended, or failed; return whether ``step()`` has taken it."""
         with self._lock:
             self._is_ended, self._error = True, error
-            if self._is_taken and error is None:
+            if self._is_taken and error is None and not self._is_reloaded:
                 record.update.mend()
             return self._is_taken
 
@@ -110,7 +114,8 @@ class Job:
     before: Event | None = None  # of the compute stream: what was enqueued before it may still read these slots
     ahead: Ahead | None = None  # of an update that began before its step
     shadows: Mapping[CopyKey, Slot] = field(default_factory=dict)  # written in the place of what is read
-    after: Sequence[Future[None]] = ()  # writes of the gradient, which are to end before it is read
+    reloaded: Mapping[CopyKey, Slot] = field(default_factory=dict)  # in memory: all it does is read shadows into these
+    after: Sequence[Future[None]] = ()  # what is to end before anything is read
 
     def __post_init__(self) -> None:
         record = self.record
@@ -135,7 +140,24 @@ class Job:
         self.ahead, self.after = Ahead(), after
         # Of its own: ``step()`` exchanges the bytes of the parameter's slots and shadows while it may still run.
         self.shadows = {key: replace(slot, shown=None) for key, slot in shadows.items()}
-        self.staged_slots = {key: replace(slot, shown=None) for key, slot in self.staged_slots.items()}
+        staged = {key: slot for key, slot in self.home_slots.items() if key in shadows or not slot.in_memory}
+        self.staged_slots = {key: replace(slot, shown=None) for key, slot in staged.items()}
+
+    @property
+    def written_in_memory(self) -> Mapping[CopyKey, Slot]:
+        """Return the slots in memory that its update changes."""
+        return {key: slot for key, slot in self.home_slots.items() if key != GRADIENT and slot.in_memory}
+
+    def reload(self) -> "Job":
+        """Return the job that reads what this one, ahead of its step, has written of copies in memory back into them."""
+        reload = copy.copy(self)
+        reload.update, reload.writes = Future(), []
+        reload.is_begun = reload.is_updated = reload.changes_gradient = False
+        reload.ahead, reload.shadows, reload.deferred, reload.next_state = None, {}, (), {}
+        reload.after = (self.update,)
+        reload.reloaded = self.written_in_memory
+        reload.home_slots = reload.staged_slots = {key: self.shadows[key] for key in reload.reloaded}
+        return reload
 
     def slot_written(self, key: CopyKey) -> Slot:
         """Return where its update writes a copy that passes through staging."""
@@ -163,6 +185,8 @@ class Job:
 
     def reads(self, key: CopyKey) -> bool:
         """Return whether its update reads a copy: all but the compute copy, and state that is not there yet."""
+        if self.reloaded:
+            return True
         return key in (MASTER, GRADIENT) or key.state in self.kept_states
 
     @property
@@ -268,8 +292,7 @@ class JobCollector:
         jobs = [self.collect_one(record, grad) for record, grad in wanted]
         if not self.is_element_wise:
             return jobs  # none is in flight when step() returns, and random numbers are drawn in this order
-        order = self._store.update_order
-        return sorted(jobs, key=lambda job: (job.may_outlive_step, order.get(job.record.name, len(order))))
+        return in_gather_order(self._store, jobs)
 
     def has(self, record: StoredParameter) -> bool:
         """Return whether the optimizer has a parameter."""
@@ -404,6 +427,12 @@ class JobCollector:
                     self._store.tensor_io.write_value(slot, own_rows(slot, value))
                     self._store.tensor_io.wait_writes()
                 state[key] = HomeTensor.show(slot, record)
+
+
+def in_gather_order(store: Store, jobs: Iterable[Job]) -> list[Job]:
+    """Return jobs in the order in which a step makes them: first those that ``step()`` waits for."""
+    order = store.update_order
+    return sorted(jobs, key=lambda job: (job.may_outlive_step, order.get(job.record.name, len(order))))
 
 
 _PROBE_SHAPE = torch.Size([3])

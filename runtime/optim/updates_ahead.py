@@ -140,9 +140,7 @@ class UpdatesAhead:
             and copies.states_owner is not None
             and copies.states_owner() is optimizer
             and len(copies.states) > 0
-            and all(
-                slot.tier is Tier.NVME and slot.extent is not None for slot in (*copies.all, *copies.states.values())
-            )
+            and any(slot.extent is not None for slot in (*copies.all, *copies.states.values()))
             and all(_is_shown(optimizer, record, key) for key in copies.states)
         )
 
@@ -178,7 +176,7 @@ class UpdatesAhead:
     def _find_shadows(self, store: Store, record: StoredParameter, job: Job) -> Mapping[CopyKey, Slot] | None:
         """Return the shadows of all that an update writes; None if the disk has no room for them."""
         shadows = self._shadows.setdefault(record.param, {})
-        for key, slot in job.staged_slots.items():
+        for key, slot in job.home_slots.items():
             if key == GRADIENT or (key in shadows and shadows[key].tensor.dtype == slot.tensor.dtype):
                 continue
             if not self._has_room or not _is_within(store, slot):
@@ -189,7 +187,7 @@ class UpdatesAhead:
                 self._has_room = False
                 _log.warning("updates do not begin ahead of step(), for which the disk has no room: %s", error)
                 return None
-        return {key: shadow for key, shadow in shadows.items() if key in job.staged_slots}
+        return {key: shadow for key, shadow in shadows.items() if key in job.home_slots}
 
     # On the update thread
 
@@ -222,7 +220,6 @@ class UpdatesAhead:
         if store is None:  # the model was dropped
             return
         try:
-            store.io_pool.wait(begun.job.after, "a gradient on its way home")
             begun.step.update_ahead()
         except BaseException as error:  # noqa: BLE001  # the step meets it again, if it still needs the update
             self._fail(begun, error)
@@ -288,23 +285,30 @@ class UpdatesAhead:
         return claimed
 
     def commit(self, claimed: Sequence[Begun], jobs: JobCollector) -> list[Job]:
-        """Let parameters have what was updated ahead; return jobs for those whose update has failed."""
-        again = []
+        """Let parameters have what was updated ahead; return the jobs that the step has to do yet.
+
+        These update again what has failed, or read back what was written of copies in memory.
+        """
+        left = []
         for begun in claimed:
             job, record = begun.job, begun.job.record
             assert job.ahead is not None
-            if not job.ahead.take(record):
+            is_reloaded = bool(job.written_in_memory)
+            if not job.ahead.take(record, is_reloaded=is_reloaded):
                 self.counts.dropped["it failed"] += 1
                 assert job.home_gradient is not None
                 assert job.home_gradient.shown is not None
-                again.append(jobs.collect_one(record, job.home_gradient.shown))
+                left.append(jobs.collect_one(record, job.home_gradient.shown))
                 continue
             self.counts.num_taken += 1
-            record.update.begin(job.update)
-            for key, shadow in begun.shadows.items():
-                self._exchange(record, key, shadow)
+            for key in begun.shadows.keys() - job.written_in_memory.keys():
+                self._exchange(record, key, begun.shadows[key])
             job.show_next_state()
-        return again
+            if is_reloaded:
+                left.append(job.reload())
+            else:
+                record.update.begin(job.update)
+        return left
 
     def _exchange(self, record: StoredParameter, key: CopyKey, shadow: Slot) -> None:
         copies, views = record.copies, record.store.views
@@ -359,9 +363,9 @@ def _find_difference(begun: Begun, optimizer: Optimizer, habit: _Habit, jobs: Jo
         grad = record.parameter.grad
     if slot is None or grad is None or grad is not slot.shown or slot is not job.home_gradient:
         return "the gradient was replaced"
-    if not gradient.is_untouched or slot.is_aliased:
+    if not gradient.is_untouched:
         return "the gradient was changed"
-    if record.update.num_looks != begun.num_looks or record.version != begun.version or record.is_aliased:
+    if record.update.num_looks != begun.num_looks or record.version != begun.version:
         return "the parameter or its state was looked at or changed"
     if record.update.count != begun.num_updates or record.update.is_torn:
         return "the parameter was updated meanwhile"

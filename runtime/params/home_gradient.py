@@ -26,7 +26,7 @@ from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeTensor, looks_at_values, refuse_gradient
 from zinf_compile.runtime.params.records import RecordStore, StoredParameter
 from zinf_compile.runtime.process.interrupts import without_interrupts
-from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.storage.slots import Slot, local_of
 
 _log = logging.getLogger(__name__)
 _DENORMAL = 1e-40  # of float32
@@ -92,20 +92,8 @@ class HomeGradient(HomeTensor):
         """
         if (record := self.record()) is None or record.gradient.slot is None:
             return
-        is_address = isinstance(result, int) and not isinstance(result, bool)
-        if is_address or func.__name__.startswith(_UNCOUNTED) or record.gradient.slot.is_aliased:
+        if func.__name__.startswith(_UNCOUNTED) or _hands_out(result, self):
             record.gradient.note_edit()
-
-    def prepare_look(self) -> None:
-        """Reduce what has not been reduced over ranks yet: of all gradients, since every rank looks at the same time."""
-        if (record := self.record()) is not None:
-            reduce_unreduced(record.store)
-
-    def plain(self) -> Tensor:
-        """See HomeTensor.plain."""
-        if (record := self.record()) is not None:
-            settle_gradient(record)
-        return super().plain()
 
 
 class PlainHomeGradient(HomeGradient, Tensor):
@@ -304,6 +292,17 @@ def _homes_in(args: Iterable[Any]) -> Iterator[HomeGradient]:
             yield from _homes_in(arg)
         elif isinstance(arg, HomeGradient):
             yield arg
+
+
+def _hands_out(result: object, home: Tensor) -> bool:
+    """Return whether a result may lead to the bytes of a home tensor: another tensor over them, an array, an address."""
+    if isinstance(result, list | tuple):
+        return any(_hands_out(each, home) for each in result)
+    if isinstance(result, Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            same = local_of(result).untyped_storage()._cdata == local_of(home).untyped_storage()._cdata
+        return same and result is not home
+    return not isinstance(result, bool | float | str | None)
 
 
 def _is_by_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -91,20 +91,25 @@ def store_and_ahead(model: nn.Module) -> tuple[Store, UpdatesAhead]:
     return store, store.updates_ahead
 
 
-DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
-LONG = pytest.param("bfloat16", marks=pytest.mark.long)
+# Compute dtype and device memory: in the first, a part of the copies is resident, or in host memory.
+CASES: dict[str, tuple[torch.dtype | None, str]] = {
+    "mixed": (None, "1600KiB"),
+    "disk": (None, "1152KiB"),
+    "bfloat16": (torch.bfloat16, "480KiB"),
+}
+PARAMS = [name if name == "mixed" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 
 
-@pytest.fixture(scope="module", params=["float32", LONG])
+@pytest.fixture(scope="module", params=PARAMS)
 def optimized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[nn.Module]:
     """One captured model for all loops, on disk but for what is tiny."""
     model = zinf_compile.optimize(
         make_model(),
-        device_memory="1280KiB" if DTYPES[request.param] is None else "540KiB",
+        device_memory=CASES[request.param][1],
         host_memory="528KiB",
         nvme=tmp_path_factory.mktemp("nvme"),
         compute="aten",
-        compute_dtype=DTYPES[request.param],
+        compute_dtype=CASES[request.param][0],
         reserve_memory=0,
         remake_plan=False,
         tiles=False,

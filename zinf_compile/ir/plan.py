@@ -207,8 +207,16 @@ class Placement:
 
     @property
     def may_update_ahead(self) -> bool:
-        """Return whether all that an update writes lives on nvme, so that it can be written to shadows there instead."""
-        return Role.GRADIENT in self.by_role and {copy.tier for copy in self._written} == {Tier.NVME}
+        """Return whether an update moves more bytes than it would move in addition to be made ahead of ``step()``."""
+        moved = self.update_nbytes_read + self.update_nbytes_written
+        return Role.GRADIENT in self.by_role and moved > 2 * self.reloaded_nbytes
+
+    @cached_property
+    def reloaded_nbytes(self) -> int:
+        """Return the bytes in memory that an update writes: ahead of ``step()`` to nvme, and after it they are read back."""
+        return sum(
+            nbytes for copy, nbytes in self._sized if copy.role is not Role.GRADIENT and copy.tier is not Tier.NVME
+        )
 
     @property
     def shadow_nbytes(self) -> int:
@@ -285,8 +293,8 @@ class StepPlan:
     num_elements: int
     # Of the elements whose state does not live on the device, updated there all the same; the rest on the host.
     device_share: float = 0.0
-    # Placements whose update begins in backward, as soon as their gradient is complete, and is written beside the old
-    # copies, to shadows; step() takes it if nothing has changed. Sorted.
+    # Placements whose update begins in backward, as soon as their gradient is complete, and is written to shadows on nvme.
+    # step() takes it if nothing has changed; copies whose home is memory are then read back. Sorted.
     ahead: tuple[str, ...] = ()
 
 

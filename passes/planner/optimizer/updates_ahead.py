@@ -25,12 +25,15 @@ def with_updates_ahead(plan: Plan, config: Config) -> Plan:
     if not _may_begin_early(plan, config):
         return plan
     may = [item for item in _in_order_of_gradients(plan) if item.may_update_ahead]
-    ahead = _within(may, plan, config)
-    if not ahead:
+    on_nvme = [item for item in may if not item.reloaded_nbytes]
+    choices = [_with(plan, ahead) for each in (may, on_nvme) if (ahead := _within(each, plan, config))]
+    if not choices:
         return plan
-    planned = _with(plan, ahead)
-    is_faster = simulate(planned).step_seconds < _WORTHWHILE * simulate(plan).step_seconds
-    return planned if is_faster or config.speculate else plan
+    if config.speculate:
+        return choices[0]
+    best = min(choices, key=lambda choice: simulate(choice).step_seconds)
+    is_faster = simulate(best).step_seconds < _WORTHWHILE * simulate(plan).step_seconds
+    return best if is_faster else plan
 
 
 def _may_begin_early(plan: Plan, config: Config) -> bool:
@@ -85,4 +88,11 @@ def _with(plan: Plan, ahead: Sequence[Placement]) -> Plan:
         else tier
         for tier in plan.tiers
     )
-    return replace(plan, step=replace(plan.step, ahead=tuple(sorted(item.parameter for item in ahead))), tiers=tiers)
+    reloaded = sum(item.reloaded_nbytes for item in ahead)
+    step = replace(
+        plan.step,
+        ahead=tuple(sorted(item.parameter for item in ahead)),
+        nbytes_read=plan.step.nbytes_read + reloaded,
+        nbytes_written=plan.step.nbytes_written + reloaded,
+    )
+    return replace(plan, step=step, tiers=tiers)

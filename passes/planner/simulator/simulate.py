@@ -13,7 +13,8 @@ The simulated step is one of many equal ones. With an overlapped optimizer step,
 of the step before. These use the disk whenever nothing else does, in the order of first use. A gather waits for the
 updates of its parameters, and so does the first read of a resident parameter. With updates in backward, each begins when
 its gradient leaves. What is left of the updates at the end is the stall of the step. Updates ahead of ``step()`` begin when
-their gradient is home; those that have not ended by the end of backward run beside the next forward, before the others.
+their gradient is home; those that have not ended by the end of backward run beside the next forward, and so do reloads of
+what the others have written of copies in memory.
 """
 
 import math
@@ -100,6 +101,8 @@ class _Walk:
             for placement in sorted(plan.placements, key=lambda item: first_use.get(item.parameter, plan.num_ticks)):
                 if placement.parameter not in self._ahead or placement.parameter in left:
                     self._updates.queue(placement, (), with_gradient=True)
+                else:
+                    self._updates.queue_reload(placement)
             for use in plan.uses:
                 if use.parameter in self._ways.resident:
                     self._read[use.ticks[0]].append(use.parameter)
@@ -282,7 +285,8 @@ class _Walk:
     def _update(self, placement: Placement | None, after: tuple[int, ...]) -> None:
         """Queue the update in backward of a parameter after some nodes, if there is one."""
         if placement is not None:
-            self._updates.queue(placement, after, with_gradient=placement.parameter in self._ahead)
+            is_ahead = placement.parameter in self._ahead
+            self._updates.queue(placement, after, with_gradient=is_ahead, is_ahead=is_ahead)
 
     def _wait(self, node: int) -> None:
         """Let compute go on after a node, for which it may have to wait."""

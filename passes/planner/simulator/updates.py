@@ -22,6 +22,8 @@ class _Update(NamedTuple):
     placement: Placement
     after: tuple[int, ...]
     nbytes_read: int
+    nbytes_written: int
+    nbytes_updated: int  # of gradients; 0 where an update ahead of step() is only read back
     on_device: bool  # where only the copies there and back take time
 
 
@@ -47,9 +49,15 @@ class Updates:
         self._idle_until = 0.0  # a lower bound: nothing that is left starts earlier, since lanes only get busier
         self._beside: deque[tuple[float, float]] = deque()  # start and seconds of updates not yet taken from compute
 
-    def queue(self, placement: Placement, after: tuple[int, ...], *, with_gradient: bool) -> None:
-        """Queue the update of a parameter, which may start after some nodes; a frozen one has none."""
+    def queue(
+        self, placement: Placement, after: tuple[int, ...], *, with_gradient: bool, is_ahead: bool = False
+    ) -> None:
+        """Queue the update of a parameter, which may start after some nodes; a frozen one has none.
+
+        ``is_ahead``: before ``step()``, so that all of it is written to nvme.
+        """
         if placement.gradient_nbytes:
+            written = placement.update_nbytes_written + (placement.reloaded_nbytes if is_ahead else 0)
             read = placement.update_nbytes_read
             if not with_gradient and placement.gradient is Tier.NVME:
                 read -= placement.gradient_nbytes
@@ -58,9 +66,17 @@ class Updates:
                 self._nbytes += placement.gradient_nbytes
                 on_device = self._nbytes_on_device + placement.gradient_nbytes <= self._device_share * self._nbytes
                 self._nbytes_on_device += placement.gradient_nbytes if on_device else 0
-            self._queued.append(_Update(placement, after, read, on_device))
-            self._unfinished.add(placement.parameter)
-            self._idle_until = 0.0
+            self._append(_Update(placement, after, read, written, placement.gradient_nbytes, on_device))
+
+    def queue_reload(self, placement: Placement) -> None:
+        """Queue what is read back into memory of an update ahead of ``step()``, if there is anything."""
+        if nbytes := placement.reloaded_nbytes:
+            self._append(_Update(placement, (), nbytes, 0, 0, on_device=False))
+
+    def _append(self, update: _Update) -> None:
+        self._queued.append(update)
+        self._unfinished.add(update.placement.parameter)
+        self._idle_until = 0.0
 
     def advance(self, now: float) -> float:
         """Start what can start before ``now``; return the seconds that compute lost to updates since the last call."""
@@ -114,7 +130,7 @@ class Updates:
         if update.on_device:
             self._begin_on_device(update, after)
             return
-        seconds = placement.gradient_nbytes * self._seconds_per_nbyte
+        seconds = update.nbytes_updated * self._seconds_per_nbyte
         if update.nbytes_read:
             read = self._lanes.move(Tier.NVME, Tier.HOST, f"update of {placement.parameter}", update.nbytes_read, after)
             computed = self._lanes.update(f"optimizer ({placement.parameter})", seconds, self._lanes.nodes[read].after)
@@ -135,14 +151,14 @@ class Updates:
 
     def _computed(self, update: _Update, after: tuple[int, ...]) -> None:
         """Queue the write of an update that is computed; without one it is done."""
-        if update.placement.update_nbytes_written:
+        if update.nbytes_written:
             self._unwritten.append(update._replace(after=after, nbytes_read=0))
         else:
             self._end(update.placement, after)
 
     def _write(self, update: _Update) -> None:
         """Append the write of an update that is computed."""
-        name, nbytes = f"update of {update.placement.parameter}", update.placement.update_nbytes_written
+        name, nbytes = f"update of {update.placement.parameter}", update.nbytes_written
         self._end(update.placement, (self._lanes.move(Tier.HOST, Tier.NVME, name, nbytes, update.after),))
 
     def _end(self, placement: Placement, nodes: tuple[int, ...]) -> None:

@@ -1,0 +1,127 @@
+"""Updates ahead of ``step()`` are planned where the disk would be late otherwise, within its budget, and verified."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.planner_inputs import make_request
+from zinf_compile.ir.errors import CapacityError, VerifyError
+from zinf_compile.ir.glossary import Phase, StepTiming, Tier
+from zinf_compile.ir.hardware import Rate
+from zinf_compile.ir.plan import Plan, TierPart
+from zinf_compile.passes.planner.search.planner import Request, make_plan, minimum_device_memory
+from zinf_compile.passes.planner.search.verify import verify_plan
+from zinf_compile.passes.planner.simulator.bound import least_seconds
+from zinf_compile.passes.planner.simulator.simulate import simulate
+
+SEEDS = range(12)
+HOST = 2**20
+FLOPS = 1e9
+
+
+def request_of(seed: int, **options: Any) -> Request:
+    """Return the request of a random model in little memory, with a disk that needs about as long as compute."""
+    request = make_request(seed, host=HOST)
+    slow = replace(request.hardware, flops=(Rate(name="float32", per_second=FLOPS),), memory_bytes_per_second=FLOPS)
+    request = replace(request, hardware=slow)
+    tight = replace(request, config=replace(request.config, device_memory=minimum_device_memory(request)))
+    return replace(tight, config=replace(tight.config, **options))
+
+
+def without(plan: Plan) -> Plan:
+    """Return a plan without updates ahead of the step."""
+    tiers = tuple(
+        replace(
+            tier,
+            predicted_peak=tier.predicted_peak - tier.nbytes_of(TierPart.SHADOWS),
+            parts=tuple(part for part in tier.parts if part[0] != TierPart.SHADOWS),
+        )
+        for tier in plan.tiers
+    )
+    reloaded = sum(plan.placement(name).reloaded_nbytes for name in plan.step.ahead)
+    read, written = plan.step.nbytes_read - reloaded, plan.step.nbytes_written - reloaded
+    return replace(plan, step=replace(plan.step, ahead=(), nbytes_read=read, nbytes_written=written), tiers=tiers)
+
+
+def seconds(plan: Plan) -> float:
+    return simulate(plan).step_seconds
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[int, Plan]:
+    return {seed: make_plan(request_of(seed)) for seed in SEEDS}
+
+
+def test_they_are_planned_where_the_step_is_shorter(plans: dict[int, Plan]) -> None:
+    with_some = [plan for plan in plans.values() if plan.step.ahead]
+    assert len(with_some) >= 3
+    assert len(with_some) < len(plans)  # else the others show nothing
+    for plan in plans.values():
+        verify_plan(plan)
+        assert seconds(plan) <= seconds(without(plan))
+        assert least_seconds(plan) <= seconds(plan)
+    for plan in with_some:
+        assert seconds(plan) < 0.99 * seconds(without(plan))
+        shadows = sum(plan.placement(name).shadow_nbytes for name in plan.step.ahead)
+        assert plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS) == shadows > 0
+
+
+def test_speculate_turns_them_off_and_on(plans: dict[int, Plan]) -> None:
+    for seed, plan in plans.items():
+        never = make_plan(request_of(seed, speculate=False))
+        assert never == without(plan)
+        always = make_plan(request_of(seed, speculate=True))
+        sunk = {sink.name for sink in always.sinks}
+        may = sorted(item.parameter for item in always.placements if item.may_update_ahead and item.parameter in sunk)
+        assert list(always.step.ahead) == may
+        verify_plan(always)
+
+
+@pytest.mark.parametrize("option", [{"overlap_step": False}, {"step_in_backward": True}])
+def test_other_steps_have_none(option: dict[str, bool]) -> None:
+    plan = make_plan(replace(make_request(0), config=replace(make_request(0).config, speculate=True, **option)))
+    assert plan.step.timing is not StepTiming.OVERLAPPED
+    assert plan.step.ahead == ()
+
+
+def test_the_disk_limits_them(plans: dict[int, Plan]) -> None:
+    seed, plan = next((seed, plan) for seed, plan in plans.items() if len(plan.step.ahead) > 2)
+    taken = without(plan).tier(Tier.NVME).predicted_peak
+    shadows = plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS)
+    budget = taken + shadows // 2
+    limited = make_plan(request_of(seed, nvme_memory=budget))
+    assert 0 < len(limited.step.ahead) < len(plan.step.ahead)
+    assert limited.tier(Tier.NVME).predicted_peak <= budget
+    verify_plan(limited)
+    first = min(
+        (sink for sink in plan.sinks if plan.placement(sink.name).may_update_ahead), key=lambda sink: sink.issue
+    )
+    assert first.name in limited.step.ahead  # whose gradient is complete first gains the most
+    with pytest.raises(
+        CapacityError, match=r"speculate=True .* nvme_memory leaves .*; raise it to \d+MiB, or leave out"
+    ):
+        make_plan(request_of(seed, nvme_memory=budget, speculate=True))
+
+
+def test_what_backward_has_not_ended_waits_for_nobody_but_the_next_forward(plans: dict[int, Plan]) -> None:
+    for plan in plans.values():
+        if plan.step.ahead:
+            phases = dict(simulate(plan).phase_seconds)
+            assert phases[Phase.STEP] <= dict(simulate(without(plan)).phase_seconds)[Phase.STEP]
+
+
+def test_plans_that_lie_are_refused(plans: dict[int, Plan]) -> None:
+    plan = next(plan for plan in plans.values() if len(plan.step.ahead) > 1)
+
+    def changed(**step: Any) -> Plan:
+        return replace(plan, step=replace(plan.step, **step))
+
+    with pytest.raises(VerifyError, match="not in order"):
+        verify_plan(changed(ahead=plan.step.ahead[::-1]))
+    with pytest.raises(VerifyError, match="part 'shadows' says"):
+        verify_plan(changed(ahead=plan.step.ahead[1:]))
+    with pytest.raises(VerifyError, match="'nobody' is updated ahead of step"):
+        verify_plan(changed(ahead=(*plan.step.ahead, "nobody")))
+    with pytest.raises(VerifyError, match="those of this plan are synchronous"):
+        verify_plan(changed(timing=StepTiming.SYNCHRONOUS))
