@@ -31,11 +31,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.json_lines import command_line
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from zinf_compile.runtime.store.store import Store
 
 _ROOT = Path(__file__).resolve().parents[1]
 _STATE_BYTES = (
@@ -63,6 +67,7 @@ class Case:
     dtype: str  # of compute: "bfloat16", with float32 master copies, or "float32", for CPUs without the other
     clip: float | None  # the norm to which gradients are clipped in each step
     speculate: bool  # whether updates may begin ahead of the step
+    disk_rate: float | None  # bytes per second of a disk that is simulated, with files in memory
 
     @property
     def tokens(self) -> int:
@@ -137,6 +142,35 @@ def budgets(case: Case, num_parameters: int) -> tuple[int, int]:
     return total - host, host
 
 
+def simulate_disk(bytes_per_second: float) -> None:
+    """Let reads and writes of stores take turns, and each last as long as on a disk of this rate.
+
+    With files in memory they take hardly any time of a processor, as with a disk that reads and writes by itself.
+    """
+    from zinf_compile.runtime.storage.nvme.posix import PosixEngine
+    from zinf_compile.runtime.store import store
+
+    class Simulated(PosixEngine):
+        """An engine whose calls end when the disk would have done them."""
+
+        _lock = threading.Lock()
+        _free_at = 0.0
+
+        def _last_as_long(self, call: Callable[[int, memoryview], None], offset: int, buffer: memoryview) -> None:
+            with Simulated._lock:
+                Simulated._free_at = end = max(time.perf_counter(), Simulated._free_at) + len(buffer) / bytes_per_second
+            call(offset, buffer)
+            time.sleep(max(0.0, end - time.perf_counter()))
+
+        def read(self, offset: int, buffer: memoryview) -> None:
+            self._last_as_long(super().read, offset, buffer)
+
+        def write(self, offset: int, buffer: memoryview) -> None:
+            self._last_as_long(super().write, offset, buffer)
+
+    store.PosixEngine = Simulated  # type: ignore[misc]
+
+
 Step = Callable[[object, object], float]
 
 
@@ -148,6 +182,8 @@ def out_of_core(case: Case) -> tuple[Step, object]:
 
     model = build(case)
     device, host = budgets(case, sum(p.numel() for p in model.parameters()))
+    if case.disk_rate is not None:
+        simulate_disk(case.disk_rate)
     zinf_compile.optimize(
         model,
         device_memory=device,
@@ -213,6 +249,15 @@ def in_memory(case: Case) -> Step:
         return loss.item()
 
     return step
+
+
+def store_of_model(model: Any) -> "Store":
+    from zinf_compile.runtime.params.records import record_of
+    from zinf_compile.runtime.store.store import store_of
+
+    record = record_of(next(model.parameters()))
+    assert record is not None
+    return store_of(record)
 
 
 def measure_memory(case: Case, steps: int) -> dict[str, object]:
@@ -291,14 +336,21 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         losses.append((plain(x, y), step(x, y)))
     times: dict[str, list[float]] = {"in_memory": [], "out_of_core": []}
     moved = [0, 0]
+    engine = store_of_model(model).engine
+    assert engine is not None
+
+    def count_bytes() -> tuple[int, int]:
+        """The kernel counts no bytes of files in memory."""
+        return disk_bytes() if case.disk_rate is None else (engine.bytes_read, engine.bytes_written)
+
     stalled_before = sum(stall.seconds for stall in zinf_compile.report(model).stalls)
     for _ in range(rounds):
         turn = [next(source) for _ in range(_STEPS_A_TURN)]
         times["in_memory"].append(seconds_per_step(plain, turn))
         step(*next(source))  # leaves an optimizer step in flight, as in training
-        before = disk_bytes()
+        before = count_bytes()
         times["out_of_core"].append(seconds_per_step(step, turn))
-        moved = [total + after - first for total, first, after in zip(moved, before, disk_bytes(), strict=True)]
+        moved = [total + after - first for total, first, after in zip(moved, before, count_bytes(), strict=True)]
         zinf_compile.synchronize(model)
     read, written = (total / rounds / _STEPS_A_TURN for total in moved)
     report = zinf_compile.report(model)
@@ -363,6 +415,7 @@ def describe(case: Case, num_parameters: int) -> dict[str, object]:
         "dtype": case.dtype,
         "clip": case.clip,
         "speculate": case.speculate,
+        "simulated_disk_bytes_per_second": case.disk_rate,
     }
 
 
@@ -389,6 +442,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of compute")
     parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm in each step")
     parser.add_argument("--no-speculate", action="store_true", help="begin no update ahead of the step")
+    parser.add_argument(
+        "--disk-rate",
+        type=float,
+        metavar="GB",
+        help="simulate a disk of so many GB/s; --nvme is a folder in memory then",
+    )
     parser.add_argument("--sweep", action="store_true", help="measure 512, 1024 and 4096 tokens per step as well")
     parser.add_argument("--only", choices=("memory", "time", "peer"))
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with deepspeed")
@@ -420,6 +479,7 @@ def main() -> None:
             dtype=args.dtype,
             clip=args.clip,
             speculate=not args.no_speculate,
+            disk_rate=None if args.disk_rate is None else args.disk_rate * 1e9,
         )
 
     command = command_line("out_of_core")

@@ -139,8 +139,9 @@ def take_gradient_home(parameter: Tensor) -> None:
         if grad.layout is not torch.strided:
             parameter.grad = None
             _refuse_sparse(record, grad)
-        if slot.is_home_of(grad):  # autograd has added to it in place
-            _note_arrival(record)
+        if slot.is_home_of(grad):
+            if not record.gradient.is_untouched:  # autograd has added to it in place
+                _note_arrival(record)
             return
         store.check_usable(record)
         grad = local_of(grad)

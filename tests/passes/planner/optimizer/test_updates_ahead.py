@@ -15,7 +15,7 @@ from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.bound import least_seconds
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
-SEEDS = range(12)
+SEEDS = range(30)
 HOST = 2**20
 FLOPS = 1e9
 
@@ -86,7 +86,7 @@ def test_other_steps_have_none(option: dict[str, bool]) -> None:
 
 
 def test_the_disk_limits_them(plans: dict[int, Plan]) -> None:
-    seed, plan = next((seed, plan) for seed, plan in plans.items() if len(plan.step.ahead) > 2)
+    seed, plan = next((seed, plan) for seed, plan in plans.items() if len(plan.step.ahead) > 1)
     taken = without(plan).tier(Tier.NVME).predicted_peak
     shadows = plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS)
     budget = taken + shadows // 2
