@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,7 @@ class Case:
     clip: float | None  # the norm to which gradients are clipped in each step
     speculate: bool  # whether updates may begin ahead of the step
     disk_rate: float | None  # bytes per second of a disk that is simulated, with files in memory
+    both: bool = False  # also measure, in the same turns, steps without updates ahead of them
 
     @property
     def tokens(self) -> int:
@@ -331,10 +332,13 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
     num_parameters = sum(p.numel() for p in model.parameters())
     source = batches(case)
     losses = []
+    others: dict[str, tuple[Step, Any]] = {}
+    if case.both:
+        others["without_ahead"] = out_of_core(replace(case, speculate=False))
     for _ in range(2):  # capture, first touch of optimizer state
         x, y = next(source)
-        losses.append((plain(x, y), step(x, y)))
-    times: dict[str, list[float]] = {"in_memory": [], "out_of_core": []}
+        losses.append((plain(x, y), step(x, y), *(other(x, y) for other, _ in others.values())))
+    times: dict[str, list[float]] = {"in_memory": [], "out_of_core": [], **{name: [] for name in others}}
     moved = [0, 0]
     engine = store_of_model(model).engine
     assert engine is not None
@@ -352,6 +356,10 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         times["out_of_core"].append(seconds_per_step(step, turn))
         moved = [total + after - first for total, first, after in zip(moved, before, count_bytes(), strict=True)]
         zinf_compile.synchronize(model)
+        for name, (other, other_model) in others.items():
+            other(*next(source))
+            times[name].append(seconds_per_step(other, turn))
+            zinf_compile.synchronize(other_model)
     read, written = (total / rounds / _STEPS_A_TURN for total in moved)
     report = zinf_compile.report(model)
     rates = {route.name: route.bytes_per_second for route in report.plans[0].hardware.routes}
@@ -384,6 +392,10 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         "phases": {item.phase: [item.predicted_seconds, item.measured_seconds] for item in report.phases},
         "first_losses": losses,
     }
+    for name, (_, other_model) in others.items():
+        result[f"{name}_seconds"] = medians[name]
+        result[f"{name}_ratio"] = medians[name] / medians["in_memory"]
+        zinf_compile.close(other_model)
     zinf_compile.close(model)
     return result
 
@@ -441,6 +453,9 @@ def main() -> None:
     parser.add_argument("--step", choices=("overlapped", "synchronous", "in_backward"), default="overlapped")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of compute")
     parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm in each step")
+    parser.add_argument(
+        "--both", action="store_true", help="also measure steps without updates ahead, in the same turns"
+    )
     parser.add_argument("--no-speculate", action="store_true", help="begin no update ahead of the step")
     parser.add_argument(
         "--disk-rate",
@@ -479,6 +494,7 @@ def main() -> None:
             dtype=args.dtype,
             clip=args.clip,
             speculate=not args.no_speculate,
+            both=args.both,
             disk_rate=None if args.disk_rate is None else args.disk_rate * 1e9,
         )
 
