@@ -104,6 +104,8 @@ class Slot:
         """Exchange the bytes with a slot of the same kind: each holds what the other one held. Nothing moves."""
         self.tensor, other.tensor = other.tensor, self.tensor
         self.extent, other.extent = other.extent, self.extent
+        own, others = self.num_own_references, other.num_own_references
+        self.num_own_references, other.num_own_references = others, own
 
     def give_back(self, layout: FileLayout) -> None:
         """Free its extent, now that its value is elsewhere or not needed any more.

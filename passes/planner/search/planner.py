@@ -16,11 +16,11 @@ from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.planner.cost.op_kinds import keeps_kernels
 from zinf_compile.passes.planner.memory.policies import compute_seconds, may_be_faster
-from zinf_compile.passes.planner.optimizer.updates_ahead import with_updates_ahead
 from zinf_compile.passes.planner.schedule.leaving import count_resting, leaving_levels
 from zinf_compile.passes.planner.schedule.swaps import without_swapped
 from zinf_compile.passes.planner.search.build import Groundwork, Request
 from zinf_compile.passes.planner.search.search import Front, find_plan, minimum_memory, search_front
+from zinf_compile.passes.planner.search.updates_ahead import with_updates_ahead
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
 __all__ = ["Request", "check_fits", "does_fit", "lay_groundworks", "make_plan", "minimum_device_memory"]
