@@ -338,7 +338,7 @@ class UpdatesAhead:
         store = self._store()
         assert store is not None
         self.drop("a new plan moved the parameters")
-        store.updates.wait()
+        store.synchronize()
         for shadows in self._shadows.values():
             for shadow in shadows.values():
                 store.held.count_home(Tier.NVME, -shadow.nbytes)

@@ -41,8 +41,6 @@ _ELEMENT_WISE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch._foreach_clamp_min_: Tensor.clamp_min_,
     torch._foreach_clamp_max_: Tensor.clamp_max_,
 }
-
-
 _UNCOUNTED = ("_amp_", "_fused_")  # autograd does not count what these write
 _MULTIPLY = frozenset({Tensor.mul_, Tensor.__imul__, torch._foreach_mul_})
 
@@ -85,6 +83,17 @@ class HomeGradient(HomeTensor):
             return result
         return super().__torch_function__(func, types, args, kwargs)
 
+    def prepare_look(self) -> None:
+        """Reduce what has not been reduced over ranks yet: of all gradients, since every rank looks at the same time."""
+        if (record := self.record()) is not None:
+            reduce_unreduced(record.store)
+
+    def plain(self) -> Tensor:
+        """See HomeTensor.plain."""
+        if (record := self.record()) is not None:
+            settle_gradient(record)
+        return super().plain()
+
     def note_what_is_handed_out(self, func: Callable[..., Any], result: object) -> None:
         """Note an edit if ``func`` or whoever has its result may change the value without autograd counting it.
 
@@ -92,7 +101,7 @@ class HomeGradient(HomeTensor):
         """
         if (record := self.record()) is None or record.gradient.slot is None:
             return
-        if func.__name__.startswith(_UNCOUNTED) or _hands_out(result, self):
+        if getattr(func, "__name__", "").startswith(_UNCOUNTED) or _hands_out(result, self):
             record.gradient.note_edit()
 
 
@@ -299,9 +308,13 @@ def _hands_out(result: object, home: Tensor) -> bool:
     if isinstance(result, list | tuple):
         return any(_hands_out(each, home) for each in result)
     if isinstance(result, Tensor):
+        if result is home:
+            return False
         with torch._C.DisableTorchFunctionSubclass():
-            same = local_of(result).untyped_storage()._cdata == local_of(home).untyped_storage()._cdata
-        return same and result is not home
+            try:
+                return bool(local_of(result).untyped_storage()._cdata == local_of(home).untyped_storage()._cdata)
+            except NotImplementedError:  # of sparse tensors and those of torch.func, which have none
+                return result.layout is torch.strided
     return not isinstance(result, bool | float | str | None)
 
 

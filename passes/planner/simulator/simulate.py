@@ -93,7 +93,7 @@ class _Walk:
         self._updates = Updates(plan, self.lanes)
         self._read: dict[int, list[str]] = defaultdict(list)  # residents that are updated beside forward, by first use
         self._timing = plan.step.timing
-        self._ahead = frozenset(plan.step.ahead)
+        self._ahead, self._left = frozenset(plan.step.ahead), left
         if self._timing is StepTiming.OVERLAPPED and not plan.may_update_beside_compute:
             self._timing = StepTiming.SYNCHRONOUS  # with nothing to move, updates would hide behind nothing
         if self._timing is StepTiming.OVERLAPPED and plan.schedule.is_training:
@@ -254,7 +254,9 @@ class _Walk:
 
     def _start_sink(self, sink: Transfer) -> None:
         """Start moving a gradient home, and queue the update in backward that takes it."""
-        begins_update = self._timing is StepTiming.IN_BACKWARD or sink.name in self._ahead
+        # What backward had no time for, it has none for in the next step either.
+        is_ahead = sink.name in self._ahead and sink.name not in self._left
+        begins_update = self._timing is StepTiming.IN_BACKWARD or is_ahead
         taken_by = self._placements.get(sink.name) if begins_update else None
         legs = self._ways.legs(sink)
         if not legs:
