@@ -215,7 +215,11 @@ class Store:
         assert self.engine is not None
         self.activations.give_back_dropped()  # frees extents of dropped activations for reuse
         extent = self.layout.allocate(nbytes)
-        self.engine.reserve(self.layout.end)
+        try:
+            self.engine.reserve(self.layout.end)
+        except BaseException:
+            self.layout.free(extent)
+            raise
         mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
         self.held.count_home(tier, nbytes)
         tensor = map_tensor(mapped, shape, dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile.ir.errors import StoreError
+from zinf_compile.ir.errors import StoreError, UnsupportedError
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.updates_ahead import AheadCounts, UpdatesAhead
 from zinf_compile.runtime.params.records import StoredParameter, record_of
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[torch.dtype | None, str]] = {
 PARAMS = [name if name == "mixed" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 
 
-def make_optimized(case: str, folder: Path) -> nn.Module:
+def make_optimized(case: str, folder: Path, *, speculate: bool | None = True) -> nn.Module:
     dtype, device_memory = CASES[case]
     return zinf_compile.optimize(
         make_model(),
@@ -118,7 +118,7 @@ def make_optimized(case: str, folder: Path) -> nn.Module:
         reserve_memory=0,
         remake_plan=False,
         tiles=False,
-        speculate=True,
+        speculate=speculate,
     )
 
 
@@ -438,10 +438,6 @@ class _FailingDisk:
         self.may_go = threading.Event()
         self.num_failed = 0
 
-    @property
-    def has_shadows(self) -> bool:
-        return bool(self._offsets())
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
@@ -494,14 +490,14 @@ def test_an_update_that_fails_after_the_step_has_taken_it_stops_the_model(tmp_pa
     torch._dynamo.reset()
     model = make_optimized("mixed", tmp_path)
     try:
+        loop, tokens = Loop(), torch.arange(50)
+        optimizer = loop.make_optimizer(model)
+        loop.make_optimizer = lambda model: optimizer
+        loop.run(model, waits=True)
         with pytest.MonkeyPatch.context() as patch:
             disk = let_disk_fail(model, patch)
-            optimizer = Loop().make_optimizer(model)
-            tokens = torch.arange(50)
-            while not disk.has_shadows:  # the first step shows the optimizer
-                optimizer.zero_grad()
-                model(tokens).backward()
-                wait_until_begun(model) if disk.has_shadows else optimizer.step()
+            model(tokens).backward()
+            wait_until_begun(model)
             optimizer.step()
             disk.may_go.set()
             with pytest.raises(StoreError, match=r"failed|being updated when an error came"):
@@ -510,6 +506,29 @@ def test_an_update_that_fails_after_the_step_has_taken_it_stops_the_model(tmp_pa
             model(tokens)
         store, _ = store_and_ahead(model)
         store.check_integrity()
+    finally:
+        zinf_compile.close(model)
+        torch._dynamo.reset()
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_refused_if_it_is_asked_for(model: nn.Module) -> None:
+    optimizer = torch.optim.Adafactor(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.arange(50)).backward()
+    with pytest.raises(UnsupportedError, match=r"Adafactor is not one of .* which speculate=True needs; leave out"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.long
+def test_other_optimizers_take_ordinary_steps_by_default(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = make_optimized("mixed", tmp_path, speculate=None)
+    try:
+        loop = Loop(make_optimizer=lambda model: torch.optim.Adafactor(model.parameters()))
+        got = loop.run(model, waits=False)
+        expected = loop.run(make_model(), waits=False)
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
     finally:
         zinf_compile.close(model)
         torch._dynamo.reset()

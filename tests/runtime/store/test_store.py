@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zinf_compile
 from zinf_compile.ir.config import make_config
 from zinf_compile.ir.copies import Role
-from zinf_compile.ir.errors import StoreError
+from zinf_compile.ir.errors import CapacityError, StoreError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.model.moving import move_homes
 from zinf_compile.runtime.params.records import record_of
@@ -275,3 +275,21 @@ def test_planning_between_runs_waits_for_updates_and_nobody_samples_meanwhile(tm
     sampler.join()
     assert store.ram.peak < before + 16 * 2**20
     zinf_compile.close(model)
+
+
+def test_a_slot_for_which_the_disk_has_no_room_takes_none(
+    optimize: Callable[..., nn.Module], store_of: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(optimize(make_model(), tiny=True))
+    assert store.engine is not None
+    end = store.layout.end
+
+    def reserve(nbytes: int) -> None:
+        raise CapacityError(f"no room for {nbytes} bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.engine, "reserve", reserve)
+        with pytest.raises(CapacityError, match="no room for"):
+            store.new_slot("anything", torch.Size([10_000]), torch.float32, Tier.NVME)
+    assert store.layout.end == end
+    store.check_integrity()

@@ -199,3 +199,14 @@ def test_the_process_is_measured_by_default(monkeypatch: pytest.MonkeyPatch) -> 
     assert not make_config({**budgets, "reserve_memory": 0}).measures_reserve
     with pytest.raises(ConfigError, match=r"unknown option 'measures_reserve'"):
         make_config({**budgets, "measures_reserve": True})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("overlap_step", False), ("step_in_backward", True), ("capture", False), ("stage", 1)]
+)
+def test_updates_ahead_need_a_step_that_may_run_beside_compute(option: str, value: object) -> None:
+    budgets = {"device_memory": 1, "host_memory": 1}
+    assert make_config({**budgets, "speculate": True}).speculate is True
+    assert make_config({**budgets, option: value}).speculate is None
+    with pytest.raises(ConfigError, match=rf"speculate=True begins updates in backward, .* with {option}={value}"):
+        make_config({**budgets, "speculate": True, option: value})
