@@ -194,7 +194,7 @@ def out_of_core(case: Case) -> tuple[Step, object]:
         compute="aten",  # eager ops, like the reference
         compute_dtype=torch.bfloat16 if case.dtype == "bfloat16" else None,
         recompute=True,
-        speculate=None if case.speculate else False,
+        speculate="auto" if case.speculate else False,
         overlap_step=case.step != "synchronous",
         step_in_backward=case.step == "in_backward",
     )

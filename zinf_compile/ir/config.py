@@ -83,7 +83,7 @@ class Config:
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
     # Whether updates begin in backward, ahead of step(), and are written to shadows until it. None: where that is faster.
-    speculate: bool | None = None
+    speculate: bool | None = False
     update_on: str | None = (
         None  # "host" or "device", which has memory of its own; None: what keeps bits, or is fastest
     )
@@ -197,7 +197,13 @@ def make_config(
 
 
 def _check_speculate(given: Mapping[str, object]) -> bool | None:
-    speculate = _check_bool(given.get("speculate"), option="speculate")
+    option = given.get("speculate", False)
+    if option == "auto":
+        speculate = None
+    elif isinstance(option, bool):
+        speculate = option
+    else:
+        raise ConfigError(f"speculate={option!r} is neither True, False nor 'auto'")
     if speculate:
         others = {"overlap_step": False, "step_in_backward": True, "capture": False}
         refused = [f"{name}={value}" for name, value in others.items() if given.get(name) is value]

@@ -65,7 +65,7 @@ def _within(may: Sequence[Placement], plan: Plan, config: Config) -> Sequence[Pl
         raise CapacityError(
             f"speculate=True writes updates beside the old copies until step(), which takes {format_bytes(needed)} of "
             f"disk, and nvme_memory leaves {format_bytes(room)}; raise it to "
-            f"{-(-(tier.predicted_peak + needed) // 2**20)}MiB, or leave out speculate, and as many are as there is room for"
+            f"{-(-(tier.predicted_peak + needed) // 2**20)}MiB, or say speculate='auto', which needs no more than there is"
         )
     fitting = []
     for placement in may:

@@ -26,7 +26,7 @@ def request_of(seed: int, **options: Any) -> Request:
     slow = replace(request.hardware, flops=(Rate(name="float32", per_second=FLOPS),), memory_bytes_per_second=FLOPS)
     request = replace(request, hardware=slow)
     tight = replace(request, config=replace(request.config, device_memory=minimum_device_memory(request)))
-    return replace(tight, config=replace(tight.config, **options))
+    return replace(tight, config=replace(tight.config, **{"speculate": None, **options}))
 
 
 def without(plan: Plan) -> Plan:
@@ -71,6 +71,7 @@ def test_speculate_turns_them_off_and_on(plans: dict[int, Plan]) -> None:
     for seed, plan in plans.items():
         never = make_plan(request_of(seed, speculate=False))
         assert never == without(plan)
+        assert make_request(seed).config.speculate is False  # the default
         always = make_plan(request_of(seed, speculate=True))
         sunk = {sink.name for sink in always.sinks}
         may = sorted(item.parameter for item in always.placements if item.may_update_ahead and item.parameter in sunk)
@@ -95,7 +96,7 @@ def test_the_disk_limits_them(plans: dict[int, Plan]) -> None:
     assert limited.tier(Tier.NVME).predicted_peak <= budget
     verify_plan(limited)
     with pytest.raises(
-        CapacityError, match=r"speculate=True .* nvme_memory leaves .*; raise it to \d+MiB, or leave out"
+        CapacityError, match=r"speculate=True .* nvme_memory leaves .*; raise it to \d+MiB, or say speculate='auto'"
     ):
         make_plan(request_of(seed, nvme_memory=budget, speculate=True))
 
