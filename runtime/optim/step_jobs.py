@@ -73,13 +73,12 @@ class Ahead:
                 record.update.tear()
             return self._is_taken
 
-    def end(self, record: StoredParameter, error: BaseException | None) -> bool:
-        """Note that the update has ended, or failed; return whether ``step()`` has taken it."""
+    def end(self, record: StoredParameter, error: BaseException | None) -> None:
+        """Note that the update has ended, or failed."""
         with self._lock:
             self._is_ended, self._error = True, error
             if self._is_taken and error is None and not self._is_reloaded:
                 record.update.mend()
-            return self._is_taken
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

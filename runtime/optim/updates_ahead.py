@@ -35,6 +35,7 @@ from zinf_compile.runtime.optim.shadow import SCALER_ATTRIBUTES, copy_scalars, i
 from zinf_compile.runtime.optim.step_jobs import Job, JobCollector
 from zinf_compile.runtime.params.home import HomeParameter
 from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store, store_of
 
@@ -238,7 +239,9 @@ class UpdatesAhead:
     def _fail(self, begun: Begun, error: BaseException) -> None:
         """Let an update have failed: if ``step()`` has taken it, the store has failed."""
         job, store = begun.job, self._store()
-        if not job.update.done():
+        if job.is_updated:  # a callback of its last write notes the error; until then step() could take it
+            wait_future(job.update, f"the end of the update of {job.record.name}")
+        else:
             job.end(error)
         assert job.ahead is not None
         if job.ahead.is_taken and store is not None:
