@@ -1,5 +1,6 @@
 """Calibration measures every rate that planning needs. How fast a machine is, is not asserted."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from zinf_compile.ir.config import make_config
 from zinf_compile.ir.errors import StoreError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import OpKind
+from zinf_compile.runtime.calibration import calibrate
 from zinf_compile.runtime.calibration.calibrate import _measure_taken, measure_hardware
 from zinf_compile.runtime.calibration.op_rates import CPU_SIZES, OpRates
 from zinf_compile.runtime.device.cpu import CPU
@@ -60,18 +62,42 @@ def test_float16_is_left_to_other_dtypes(tmp_path: Path) -> None:
         store.close()
 
 
-def test_what_moves_takes_a_share_of_compute_or_says_why_it_did_not_move() -> None:
-    other = torch.ones(2**24)
-    taken = []
-    for _ in range(3):  # other work on the cores may hide the difference once
-        sleeping = _measure_taken(lambda: time.sleep(0.03), repeats=5)
-        computing = _measure_taken(lambda: other.mul_(1.0), repeats=5)
-        taken.append((sleeping, computing))
-        if sleeping < computing:
-            break
-    assert all(0 <= share <= 1 for pair in taken for share in pair)
-    assert taken[-1][0] < taken[-1][1]
-    assert 0 <= _measure_taken(lambda: None, repeats=1) <= 1, "nothing was computed meanwhile"
+class _Clock:
+    """Time that passes as it is looked at, more of it while something moves; no load on the machine changes it."""
+
+    def __init__(self, seconds_moving: float) -> None:
+        self._seconds_moving = seconds_moving
+        self._now = 0.0
+        self._looks_moving = 0
+        self._moving = threading.Event()
+        self._seen = threading.Event()
+
+    def perf_counter(self) -> float:
+        self._now += self._seconds_moving if self._moving.is_set() else 1e-3
+        self._looks_moving += self._moving.is_set()
+        if self._looks_moving >= 40:
+            self._seen.set()
+        return self._now
+
+    def move(self) -> None:
+        self._looks_moving = 0
+        self._seen.clear()
+        self._moving.set()
+        assert self._seen.wait(60)
+        self._moving.clear()
+
+
+@pytest.mark.parametrize(("seconds_moving", "least", "most"), [(1e-3, 0.0, 0.1), (4e-3, 0.4, 0.8), (1.0, 0.9, 0.9)])
+def test_what_moves_takes_a_share_of_compute(
+    seconds_moving: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = _Clock(seconds_moving)
+    monkeypatch.setattr(calibrate, "time", clock)
+    assert least <= _measure_taken(clock.move, repeats=3) <= most
+
+
+def test_moves_that_end_before_compute_begins_take_nothing_and_errors_of_moves_are_raised() -> None:
+    assert 0 <= _measure_taken(lambda: None, repeats=1) <= 1
 
     def refuse() -> None:
         raise StoreError("the disk is gone")
