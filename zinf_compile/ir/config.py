@@ -83,7 +83,7 @@ class Config:
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
     # Whether updates begin in backward, ahead of step(), and are written to shadows until it. None: where that is faster.
-    speculate: bool | None = False
+    speculate: bool | None = None
     update_on: str | None = (
         None  # "host" or "device", which has memory of its own; None: what keeps bits, or is fastest
     )
@@ -197,8 +197,8 @@ def make_config(
 
 
 def _check_speculate(given: Mapping[str, object]) -> bool | None:
-    option = given.get("speculate", False)
-    if option == "auto":
+    option = given.get("speculate", "auto")
+    if option in ("auto", None):
         speculate = None
     elif isinstance(option, bool):
         speculate = option

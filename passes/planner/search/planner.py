@@ -20,7 +20,6 @@ from zinf_compile.passes.planner.schedule.leaving import count_resting, leaving_
 from zinf_compile.passes.planner.schedule.swaps import without_swapped
 from zinf_compile.passes.planner.search.build import Groundwork, Request
 from zinf_compile.passes.planner.search.search import Front, find_plan, minimum_memory, search_front
-from zinf_compile.passes.planner.search.updates_ahead import with_updates_ahead
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
 __all__ = ["Request", "check_fits", "does_fit", "lay_groundworks", "make_plan", "minimum_device_memory"]
@@ -63,7 +62,7 @@ def make_plan(request: Request) -> Plan:
             if found.best is not None and _waits_for_little(found.best.plan):
                 break
     if front.best is not None:
-        return with_updates_ahead(front.best.plan, request.config)
+        return front.best.plan
     raise failure or _capacity_error(request, looked_at)
 
 

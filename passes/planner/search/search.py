@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import Tier
-from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.planner.memory.arena import align
 from zinf_compile.passes.planner.placement.homes import with_device_memory
 from zinf_compile.passes.planner.search.build import Choice, Groundwork, LookAhead, PlanBuilder, Request
+from zinf_compile.passes.planner.search.updates_ahead import updates_to_compare
 from zinf_compile.passes.planner.simulator.bound import least_seconds
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
@@ -45,7 +46,7 @@ _HELD_PAST = (1, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The quality of a plan: seconds of its step, then bytes moved, then memory used.
+    """The quality of a plan: seconds of its step, then bytes moved, then disk space of shadows, then memory used.
 
     Steps that differ by less than the simulator's accuracy count as equally long. Then the plan that moves fewer bytes
     is better, since disks wear and buses are shared.
@@ -53,13 +54,14 @@ class Score:
 
     nanoseconds: int
     nbytes_moved: int  # by transfers, gradients and updates
+    nbytes_shadowed: int  # beside the old copies, by updates ahead of step()
     nbytes_away: int  # of compute copies that are not resident: another graph may read them
     peak_nbytes: int
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
+    def key(self) -> tuple[int, int, int, int, int]:
         """Return the sort key among equally fast plans; smaller is better."""
-        return self.nbytes_moved, self.nanoseconds, self.nbytes_away, self.peak_nbytes
+        return self.nbytes_moved, self.nbytes_shadowed, self.nanoseconds, self.nbytes_away, self.peak_nbytes
 
     def beats(self, other: "Score") -> bool:
         """Return whether this score is at least as good in every respect."""
@@ -76,16 +78,21 @@ def least_score(plan: Plan) -> Score:
     return _score(plan, least_seconds(plan))
 
 
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
 def _score(plan: Plan, step_seconds: float) -> Score:
     updates = plan.device_updates
     return Score(
-        nanoseconds=round(step_seconds * 1e9),
+        nanoseconds=_nanoseconds(step_seconds),
         nbytes_moved=sum(transfer.nbytes for transfer in plan.gathers)
         + sum(sink.nbytes for sink in plan.sinks if not sink.stays)
         + plan.step.nbytes_read
         + plan.step.nbytes_written
         + updates.nbytes_in
         + updates.nbytes_out,
+        nbytes_shadowed=plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS),
         nbytes_away=sum(item.compute_nbytes for item in plan.placements if item.compute is not Tier.DEVICE),
         peak_nbytes=plan.tier(Tier.DEVICE).predicted_peak,
     )
@@ -156,10 +163,15 @@ def search_front(
         if front.best is not None:
             choices += _neighbours(front.best.choice, request, turn)
             turn += _STEPS_PER_RUNG
+        rung = _Rung(request, front)
         for choice in choices:
-            _try(builder, choice, memory, front)
+            with suppress(CapacityError):  # with less on the device there may be too much for the other tiers
+                rung.compare(choice, builder.build(choice, memory))
+        rung.compare_ahead()
     if front.best is None:  # host and nvme can hold the rest only if all of the device is used
-        front.add(_find_plan(request, builder, starts))
+        again = PlanBuilder(request, graph, swaps, groundwork)  # plans that the disk had no room for are built again
+        for found in _find_plans(request, again, starts):
+            front.add(found)
     return front
 
 
@@ -176,16 +188,18 @@ def find_plan(
         return None
     if request.placements is not None and (kept := _keep_homes(request, builder).best) is not None:
         return kept
-    return _find_plan(request, builder, _starts(request, builder))
+    return next(_find_plans(request, builder, _starts(request, builder)), None)
 
 
-def _find_plan(request: Request, builder: PlanBuilder, starts: Sequence["_Start"]) -> Found | None:
+def _find_plans(request: Request, builder: PlanBuilder, starts: Sequence["_Start"]) -> Iterator[Found]:
+    """Yield the first plan that fits, without and with updates ahead of ``step()``; nothing if none fits the device."""
     for start in sorted(starts, key=lambda start: start.nbytes):
         for choice in (choice for choice in start.choices if choice.uses_host):
             plan = builder.build(choice, request.config.device_memory)
             if plan is not None:
-                return Found(choice=choice, plan=plan, score=score_plan(plan))
-    return None
+                for each in updates_to_compare(plan, request.config):
+                    yield Found(choice=choice, plan=each, score=score_plan(each))
+                return
 
 
 def minimum_memory(
@@ -304,11 +318,12 @@ def _keep_homes(request: Request, builder: PlanBuilder) -> Front:
     """Return the plans that keep the homes that other graphs of the model use, so that nothing has to move."""
     assert request.placements is not None
     front = Front()
+    rung = _Rung(request, front)
     for look_ahead in _look_aheads(request):
         choice = Choice(look_ahead=look_ahead)
-        plan = builder.build_at(request.placements, choice)
-        if plan is not None:
-            front.add(Found(choice=choice, plan=plan, score=score_plan(plan)))
+        with suppress(CapacityError):  # no room on the disk for updates ahead of step()
+            rung.compare(choice, builder.build_at(request.placements, choice))
+    rung.compare_ahead()
     return front
 
 
@@ -344,8 +359,36 @@ def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]
         yield near[(turn + step) % len(near)]
 
 
-def _try(builder: PlanBuilder, choice: Choice, device_memory: int, front: Front) -> None:
-    with suppress(CapacityError):  # with less on the device there may be too much for the other tiers
-        plan = builder.build(choice, device_memory)
-        if plan is not None and front.may_have(least_score(plan)):
-            front.add(Found(choice=choice, plan=plan, score=score_plan(plan)))
+class _Rung:
+    """Plans for one budget. The fastest of them is compared with updates ahead of ``step()`` too."""
+
+    def __init__(self, request: Request, front: Front) -> None:
+        self._request = request
+        self._front = front
+        self._fastest: tuple[int, Choice, Sequence[Plan]] | None = None  # its ns, and its plans with updates ahead
+
+    def compare(self, choice: Choice, plan: Plan | None) -> None:
+        """Add a plan to the front, unless its lower bound says that others there are better.
+
+        Raises CapacityError if ``speculate=True`` and the disk has no room for updates ahead of ``step()``.
+        """
+        if plan is not None:
+            plan, *ahead = updates_to_compare(plan, self._request.config)
+            nanoseconds = self._add(choice, plan)
+            if ahead and (self._fastest is None or nanoseconds < self._fastest[0]):
+                self._fastest = nanoseconds, choice, ahead
+
+    def compare_ahead(self) -> None:
+        """Add the fastest plan with updates ahead of ``step()``."""
+        if self._fastest is not None:
+            _, choice, ahead = self._fastest
+            for plan in ahead:
+                self._add(choice, plan)
+
+    def _add(self, choice: Choice, plan: Plan) -> int:
+        """Return the simulated nanoseconds of a plan; their lower bound if the plan is not added for that."""
+        score = least_score(plan)
+        if self._front.may_have(score):
+            score = score_plan(plan)
+            self._front.add(Found(choice=choice, plan=plan, score=score))
+        return score.nanoseconds

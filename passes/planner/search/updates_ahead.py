@@ -12,28 +12,21 @@ from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import StepTiming, Tier, format_bytes
 from zinf_compile.ir.plan import Placement, Plan, TierPart
-from zinf_compile.passes.planner.simulator.simulate import simulate
-
-_WORTHWHILE = 0.99  # of the step without: shorter by less than this is within the simulator's accuracy
 
 
-def with_updates_ahead(plan: Plan, config: Config) -> Plan:
-    """Return the plan with those updates ahead of ``step()`` for which the disk has room, if its step is then shorter.
+def updates_to_compare(plan: Plan, config: Config) -> tuple[Plan, ...]:
+    """Return the plan as it is, and with those updates ahead of ``step()`` for which the disk has room.
 
-    With ``speculate=True`` whether it is shorter or not; CapacityError then if the disk has no room for the shadows.
+    Of these, one has all, one only those of which nothing is read back into memory. With ``speculate=True`` returns only
+    the plan with all; CapacityError then if the disk has no room for the shadows.
     """
     if not _may_begin_early(plan, config):
-        return plan
+        return (plan,)
     may = [item for item in _in_order_of_gradients(plan) if item.may_update_ahead]
     on_nvme = [item for item in may if not item.reloaded_nbytes]
-    choices = [_with(plan, ahead) for each in (may, on_nvme) if (ahead := _within(each, plan, config))]
-    if not choices:
-        return plan
-    if config.speculate:
-        return choices[0]
-    best = min(choices, key=lambda choice: simulate(choice).step_seconds)
-    is_faster = simulate(best).step_seconds < _WORTHWHILE * simulate(plan).step_seconds
-    return best if is_faster else plan
+    choices = [may] if config.speculate or len(on_nvme) == len(may) else [may, on_nvme]
+    with_some = tuple(_with(plan, ahead) for each in choices if (ahead := _within(each, plan, config)))
+    return with_some if config.speculate and with_some else (plan, *with_some)
 
 
 def _may_begin_early(plan: Plan, config: Config) -> bool:

@@ -207,8 +207,8 @@ def test_the_process_is_measured_by_default(monkeypatch: pytest.MonkeyPatch) -> 
 def test_updates_ahead_need_a_step_that_may_run_beside_compute(option: str, value: object) -> None:
     budgets = {"device_memory": 1, "host_memory": 1}
     assert make_config({**budgets, "speculate": True}).speculate is True
-    assert make_config({**budgets, option: value}).speculate is False
-    assert make_config({**budgets, option: value, "speculate": "auto"}).speculate is None
+    assert make_config({**budgets, option: value}).speculate is None
+    assert make_config({**budgets, option: value, "speculate": False}).speculate is False
     with pytest.raises(ConfigError, match="speculate='always' is neither True, False nor 'auto'"):
         make_config({**budgets, "speculate": "always"})
     with pytest.raises(ConfigError, match=rf"speculate=True begins updates in backward, .* with {option}={value}"):

@@ -84,7 +84,7 @@ def front_of(request: Request, *scores: tuple[int, int]) -> Front:
     plan = make_plan(request)
     front = Front()
     for nanoseconds, nbytes in scores:
-        score = Score(nanoseconds=nanoseconds, nbytes_moved=nbytes, nbytes_away=0, peak_nbytes=0)
+        score = Score(nanoseconds=nanoseconds, nbytes_moved=nbytes, nbytes_shadowed=0, nbytes_away=0, peak_nbytes=0)
         front.add(Found(choice=Choice(look_ahead=LookAhead(prefetch_nbytes=0, group_nbytes=0)), plan=plan, score=score))
     return front
 

@@ -11,6 +11,7 @@ from zinf_compile.ir.glossary import Phase, StepTiming, Tier
 from zinf_compile.ir.hardware import Rate
 from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.passes.planner.search.planner import Request, make_plan, minimum_device_memory
+from zinf_compile.passes.planner.search.search import EQUALLY_FAST
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.bound import least_seconds
 from zinf_compile.passes.planner.simulator.simulate import simulate
@@ -59,10 +60,9 @@ def test_they_are_planned_where_the_step_is_shorter(plans: dict[int, Plan]) -> N
     assert len(with_some) < len(plans)  # else the others show nothing
     for plan in plans.values():
         verify_plan(plan)
-        assert seconds(plan) <= seconds(without(plan))
         assert least_seconds(plan) <= seconds(plan)
     for plan in with_some:
-        assert seconds(plan) < 0.99 * seconds(without(plan))
+        assert seconds(without(plan)) > EQUALLY_FAST * seconds(plan)
         shadows = sum(plan.placement(name).shadow_nbytes for name in plan.step.ahead)
         assert plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS) == shadows > 0
 
@@ -70,8 +70,9 @@ def test_they_are_planned_where_the_step_is_shorter(plans: dict[int, Plan]) -> N
 def test_speculate_turns_them_off_and_on(plans: dict[int, Plan]) -> None:
     for seed, plan in plans.items():
         never = make_plan(request_of(seed, speculate=False))
-        assert never == without(plan)
-        assert make_request(seed).config.speculate is False  # the default
+        assert never.step.ahead == ()
+        assert seconds(plan) <= EQUALLY_FAST * seconds(never)
+        assert make_request(seed).config.speculate is None  # the default
         always = make_plan(request_of(seed, speculate=True))
         sunk = {sink.name for sink in always.sinks}
         may = sorted(item.parameter for item in always.placements if item.may_update_ahead and item.parameter in sunk)
@@ -99,6 +100,19 @@ def test_the_disk_limits_them(plans: dict[int, Plan]) -> None:
         CapacityError, match=r"speculate=True .* nvme_memory leaves .*; raise it to \d+MiB, or say speculate='auto'"
     ):
         make_plan(request_of(seed, nvme_memory=budget, speculate=True))
+
+
+def test_the_search_compares_plans_with_them() -> None:
+    """The best plan with updates ahead is not always the best plan without, to which they are added."""
+    is_another = []
+    for seed in (6, 17, 23):
+        request = request_of(seed)
+        more = replace(request, config=replace(request.config, device_memory=int(1.3 * request.config.device_memory)))
+        plan = make_plan(more)
+        never = make_plan(replace(more, config=replace(more.config, speculate=False)))
+        assert EQUALLY_FAST * seconds(plan) < seconds(never)
+        is_another.append(without(plan) != never)
+    assert any(is_another)
 
 
 def test_what_backward_has_not_ended_waits_for_nobody_but_the_next_forward(plans: dict[int, Plan]) -> None:
