@@ -88,6 +88,8 @@ def optimize(
         device_memory, host_memory: budgets in bytes or as "8GiB". By default they share the free memory.
         nvme: folder on a local disk for what fits in neither budget. By default there is no nvme tier.
         nvme_memory: budget on that disk. By default its free space.
+        nvme_write_budget: what training may write to that disk, such as "2TB/day". Plans that would write more, in a day
+            of nothing but simulated steps, are not chosen. By default there is no limit.
         compute_dtype: dtype of forward and backward, such as torch.bfloat16. The optimizer updates parameters in their
             own dtype. By default the parameters' own.
         compute: "inductor", the default, compiles each block, and identical blocks only once. This takes some seconds

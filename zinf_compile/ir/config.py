@@ -87,6 +87,7 @@ class Config:
     update_on: str | None = (
         None  # "host" or "device", which has memory of its own; None: what keeps bits, or is fastest
     )
+    nvme_write_budget: int | None = None  # bytes per day; None: plans write whatever makes steps short
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
     verify_store: bool = False  # True: keep checksums of what is on nvme, and check whatever is read
     stage: int = 3  # of ZeRO: 3 divides parameters, gradients and states; 2 keeps compute copies; 1 reduces once a step
@@ -186,6 +187,7 @@ def make_config(
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
         speculate=_check_speculate(given),
         update_on=_check_update_on(given.get("update_on"), unified=unified),
+        nvme_write_budget=_check_write_budget(given.get("nvme_write_budget")),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
         stage=stage,
@@ -215,6 +217,17 @@ def _check_speculate(given: Mapping[str, object]) -> bool | None:
                 "leave one of them out"
             )
     return speculate
+
+
+def _check_write_budget(budget: object) -> int | None:
+    if budget is None:
+        return None
+    size = budget
+    if isinstance(budget, str):
+        size, slash, time = budget.partition("/")
+        if not slash or time.strip() != "day":
+            raise ConfigError(f"nvme_write_budget={budget!r} is not bytes per day; write it like '2TB/day'")
+    return parse_size(size, option="nvme_write_budget")  # type: ignore[arg-type]  # parse_size checks the type itself
 
 
 def _check_device(device: object) -> str:

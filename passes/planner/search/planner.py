@@ -42,9 +42,10 @@ class _Level:
 def make_plan(request: Request) -> Plan:
     """Return the plan with the shortest simulated step of those that fit.
 
-    Raises CapacityError, with the smallest budgets that work, when none does.
+    Raises CapacityError, with the smallest budgets that work, when none does, or when all write more to nvme than
+    ``nvme_write_budget``.
     """
-    front = Front()
+    front = Front(request.config.nvme_write_budget)
     failure: CapacityError | None = None
     looked_at: list[_Level] = []
     for graph in request.candidates:
@@ -63,6 +64,7 @@ def make_plan(request: Request) -> Plan:
                 break
     if front.best is not None:
         return front.best.plan
+    front.check_written()
     raise failure or _capacity_error(request, looked_at)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import GraphFacts
-from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.planner.memory.arena import align
@@ -21,6 +21,7 @@ from zinf_compile.passes.planner.search.build import Choice, Groundwork, LookAhe
 from zinf_compile.passes.planner.search.updates_ahead import updates_to_compare
 from zinf_compile.passes.planner.simulator.bound import least_seconds
 from zinf_compile.passes.planner.simulator.simulate import simulate
+from zinf_compile.passes.planner.simulator.summary import NO_WEAR, Wear, measure_wear
 
 _MIB = 2**20
 
@@ -57,6 +58,7 @@ class Score:
     nbytes_shadowed: int  # beside the old copies, by updates ahead of step()
     nbytes_away: int  # of compute copies that are not resident: another graph may read them
     peak_nbytes: int
+    wear: Wear = NO_WEAR  # of the disk, which may be limited
 
     @property
     def key(self) -> tuple[int, int, int, int, int]:
@@ -70,7 +72,8 @@ class Score:
 
 def score_plan(plan: Plan) -> Score:
     """Return the score of a plan, by the simulator."""
-    return _score(plan, simulate(plan).step_seconds)
+    timeline = simulate(plan)
+    return replace(_score(plan, timeline.step_seconds), wear=measure_wear(timeline))
 
 
 def least_score(plan: Plan) -> Score:
@@ -108,10 +111,15 @@ class Found:
 
 
 class Front:
-    """The Pareto front of plans by time and bytes moved. The best is the one of the fastest that moves the fewest bytes."""
+    """The Pareto front of plans by time and bytes moved. The best is the one of the fastest that moves the fewest bytes.
 
-    def __init__(self) -> None:
+    Plans that would write more to nvme per day than ``nvme_write_budget`` are not on it.
+    """
+
+    def __init__(self, write_budget: int | None = None) -> None:
         self._found: list[Found] = []
+        self._write_budget = write_budget
+        self._least_written: Wear | None = None  # of the plans that write too much
 
     @property
     def longest_ns(self) -> float:
@@ -129,15 +137,40 @@ class Front:
         """Return whether a plan with this lower bound could be on the front, and fast enough."""
         return score.nanoseconds <= self.longest_ns and not any(item.score.beats(score) for item in self._found)
 
-    def add(self, found: Found | None) -> None:
+    def add(self, found: Found) -> None:
         """Add a plan, and remove those that it dominates."""
-        if found is not None and self.may_have(found.score):
+        if self.may_have(found.score) and not self._writes_too_much(found.score.wear):
             self._found = [item for item in self._found if not found.score.beats(item.score)] + [found]
+
+    def check_written(self) -> None:
+        """Raise CapacityError, for a front without plans, if some were refused for what they write to nvme."""
+        least = self._least_written
+        if least is None:
+            return
+        assert self._write_budget is not None
+        raise CapacityError(
+            f"nvme_write_budget is {format_bytes(self._write_budget)} per day, and the plan that writes the least writes "
+            f"{format_bytes(least.nbytes_per_step)} per step, {format_bytes(least.nbytes_per_day)} per day of such steps; "
+            f"raise it to '{math.ceil(least.nbytes_per_day / 10**9)}GB/day', raise host_memory, or let a step have more "
+            "tokens"
+        )
 
     def join(self, other: "Front") -> None:
         """Add all plans of another front. Joining only the best of each would lose the half percent of tolerance twice."""
         for found in other._found:
             self.add(found)
+        if other._least_written is not None:
+            self._refuse(other._least_written)
+
+    def _writes_too_much(self, wear: Wear) -> bool:
+        if self._write_budget is None or wear.nbytes_per_day <= self._write_budget:
+            return False
+        self._refuse(wear)
+        return True
+
+    def _refuse(self, wear: Wear) -> None:
+        if self._least_written is None or wear.nbytes_per_day < self._least_written.nbytes_per_day:
+            self._least_written = wear
 
 
 def search_front(
@@ -153,7 +186,7 @@ def search_front(
         return Front()
     if request.placements is not None and (kept := _keep_homes(request, builder)).best is not None:
         return kept
-    front = Front()
+    front = Front(request.config.nvme_write_budget)
     turn = 0
     starts = _starts(request, builder)
     for memory in _rungs(
@@ -178,10 +211,12 @@ def search_front(
 def find_plan(
     request: Request, graph: GraphFacts, swaps: tuple[Transfer, ...] = (), groundwork: Groundwork | None = None
 ) -> Found | None:
-    """Return any plan for one graph, without a search, or None if none fits the device.
+    """Return any plan for one graph, or None if none fits the device. Without a search unless writes are limited.
 
-    Raises CapacityError when host and nvme cannot hold what the device does not.
+    Raises CapacityError when ``search_front`` does.
     """
+    if request.config.nvme_write_budget is not None:
+        return search_front(request, graph, swaps, groundwork).best
     builder = PlanBuilder(request, graph, swaps, groundwork)
     builder.place_unseen(request.config)  # like the search, so that both find a plan in the same cases
     if builder.floor_nbytes > request.config.device_memory:
@@ -317,7 +352,7 @@ def _look_aheads(request: Request) -> Sequence[LookAhead]:
 def _keep_homes(request: Request, builder: PlanBuilder) -> Front:
     """Return the plans that keep the homes that other graphs of the model use, so that nothing has to move."""
     assert request.placements is not None
-    front = Front()
+    front = Front(request.config.nvme_write_budget)
     rung = _Rung(request, front)
     for look_ahead in _look_aheads(request):
         choice = Choice(look_ahead=look_ahead)

@@ -37,6 +37,9 @@ class Wear:
     nbytes_per_day: float
 
 
+NO_WEAR = Wear(nbytes_per_step=0, nbytes_per_day=0.0)
+
+
 def busy_lanes(timeline: Timeline) -> tuple[BusyLane, ...]:
     """Return every lane that was used, the busiest first. Routes that share a lane (a disk's, say) add up on it."""
     lanes_of = {route.name: route.lanes for route in timeline.plan.hardware.routes}

@@ -116,6 +116,7 @@ def test_what_to_buy_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         (["--what-to-buy", "--price", "ram"], "--price ram is not NAME=PRICE, such as ram=4"),
         (["--what-to-buy", "--price", "rma=4"], "a price list does not know 'rma'; did you mean 'ram'"),
         (["--what-to-buy", "--json"], "--json prints the plan alone"),
+        (["--nvme-write-budget", "2TB"], "nvme_write_budget='2TB' is not bytes per day"),
     ],
 )
 def test_questions_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,3 +213,16 @@ def test_updates_ahead_need_a_step_that_may_run_beside_compute(option: str, valu
         make_config({**budgets, "speculate": "always"})
     with pytest.raises(ConfigError, match=rf"speculate=True begins updates in backward, .* with {option}={value}"):
         make_config({**budgets, "speculate": True, option: value})
+
+
+def test_writes_to_nvme_are_limited_per_day() -> None:
+    budgets = {"device_memory": 1, "host_memory": 1}
+    assert make_config(budgets).nvme_write_budget is None
+    assert make_config({**budgets, "nvme_write_budget": "2TB/day"}).nvme_write_budget == 2 * 10**12
+    assert make_config({**budgets, "nvme_write_budget": "1.5 GiB / day"}).nvme_write_budget == 3 * 2**29
+    assert make_config({**budgets, "nvme_write_budget": 10**9}).nvme_write_budget == 10**9
+    for bad in ("2TB", "2TB/hour"):
+        with pytest.raises(ConfigError, match=f"nvme_write_budget='{bad}' is not bytes per day; write it like '2TB/day'"):
+            make_config({**budgets, "nvme_write_budget": bad})
+    with pytest.raises(ConfigError, match="nvme_write_budget='many' is not a size"):
+        make_config({**budgets, "nvme_write_budget": "many/day"})
