@@ -32,7 +32,11 @@ BAD_OPTIONS: list[tuple[dict[str, object], type[ZinfError], str]] = [
     ({"device_memory": True}, ConfigError, r"device_memory=True is not a size"),
     ({"host_memory": -1}, ConfigError, r"host_memory=-1 is negative; a budget is a number of bytes, 0 or more"),
     ({"nvme_memory": "much"}, ConfigError, r"nvme_memory='much' is not a size"),
-    ({"nvme_write_budget": "2TB"}, ConfigError, r"nvme_write_budget='2TB' is not bytes per day; write it like '2TB/day'"),
+    (
+        {"nvme_write_budget": "2TB"},
+        ConfigError,
+        r"nvme_write_budget='2TB' is not bytes per day; write it like '2TB/day'",
+    ),
     ({"prefetch_memory": "much"}, ConfigError, r"prefetch_memory='much' is not a size"),
     ({"nvme": "/nowhere/at/all"}, ConfigError, r"nvme='/nowhere/at/all' is not a folder; create it first"),
     ({"nvme": 3}, ConfigError, r"nvme=3 is not a path; give a folder on a local disk"),
@@ -130,7 +134,9 @@ def test_too_little_nvme(model: nn.Module, stays_plain: StaysPlain, tmp_path: Pa
 def test_a_write_budget_that_no_plan_keeps_says_so_at_the_first_call(model: nn.Module, tmp_path: Path) -> None:
     budgets = {"device_memory": "1MiB", "host_memory": "512KiB", "nvme": tmp_path}
     zinf_compile.optimize(model, nvme_write_budget="1MB/day", **budgets)
-    with pytest.raises(CapacityError, match=r"nvme_write_budget is 976\.6 KiB per day, and .*; raise it to '\d+GB/day'"):
+    with pytest.raises(
+        CapacityError, match=r"nvme_write_budget is 976\.6 KiB per day, and .*; raise it to '\d+GB/day'"
+    ):
         model(torch.ones(2, 200)).sum().backward()
     with torch.no_grad():
         model(torch.ones(2, 200))  # evaluation writes nothing

@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--device-memory", metavar="SIZE", help="default: that of one device of the hardware")
     budget.add_argument("--host-memory", metavar="SIZE", help="default: one device's share of the hardware's")
     budget.add_argument("--nvme-memory", metavar="SIZE", help="default: one device's share of the hardware's")
-    budget.add_argument("--nvme-write-budget", metavar="SIZE/day", help="the most to write, as 2TB/day (default: no limit)")
+    budget.add_argument(
+        "--nvme-write-budget", metavar="SIZE/day", help="the most to write, as 2TB/day (default: no limit)"
+    )
     budget.add_argument("--reserve-memory", metavar="SIZE", help="of the device, left to Python and the allocator")
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--compute-dtype", metavar="DTYPE", help="default: the parameters' own")

@@ -222,7 +222,9 @@ def test_writes_to_nvme_are_limited_per_day() -> None:
     assert make_config({**budgets, "nvme_write_budget": "1.5 GiB / day"}).nvme_write_budget == 3 * 2**29
     assert make_config({**budgets, "nvme_write_budget": 10**9}).nvme_write_budget == 10**9
     for bad in ("2TB", "2TB/hour"):
-        with pytest.raises(ConfigError, match=f"nvme_write_budget='{bad}' is not bytes per day; write it like '2TB/day'"):
+        with pytest.raises(
+            ConfigError, match=f"nvme_write_budget='{bad}' is not bytes per day; write it like '2TB/day'"
+        ):
             make_config({**budgets, "nvme_write_budget": bad})
     with pytest.raises(ConfigError, match="nvme_write_budget='many' is not a size"):
         make_config({**budgets, "nvme_write_budget": "many/day"})
