@@ -61,9 +61,15 @@ class World:
         pairs = ((source, destination) for source in Tier for destination in Tier)
         return {pair: named[name] for pair in pairs if (name := route_name(*pair)) in named}
 
+    # Blocks repeat, so cache the legs per tier and size.
+
     @cached_property
     def _gathers(self) -> dict[tuple[Tier, int], tuple[Leg, ...]]:
-        return {}  # blocks repeat, so cache the legs per (tier, size)
+        return {}
+
+    @cached_property
+    def _gradients(self) -> dict[tuple[Tier, int, bool], tuple[Leg, ...]]:
+        return {}
 
     @cached_property
     def links(self) -> Route:
@@ -98,6 +104,9 @@ class World:
         That of a resident parameter goes over the links twice: its update, in shards, has to come back to every rank.
         Between replicas only its shard goes: they update the same rows.
         """
+        known = self._gradients.get((home, nbytes, is_resident))
+        if known is not None:
+            return known
         legs, shard = [], shard_size(nbytes, self.num_ranks)
         if self.num_ranks > 1:
             legs.append(Leg(self.links, nbytes * (2 if is_resident else 1)))
@@ -105,7 +114,8 @@ class World:
             legs.append(Leg(self.replica_links, self._passed_nbytes(shard)))
         if home is not Tier.DEVICE:
             legs.append(Leg(self.routes[Tier.DEVICE, home], shard))
-        return tuple(legs)
+        self._gradients[home, nbytes, is_resident] = tuple(legs)
+        return self._gradients[home, nbytes, is_resident]
 
     def _passed_nbytes(self, shard: int) -> int:
         """Return the bytes that go from replica to replica, one after the other, until all have the sum of a shard."""

@@ -218,14 +218,14 @@ class Placement:
             nbytes for copy, nbytes in self._sized if copy.role is not Role.GRADIENT and copy.tier is not Tier.NVME
         )
 
-    @property
+    @cached_property
     def shadow_nbytes(self) -> int:
         """Return the bytes on nvme, in whole sectors, of all that an update writes ahead of ``step()``."""
-        return sum(-(-copy.nbytes // SECTOR_NBYTES) * SECTOR_NBYTES for copy in self._written)
-
-    @property
-    def _written(self) -> tuple[Copy, ...]:
-        return tuple(copy for copy in self.copies if copy.role is not Role.GRADIENT)
+        return sum(
+            -(-nbytes // SECTOR_NBYTES) * SECTOR_NBYTES
+            for copy, nbytes in self._sized
+            if copy.role is not Role.GRADIENT
+        )
 
     @property
     def _state_nbytes_away(self) -> int:

@@ -205,13 +205,15 @@ class _Walk:
             self._compute("transfers", self.clock + calls)
         for transfer in issued:
             self._start(transfer)
-        for node in self._updates.finish(self._read.get(tick, ())):
-            self._wait(node)
+        if tick in self._read:
+            for node in self._updates.finish(self._read[tick]):
+                self._wait(node)
         for journey in self._awaited.get(tick, ()):
             self._launch(journey)
             self._wait(self._journeys.finish(journey))
-        for _, journey in sorted(self._launches.get(tick, ())):
-            self._launch(journey)
+        if tick in self._launches:
+            for _, journey in sorted(self._launches[tick]):
+                self._launch(journey)
         has_waited = calls > 0 or self.clock > start
         if has_waited:
             self.ticks.append(TickTime(tick, self.clock))
