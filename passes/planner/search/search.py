@@ -81,14 +81,10 @@ def least_score(plan: Plan) -> Score:
     return _score(plan, least_seconds(plan))
 
 
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
-
-
 def _score(plan: Plan, step_seconds: float) -> Score:
     updates = plan.device_updates
     return Score(
-        nanoseconds=_nanoseconds(step_seconds),
+        nanoseconds=round(step_seconds * 1e9),
         nbytes_moved=sum(transfer.nbytes for transfer in plan.gathers)
         + sum(sink.nbytes for sink in plan.sinks if not sink.stays)
         + plan.step.nbytes_read
