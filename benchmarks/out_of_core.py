@@ -68,6 +68,7 @@ class Case:
     clip: float | None  # the norm to which gradients are clipped in each step
     speculate: bool  # whether updates may begin ahead of the step
     disk_rate: float | None  # bytes per second of a disk that is simulated, with files in memory
+    state_dtype: str | None  # of optimizer state: how it is stored in fewer bits
     both: bool = False  # also measure, in the same turns, steps without updates ahead of them
 
     @property
@@ -195,6 +196,7 @@ def out_of_core(case: Case) -> tuple[Step, object]:
         compute_dtype=torch.bfloat16 if case.dtype == "bfloat16" else None,
         recompute=True,
         speculate="auto" if case.speculate else False,
+        state_dtype=case.state_dtype,
         overlap_step=case.step != "synchronous",
         step_in_backward=case.step == "in_backward",
     )
@@ -335,6 +337,8 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
     others: dict[str, tuple[Step, Any]] = {}
     if case.both:
         others["without_ahead"] = out_of_core(replace(case, speculate=False))
+    if case.state_dtype is not None:
+        others["exact_state"] = out_of_core(replace(case, state_dtype=None))
     for _ in range(2):  # capture, first touch of optimizer state
         x, y = next(source)
         losses.append((plain(x, y), step(x, y), *(other(x, y) for other, _ in others.values())))
@@ -427,6 +431,7 @@ def describe(case: Case, num_parameters: int) -> dict[str, object]:
         "dtype": case.dtype,
         "clip": case.clip,
         "speculate": case.speculate,
+        "state_dtype": case.state_dtype,
         "simulated_disk_bytes_per_second": case.disk_rate,
     }
 
@@ -455,6 +460,11 @@ def main() -> None:
     parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm in each step")
     parser.add_argument(
         "--both", action="store_true", help="also measure steps without updates ahead, in the same turns"
+    )
+    parser.add_argument(
+        "--state-dtype",
+        choices=("int8", "bfloat16"),
+        help="store optimizer state in fewer bits, and measure exact state in the same turns",
     )
     parser.add_argument("--no-speculate", action="store_true", help="begin no update ahead of the step")
     parser.add_argument(
@@ -495,6 +505,7 @@ def main() -> None:
             clip=args.clip,
             speculate=not args.no_speculate,
             both=args.both,
+            state_dtype=args.state_dtype,
             disk_rate=None if args.disk_rate is None else args.disk_rate * 1e9,
         )
 

@@ -2,7 +2,7 @@
 
 from torch.nn import Parameter
 
-from zinf_compile.ir.copies import Encoding, StateSpec, element_states
+from zinf_compile.ir.copies import Code, Encoding, StateSpec, element_states, encoded_state
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import dtype_name
 from zinf_compile.ir.slices import Slice
@@ -17,12 +17,14 @@ def analyze_parameter(
     *,
     compute_dtype: str | None,
     states: tuple[StateSpec, ...] | None = None,
+    state_code: Code | None = None,
     unified: bool = True,
 ) -> ParameterFact:
     """Return the fact of one parameter, from its shape, dtype and ``requires_grad``; its values are not read.
 
     ``compute_dtype`` is the dtype of floating-point compute copies; None means the parameter's own. ``states`` are
-    its optimizer states; None assumes Adam's. ``unified`` says whether the device computes in the host's memory.
+    its optimizer states; None assumes Adam's. ``state_code`` is how they are encoded, where they can be. ``unified`` says
+    whether the device computes in the host's memory.
     """
     dtype = dtype_name(parameter.dtype)
     gathered = compute_dtype if compute_dtype and parameter.is_floating_point() else dtype
@@ -33,7 +35,10 @@ def analyze_parameter(
         block=block_of(name),
         master=master,
         compute=Encoding(dtype=gathered),
-        states=element_states(_ADAM_STATES, shape, master) if states is None else states,
+        states=tuple(
+            encoded_state(state, state_code)
+            for state in (element_states(_ADAM_STATES, shape, master) if states is None else states)
+        ),
         trainable=parameter.requires_grad,
         unified=unified,
     )

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.copies import Code
 from zinf_compile.ir.errors import StoreError
 from zinf_compile.ir.glossary import Tier, dtype_name
 from zinf_compile.ir.hardware import Hardware, OpKind, OpRate, Rate, Route, make_route
@@ -37,6 +38,7 @@ from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.futures import wait_all
 from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.storage.state_codes import decode, encode
 from zinf_compile.runtime.store.store import Store
 from zinf_compile.runtime.transfer.gpu_direct import NUM_CALLS, DirectReads, open_direct_reads
 from zinf_compile.runtime.transfer.link import Copy
@@ -44,6 +46,7 @@ from zinf_compile.runtime.transfer.transfers import Transfers
 
 _OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all, more than a cache holds, as in a model
 _SERVER_OPTIMIZER_ELEMENTS = 2**26  # 1 GiB beside a GPU: such machines have caches of hundreds of MiB
+_CODED_PAGES = 64
 _DISK_NBYTES = 32 * 2**20
 _LINK_NBYTES = 64 * 2**20  # more than a millisecond on the fastest
 _COPIES_IN_A_ROW = 4
@@ -233,6 +236,23 @@ def _measure_optimizer(num_elements: int, num_threads: int, repeats: int) -> flo
     return num_elements / _usual_seconds(
         lambda: kernel.update(group, state, master, gradient, None, num_threads=num_threads), repeats
     )
+
+
+def with_coded_states(hardware: Hardware, code: Code | None) -> Hardware:
+    """Return the rates with those of updates whose two moments are stored in codes: they decode and encode them here."""
+    if code is None:
+        return hardware
+    num_threads = update_threads(unified=True)
+    values = torch.rand(_CODED_PAGES * code.page_elements)
+    pages = torch.empty(_CODED_PAGES * ALIGN, dtype=torch.uint8)
+
+    def both() -> None:
+        encode(code, values, pages, num_threads=num_threads)
+        decode(code, pages, values, num_threads=num_threads)
+
+    each = 2 * _usual_seconds(both, _REPEATS) / values.numel()
+    rate = 1 / (1 / hardware.optimizer_elements_per_second + each)
+    return replace(hardware, optimizer_elements_per_second=rate)
 
 
 def _measure_taken(move: Callable[[], object], repeats: int) -> float:

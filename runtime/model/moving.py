@@ -189,7 +189,8 @@ def _moved_slot(store: Store, record: StoredParameter, slot: Slot, tier: Tier, n
         store.held.count_home(tier, slot.nbytes)
         slot.tier = tier
         return slot
-    moved = store.new_slot(record.name, record.shape, slot.tensor.dtype, tier, slot.key, is_whole=slot.num_ranks == 1)
+    is_whole = slot.num_ranks == 1
+    moved = store.new_slot(record.name, record.shape, slot.dtype, tier, slot.key, is_whole=is_whole, code=slot.code)
     store.held.count_home(slot.tier, -slot.nbytes)
     with store.failing_on_error():
         if slot.in_memory:

@@ -68,13 +68,13 @@ class Kernel:
     run: Any  # the C function
     root_functions: tuple[int | None, int | None]  # addresses of the MKL functions that torch's op-by-op kernels call
 
-    def takes(self, state: Mapping[str, Any]) -> bool:
-        """Return whether the kernel can go on from this state: float32 moments, and a step count as torch keeps it."""
-        moments = {key: value for key, value in state.items() if key != "step"}
-        if "step" in state and not (isinstance(state["step"], Tensor) and state["step"].dim() == 0):
+    def takes(self, scalars: Mapping[str, Any], moments: Mapping[str, torch.dtype]) -> bool:
+        """Return whether the kernel can go on from a state: float32 moments, and a step count as torch keeps it."""
+        others = {key for key in scalars if key != "step"}
+        if "step" in scalars and not (isinstance(scalars["step"], Tensor) and scalars["step"].dim() == 0):
             return False
         is_complete = moments.keys() in ({"exp_avg", "exp_avg_sq"}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
-        return is_complete and all(value.dtype == torch.float32 for value in moments.values())
+        return not others and is_complete and all(dtype == torch.float32 for dtype in moments.values())
 
     def update(
         self,

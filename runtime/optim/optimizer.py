@@ -26,14 +26,13 @@ from zinf_compile.runtime.optim.owners import (
     share_ledger,
     update_round,
 )
-from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, copied, find_job_kernel, update_slice
+from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, copied, decoding, find_job_kernel, update_slice
 from zinf_compile.runtime.optim.step_jobs import Job, in_gather_order
 from zinf_compile.runtime.optim.temporaries import piece_elements
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.ranks.ranks import describe
-from zinf_compile.runtime.storage.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done, return_when_done, then_start
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.store.store import Store
@@ -289,13 +288,11 @@ class StreamedStep:
     def _chunk_elements(self, job: Job) -> int:
         if not self._element_wise:
             return max(1, job.num_elements)
-        wanted = self._store.chunk_elements
-        slots = job.staged_slots
-        if not slots:  # a kernel allocates nothing per element, and splits a chunk among its threads
+        multiple, wanted = job.multiple, self._store.chunk_elements
+        if not job.staged_slots:  # a kernel allocates nothing per element, and splits a chunk among its threads
             return wanted if self._kernels.get(job) is None else max(1, job.num_elements)
-        per_element = sum(slot.tensor.dtype.itemsize for slot in slots.values())
-        fitting = self._store.staging.capacity // per_element
-        return min(wanted, max(ALIGN, fitting - fitting % ALIGN))
+        fitting = min(wanted, self._store.staging.capacity * multiple // job.lease_nbytes(multiple))
+        return max(multiple, fitting - fitting % multiple)
 
     def _check_fits(self, job: Job) -> None:
         needed = job.lease_nbytes(min(job.num_elements, self._chunk_elements(job)))
@@ -345,15 +342,16 @@ class StreamedStep:
         cursor = 0
         try:
             for key, slot in job.staged_slots.items():
-                padded = whole_sectors(part.num_elements * slot.tensor.dtype.itemsize)
+                padded = slot.staged_nbytes(part.num_elements)
                 chunk.views[key] = chunk.lease.view[cursor : cursor + padded]
                 cursor += padded
                 if not job.reads(key):
                     continue
                 if slot.in_memory:  # of an update ahead, which leaves it as it is
-                    chunk.tensor(key, slot).copy_(slot.elements(part))
+                    chunk.tensor(key, slot).copy_(slot.elements(slot.stored(part)))
                 else:
-                    chunk.reads += self._store.io_pool.read(slot, slot.byte_range(part)[0], chunk.views[key])
+                    offset, _ = slot.byte_range(slot.stored(part))
+                    chunk.reads += self._store.io_pool.read(slot, offset, chunk.views[key])
         except BaseException:
             self._return(chunk)
             raise
@@ -386,7 +384,7 @@ class StreamedStep:
             for key in () if job.reloaded else job.staged_slots:
                 if chunk.lease is not None and (key != GRADIENT or job.changes_gradient):
                     written = job.slot_written(key)
-                    offset, _ = written.byte_range(chunk.slice)
+                    offset, _ = written.byte_range(written.stored(chunk.slice))
                     write = partial(io_pool.write, written, offset, chunk.views[key])
                     writes += [then_start(back[key], write)] if key in back else write()
         finally:  # reached also when a pool that was shut down refuses a write
@@ -440,18 +438,25 @@ class StreamedStep:
             states={name: chunk.tensor(state_key(name), slot) for name, slot in record.copies.states.items()},
             compute=chunk.tensor(COMPUTE, record.copies.compute) if record.copies.are_two else None,
         )
-        kernel = self._kernels[job]
-        if kernel is not None:
-            state = {**copied(job.scalars), **operands.states}
-            master, gradient, compute = operands.master, operands.gradient, operands.compute
-            kernel.update(job.group, state, master, gradient, compute, num_threads=self._num_threads)
+        if job.coded_states:
+            for decoded in decoding(job, operands, num_threads=self._num_threads):
+                self._update_elements(job, decoded)
         elif self._element_wise:
-            most = (self._is_cut and piece_elements(_PIECE_NBYTES, job.temporary_nbytes)) or chunk.slice.length
-            for part in chunk.slice.pieces(most):
-                update_slice(job, operands.part(part), shape=None)
+            self._update_elements(job, operands)
         else:
             self._show_state(job, update_slice(job, operands, shape=record.copies.master.tensor.shape))
         return {}
+
+    def _update_elements(self, job: Job, operands: Operands) -> None:
+        """Update a slice element by element: by the kernel, or by the user's optimizer."""
+        if (kernel := self._kernels[job]) is not None:
+            state = {**copied(job.scalars), **operands.states}
+            master, gradient, compute = operands.master, operands.gradient, operands.compute
+            kernel.update(job.group, state, master, gradient, compute, num_threads=self._num_threads)
+            return
+        most = (self._is_cut and piece_elements(_PIECE_NBYTES, job.temporary_nbytes)) or operands.slice.length
+        for part in operands.slice.pieces(most):
+            update_slice(job, operands.part(part), shape=None)
 
     def _show_state(self, job: Job, new_state: dict[str, Any]) -> None:
         """Let ``optimizer.state`` show the state of a whole tensor. A tensor without a slot gets one at the next step."""

@@ -1,8 +1,9 @@
 """Chunks of a streamed step: slices of parameters on their way through staging, and the update of one, or of a part."""
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from zinf_compile.runtime.optim.shadow import copy_value, shadow_step
 from zinf_compile.runtime.optim.step_jobs import Job
 from zinf_compile.runtime.storage.slots import Slot, elements_of, local_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
+from zinf_compile.runtime.storage.state_codes import encode
+
+_DECODED_ELEMENTS = 2**17  # of each state and thread at once
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -28,15 +32,16 @@ class Chunk:
     reads: list[Future[None]]
 
     def tensor(self, key: CopyKey, slot: Slot) -> Tensor:
-        """Return this chunk of a slot: staged, or in place where its home is memory."""
+        """Return this chunk of a slot: staged, or in place where its home is memory. Of codes, their pages."""
+        stored = slot.stored(self.slice)
         if key in self.views:
-            return torch.frombuffer(self.views[key], dtype=slot.tensor.dtype, count=self.slice.num_elements)
-        return slot.elements(self.slice)
+            return torch.frombuffer(self.views[key], dtype=slot.tensor.dtype, count=stored.num_elements)
+        return slot.elements(stored)
 
     def reload(self) -> Mapping[CopyKey, Future[None]]:
         """Copy what was read of shadows into the copies in memory; nothing has to come back."""
         for key, slot in self.job.reloaded.items():
-            slot.elements(self.slice).copy_(self.tensor(key, slot))
+            slot.elements(slot.stored(self.slice)).copy_(self.tensor(key, slot))
         return {}
 
     def gradient(self) -> Tensor:
@@ -84,8 +89,8 @@ def find_job_kernel(job: Job) -> Kernel | None:
         gradient_dtype=job.grad.dtype,
         compute_dtype=record.copies.compute.tensor.dtype if record.copies.are_two else None,
     )
-    state = job.scalars | {key: slot.tensor for key, slot in record.copies.states.items()}
-    return kernel if kernel is not None and kernel.takes(state) else None
+    moments = {key: slot.dtype for key, slot in record.copies.states.items()}
+    return kernel if kernel is not None and kernel.takes(job.scalars, moments) else None
 
 
 def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> dict[str, Any]:
@@ -105,6 +110,31 @@ def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> d
     if operands.compute is not None:
         operands.compute.copy_(operands.master)
     return new_state
+
+
+def decoding(job: Job, operands: Operands, *, num_threads: int) -> Iterator[Operands]:
+    """Yield parts of a slice with states decoded from their codes, and encode what was made of each before the next.
+
+    So values are decoded, updated and encoded in the cache.
+    """
+    coded = {name: slot.coded for name, slot in job.coded_states.items() if slot.coded is not None}
+    whole, step = operands.slice, float(job.scalars.get("step", 0))
+    exact = replace(operands, states={name: each for name, each in operands.states.items() if name not in coded})
+    size = max(1, min(whole.length, num_threads * _DECODED_ELEMENTS // job.multiple * job.multiple))
+    values = {name: torch.empty(size) for name in coded}
+    for part in whole.pieces(size):
+        pages, states = {}, {}
+        for name, each in coded.items():
+            first, nbytes = each.pages_of(part)
+            first -= each.pages_of(whole)[0]
+            pages[name], states[name] = operands.states[name][first : first + nbytes], values[name][: part.length]
+            if name in job.kept_states:
+                each.decode(pages[name], states[name], num_threads=num_threads)
+        decoded = exact.part(part)
+        yield replace(decoded, states={**decoded.states, **states})
+        for name, each in coded.items():
+            seed = zlib.crc32(f"{part.parameter}/{name}/{step}".encode())
+            encode(each.code, states[name], pages[name], first=part.start, seed=seed, num_threads=num_threads)
 
 
 def moved_to(device: torch.device, value: Any) -> Any:

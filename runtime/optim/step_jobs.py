@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
+from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, chunk_multiple, code_of_state, state_key
 from zinf_compile.ir.errors import StoreError, UnsupportedError
+from zinf_compile.ir.glossary import dtype_name
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.device.device import Event
 from zinf_compile.runtime.optim.bookkeeping import Bookkeeping, Ledger
@@ -41,7 +42,6 @@ from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.random_state import keeping_random_state
-from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.slots import Slot, local_of
 from zinf_compile.runtime.store.store import Store
 
@@ -205,14 +205,24 @@ class Job:
 
     def lease_nbytes(self, num_elements: int) -> int:
         """Return the bytes of staging that so many elements of it take."""
-        return sum(whole_sectors(num_elements * slot.tensor.dtype.itemsize) for slot in self.staged_slots.values())
+        return sum(slot.staged_nbytes(num_elements) for slot in self.staged_slots.values())
+
+    @property
+    def coded_states(self) -> Mapping[str, Slot]:
+        """Return the states that are stored in codes."""
+        return {name: slot for name, slot in self.record.copies.states.items() if slot.coded is not None}
+
+    @property
+    def multiple(self) -> int:
+        """Return of how many elements every part of it but the last is a multiple."""
+        return chunk_multiple(slot.coded.code for slot in self.home_slots.values() if slot.coded is not None)
 
     @property
     def whole_nbytes(self) -> int:
         """Return the bytes of all that its update reads and writes of the whole parameter, but for the compute copy."""
         record = self.record
         dtypes = [record.copies.master.tensor.dtype, self.grad.dtype]
-        dtypes += [slot.tensor.dtype for slot in record.copies.states.values()]
+        dtypes += [slot.dtype for slot in record.copies.states.values()]
         return record.shape.numel() * sum(dtype.itemsize for dtype in dtypes)
 
     @property
@@ -255,6 +265,11 @@ class JobCollector:
                     group["capturable"] = False
         has_gradient = (lambda parameter: parameter.requires_grad) if in_backward else None
         self.is_element_wise = is_element_wise(optimizer, self.frozen, has_gradient=has_gradient)
+        if (code := store.config.state_dtype) is not None and not self.is_element_wise:
+            raise UnsupportedError(
+                f"state_dtype='{code}' encodes the state of optimizers that update element by element, and "
+                f"{type(optimizer).__name__} gets whole tensors; leave state_dtype out, or use AdamW"
+            )
         self.ledger = Ledger(type(optimizer).__name__)
         self._places: dict[int, Place] = {
             id(parameter): (index, position)
@@ -361,7 +376,7 @@ class JobCollector:
     def _predict(self, job: Job) -> "_Prediction":
         """Return the result of updating a few zeros from the scalars of a job."""
         dtype = job.record.copies.master.tensor.dtype
-        per_element = {key: job.record.copies.states[key].tensor.dtype for key in sorted(job.kept_states)}
+        per_element = {key: job.record.copies.states[key].dtype for key in sorted(job.kept_states)}
         key = (self._kind_of(job.place), dtype, tuple(per_element.items()), _scalar_key(job.scalars))
         if key not in self._predicted:
             state = {name: copy_value(value) for name, value in job.scalars.items()}
@@ -381,7 +396,7 @@ class JobCollector:
         record, group = job.record, job.group
         master = record.copies.master.tensor
         shape = small_shape(record.shape)
-        states = {key: record.copies.states[key].tensor.dtype for key in sorted(job.kept_states)}
+        states = {key: record.copies.states[key].dtype for key in sorted(job.kept_states)}
         key = (self._kind_of(job.place), master.dtype, job.grad.dtype, shape, tuple(states))
         if key not in self._counted:
             with keeping_random_state():
@@ -423,7 +438,10 @@ class JobCollector:
             slot = state_slot(record, self._optimizer, key, value.dtype)
             if not slot.is_home_of(value):
                 with self._store.failing_on_error():
-                    self._store.tensor_io.write_value(slot, own_rows(slot, value))
+                    if slot.coded is None:
+                        self._store.tensor_io.write_value(slot, own_rows(slot, value))
+                    else:
+                        self._store.tensor_io.encode_value(slot, value)
                     self._store.tensor_io.wait_writes()
                 state[key] = HomeTensor.show(slot, record)
 
@@ -468,7 +486,7 @@ def state_slot(record: StoredParameter, optimizer: Optimizer, key: str, dtype: t
     """Return the slot for a state tensor of an optimizer; the content of a new one is undefined."""
     record.copies.own_states(optimizer)
     slot = record.copies.states.get(key)
-    if slot is None or slot.tensor.dtype != dtype:
+    if slot is None or slot.dtype != dtype:
         slot = _new_state_slot(record, key, dtype)
         record.copies.put_state(key, slot)
     return slot
@@ -476,12 +494,13 @@ def state_slot(record: StoredParameter, optimizer: Optimizer, key: str, dtype: t
 
 def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype) -> Slot:
     """Return a slot of an optimizer that is gone, if no user holds its tensor, else a new one."""
+    store, master = record.store, record.copies.master
+    code = code_of_state(store.config.state_dtype, dtype=dtype_name(dtype), num_elements=record.shape.numel())
     if (forgotten := record.copies.take_forgotten_state(key, dtype)) is not None:
         return forgotten
-    store, master = record.store, record.copies.master
     # Nothing is planned for the state of a frozen parameter, which a checkpoint may have.
     tier = store.placements[record.name].optimizer_state or master.tier
-    return store.new_slot(record.name, record.shape, dtype, tier, state_key(key))
+    return store.new_slot(record.name, record.shape, dtype, tier, state_key(key), code=code)
 
 
 def own_rows(slot: Slot, value: Tensor) -> Tensor:

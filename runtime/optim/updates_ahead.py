@@ -178,12 +178,12 @@ class UpdatesAhead:
         """Return the shadows of all that an update writes; None if the disk has no room for them."""
         shadows = self._shadows.setdefault(record.param, {})
         for key, slot in job.home_slots.items():
-            if key == GRADIENT or (key in shadows and shadows[key].tensor.dtype == slot.tensor.dtype):
+            if key == GRADIENT or (key in shadows and shadows[key].dtype == slot.dtype):
                 continue
             if not self._has_room or not _is_within(store, slot):
                 return None
             try:
-                shadows[key] = store.new_slot(record.name, record.shape, slot.tensor.dtype, Tier.NVME, key)
+                shadows[key] = store.new_slot(record.name, record.shape, slot.dtype, Tier.NVME, key, code=slot.code)
             except (CapacityError, StoreError) as error:
                 self._has_room = False
                 _log.warning("updates do not begin ahead of step(), for which the disk has no room: %s", error)

@@ -132,7 +132,7 @@ class Copies:
         """Remove and return the slot of a state tensor that is not referenced any more, since its optimizer is gone."""
         for owner, states in self.other_states:
             slot = states.get(key) if owner() is None else None
-            if slot is not None and slot.tensor.dtype == dtype and slot.is_forgotten:
+            if slot is not None and slot.dtype == dtype and slot.is_forgotten:
                 return states.pop(key)
         return None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 
 from zinf_compile.ir.errors import StoreError, UnsupportedError
 from zinf_compile.ir.slices import Slice
@@ -15,6 +16,7 @@ from zinf_compile.runtime.params.full_values import end_writes, write_piece
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.storage.slots import Slot, local_of
+from zinf_compile.runtime.storage.state_codes import Coded, encode
 
 _DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
 _DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -82,13 +84,17 @@ class HomeTensor(AnyTensor):
         kwargs = kwargs or {}
         _await_homes(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return cls._run(func, args, kwargs)
+
+    @staticmethod
+    def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     @classmethod
     def show(cls, slot: Slot, record: StoredParameter) -> Tensor:
         """Return the home tensor of a slot for users; always the same object."""
         if slot.shown is None:
-            shown = record.store.views.show(cls, slot.tensor, record)
+            shown = record.store.views.show(cls, slot.tensor, record, coded=slot.coded)
             assert isinstance(shown, cls)
             shown.record = weakref.ref(record)
             slot.shown = shown
@@ -193,6 +199,60 @@ class PlainHomeTensor(HomeTensor, Tensor):
 
 class PlainHomeParameter(HomeParameter, Parameter):
     """A parameter at home of a process that trains alone."""
+
+
+class CodedHomeTensor(HomeTensor, Tensor):
+    """Optimizer state that is stored in codes: it has no values in memory, and decodes all of them at each look.
+
+    What is written into it in place is encoded again, and so rounded.
+    """
+
+    _zinf_pages: Tensor
+    coded: Coded
+
+    @staticmethod
+    def of(coded: Coded, pages: Tensor) -> "CodedHomeTensor":
+        """Return the home tensor of some pages."""
+        made: CodedHomeTensor = Tensor._make_wrapper_subclass(CodedHomeTensor, coded.slice.sizes, dtype=coded.dtype)
+        made.coded, made._zinf_pages = coded, pages
+        return made
+
+    @staticmethod
+    def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _run_decoded(func, args, kwargs) if looks_at_values(func) else func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the supertype's are not optional
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op that torch calls by itself."""
+        return _run_decoded(func, args, kwargs or {})
+
+    def _as_plain(self) -> Tensor:
+        return self.coded.value(self._zinf_pages)
+
+
+def _run_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a function with decoded values in the place of coded home tensors, and encode those that it wrote.
+
+    What it returns of these values is the home tensors again.
+    """
+    decoded: dict[int, tuple[CodedHomeTensor, Tensor]] = {}
+
+    def value_of(home: CodedHomeTensor) -> Tensor:
+        if id(home) not in decoded:
+            decoded[id(home)] = home, home._as_plain()
+        return decoded[id(home)][1]
+
+    args, kwargs = tree_map_only(CodedHomeTensor, value_of, (args, kwargs))
+    versions = [value._version for _, value in decoded.values()]
+    result = func(*args, **kwargs)
+    homes = {id(value): home for home, value in decoded.values()}
+    writes = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable  # below what counts versions
+    for (home, value), version in zip(decoded.values(), versions, strict=True):
+        if writes or value._version != version:
+            encode(home.coded.code, value.view(-1), home._zinf_pages)
+    return tree_map_only(Tensor, lambda tensor: homes.get(id(tensor), tensor), result)
 
 
 def _refuse_other_memory(record: StoredParameter, what: str) -> UnsupportedError:

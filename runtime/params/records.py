@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import COMPUTE, CopyKey
+from zinf_compile.ir.copies import COMPUTE, Code, CopyKey
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
@@ -21,6 +21,7 @@ from zinf_compile.runtime.params.update_state import UpdateState
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.ranks.reductions import Reductions
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, torch_dtype
+from zinf_compile.runtime.storage.state_codes import Coded
 from zinf_compile.runtime.storage.tier_memory import TierMemory
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
@@ -85,8 +86,10 @@ class Stored(Protocol):
 class Views(Protocol):
     """What users see of stored parameters: tensors over the bytes of their slots."""
 
-    def show(self, kind: type[Tensor], home: Tensor, record: "StoredParameter") -> Tensor:
-        """Return a home tensor of this kind, a gradient or optimizer state, over the bytes of a slot's tensor."""
+    def show(
+        self, kind: type[Tensor], home: Tensor, record: "StoredParameter", *, coded: Coded | None = None
+    ) -> Tensor:
+        """Return a home tensor of this kind, a gradient or optimizer state, over the bytes, or codes, of a slot's tensor."""
 
     def seat(self, parameter: torch.nn.Parameter, home: Tensor, *, as_home: bool) -> torch.nn.Parameter:
         """Return the parameter that users see from now on in place of ``parameter``, over the bytes of ``home``."""
@@ -137,6 +140,7 @@ class RecordStore(Protocol):
         key: CopyKey = COMPUTE,
         *,
         is_whole: bool = False,
+        code: Code | None = None,
     ) -> Slot:
         """Return a slot for this rank's shard of a copy of a parameter of this shape, or for all of it."""
 

@@ -17,6 +17,7 @@ from zinf_compile.runtime.params.home import HomeParameter, HomeTensor, await_ho
 from zinf_compile.runtime.params.home_gradient import HomeGradient
 from zinf_compile.runtime.params.records import StoredParameter, mark_replaced, record_of
 from zinf_compile.runtime.ranks.ranks import Ranks
+from zinf_compile.runtime.storage.state_codes import Coded
 
 
 class _Shard(HomeTensor, DTensor):
@@ -89,8 +90,9 @@ class ShardViews:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter) -> Tensor:
+    def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter, *, coded: Coded | None = None) -> Tensor:
         """See Views.show."""
+        assert coded is None, "state of several ranks is exact"
         shown = self._dtensor(home.detach(), record.parameter.shape)
         shown.__class__ = _KINDS[kind]
         return shown

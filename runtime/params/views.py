@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zinf_compile.runtime.params.home import HomeTensor, PlainHomeParameter, PlainHomeTensor
+from zinf_compile.runtime.params.home import CodedHomeTensor, HomeTensor, PlainHomeParameter, PlainHomeTensor
 from zinf_compile.runtime.params.home_gradient import HomeGradient, PlainHomeGradient
 from zinf_compile.runtime.params.records import StoredParameter, Views
 from zinf_compile.runtime.ranks.ranks import Ranks
+from zinf_compile.runtime.storage.state_codes import Coded
 
 _KINDS: dict[type[Tensor], type[Tensor]] = {HomeTensor: PlainHomeTensor, HomeGradient: PlainHomeGradient}
 
@@ -15,9 +16,9 @@ _KINDS: dict[type[Tensor], type[Tensor]] = {HomeTensor: PlainHomeTensor, HomeGra
 class PlainViews:
     """What users see in a process that trains alone."""
 
-    def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter) -> Tensor:
+    def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter, *, coded: Coded | None = None) -> Tensor:
         """See Views.show."""
-        return home.as_subclass(_KINDS[kind])
+        return home.as_subclass(_KINDS[kind]) if coded is None else CodedHomeTensor.of(coded, home)
 
     def seat(self, parameter: Parameter, home: Tensor, *, as_home: bool) -> Parameter:
         """See Views.seat. It stays the same object."""
@@ -29,6 +30,9 @@ class PlainViews:
 
     def move(self, shown: Tensor, home: Tensor) -> None:
         """See Views.move."""
+        if isinstance(shown, CodedHomeTensor):
+            shown._zinf_pages = home
+            return
         with torch._C.DisableTorchFunctionSubclass():
             shown.data = home
 

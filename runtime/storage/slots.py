@@ -6,23 +6,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import COMPUTE, CopyKey
+from zinf_compile.ir.copies import COMPUTE, Code, CopyKey
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.layout import Extent, FileLayout
+from zinf_compile.runtime.storage.state_codes import Coded
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
     """One tensor's home. On nvme it has an extent of the store file, and ``tensor`` is a mapping of it."""
 
-    slice: Slice  # what of its parameter it holds
+    slice: Slice  # what of its parameter it holds; of codes, all of its bytes
     num_ranks: int = 1  # of which each has a slot like it, with other rows; 1: every rank holds all that this one does
     key: CopyKey = COMPUTE  # which copy of it
     tier: Tier
     tensor: Tensor  # the home tensor, for the runtime, whose callers make sure that nothing is in flight for it
     extent: Extent | None = None
+    coded: Coded | None = None  # what it holds, if that is codes, in pages
     on_device: bool = False  # in memory that only the device's streams reach; that of a CPU is host memory
     shown: Tensor | None = None  # the home tensor for users, of a gradient or optimizer state: using it waits
     num_own_references: int = field(init=False)  # to its bytes, by our tensors; further ones are aliases of others
@@ -39,6 +41,29 @@ class Slot:
     def nbytes(self) -> int:
         """Return the bytes of the tensor."""
         return self.tensor.numel() * self.tensor.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the values that it holds, decoded."""
+        return self.tensor.dtype if self.coded is None else self.coded.dtype
+
+    @property
+    def code(self) -> Code | None:
+        """Return how the values are encoded in fewer bits; None if they are not."""
+        return None if self.coded is None else self.coded.code
+
+    def stored(self, part: Slice) -> Slice:
+        """Return what of this slot holds a slice of its parameter: the slice itself, or the bytes of the pages with it."""
+        if self.coded is None:
+            return part
+        first, nbytes = self.coded.pages_of(part)
+        return self.slice.part(first, first + nbytes)
+
+    def staged_nbytes(self, num_elements: int) -> int:
+        """Return the bytes, in whole sectors, that so many elements of the parameter take on their way."""
+        if self.coded is None:
+            return whole_sectors(num_elements * self.tensor.dtype.itemsize)
+        return self.coded.nbytes(num_elements)
 
     @property
     def whole(self) -> "Slot":
@@ -72,7 +97,7 @@ class Slot:
     def is_home_of(self, tensor: Tensor) -> bool:
         """Return whether a tensor begins at this home's bytes."""
         with torch._C.DisableTorchFunctionSubclass():  # a look at the address is not a look at the value
-            return local_of(tensor).data_ptr() == self.tensor.data_ptr()
+            return memory_of(tensor).data_ptr() == self.tensor.data_ptr()
 
     @property
     def num_references(self) -> int:
@@ -172,6 +197,15 @@ class SlotPart:
     def byte_range(self, part: Slice) -> tuple[int, int]:
         """Return the offset and the sector-rounded length of a slice of the parameter, as the whole slot does."""
         return self.whole.byte_range(part)
+
+
+PAGES = "_zinf_pages"  # the attribute of a home tensor that shows decoded values, with the tensor of their codes
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return the tensor over the bytes of a home tensor: its codes, or this rank's part; any other tensor as it is."""
+    pages: Tensor | None = getattr(tensor, PAGES, None)
+    return local_of(tensor) if pages is None else pages
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import COMPUTE, CopyKey
+from zinf_compile.ir.copies import COMPUTE, Code, CopyKey
 from zinf_compile.ir.errors import DamageError, RankError, StoreError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
@@ -39,8 +39,9 @@ from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.nvme.verified import VerifiedEngine
-from zinf_compile.runtime.storage.slots import Slot, SlotPart, local_of, map_tensor
+from zinf_compile.runtime.storage.slots import Slot, SlotPart, map_tensor, memory_of
 from zinf_compile.runtime.storage.staging import StagingPool
+from zinf_compile.runtime.storage.state_codes import Coded
 from zinf_compile.runtime.storage.tier_memory import TierMemory
 from zinf_compile.runtime.store.cuts import Cuts
 from zinf_compile.runtime.store.held_memory import HeldMemory
@@ -197,8 +198,9 @@ class Store:
         key: CopyKey = COMPUTE,
         *,
         is_whole: bool = False,
+        code: Code | None = None,
     ) -> Slot:
-        """Return a slot for a copy of a parameter of this shape, with undefined content.
+        """Return a slot for a copy of a parameter of this shape, with undefined content, in pages of codes if asked for.
 
         It holds this rank's shard of the parameter, unless ``is_whole``. On nvme its extent is reserved on the disk.
         """
@@ -206,12 +208,25 @@ class Store:
         if not (is_whole or self.ranks.is_alone):
             held, num_ranks = self.ranks.shard_of(held), self.ranks.size
             shape = torch.Size(held.sizes)
+        coded = None
+        if code is not None:
+            coded = Coded(code=code, slice=held, dtype=dtype)
+            shape, dtype = torch.Size([coded.nbytes(held.num_elements)]), torch.uint8
+            held = Slice.of_whole(parameter, shape)
         nbytes = shape.numel() * dtype.itemsize
         if tier is not Tier.NVME or nbytes == 0:
             home = self.memory.new_home(shape, dtype, tier)
             self.held.count_home(tier, nbytes)
             is_behind_link = self.memory.is_behind_link(tier)
-            return Slot(slice=held, num_ranks=num_ranks, key=key, tier=tier, tensor=home, on_device=is_behind_link)
+            return Slot(
+                slice=held,
+                num_ranks=num_ranks,
+                key=key,
+                tier=tier,
+                tensor=home,
+                coded=coded,
+                on_device=is_behind_link,
+            )
         assert self.engine is not None
         self.activations.give_back_dropped()  # frees extents of dropped activations for reuse
         extent = self.layout.allocate(nbytes)
@@ -223,7 +238,7 @@ class Store:
         mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
         self.held.count_home(tier, nbytes)
         tensor = map_tensor(mapped, shape, dtype)
-        return Slot(slice=held, num_ranks=num_ranks, key=key, tier=tier, tensor=tensor, extent=extent)
+        return Slot(slice=held, num_ranks=num_ranks, key=key, tier=tier, tensor=tensor, coded=coded, extent=extent)
 
     # Values
 
@@ -495,11 +510,11 @@ class Store:
                 f"'{record.name}' is in device memory, or in pinned memory, which a fork does not copy; give the child a "
                 "copy made before the fork, such as parameter.detach().clone()"
             )
-        if (address := local_of(home).data_ptr()) not in self._views:
+        if (address := memory_of(home).data_ptr()) not in self._views:
             return  # in memory, or copied already
         uses = self.io_pool.uses
         if uses.was_at_rest and uses.is_unchanged:
-            touch_pages(home)
+            touch_pages(memory_of(home))
             if uses.is_unchanged:
                 self._views.discard(address)
                 return

@@ -16,6 +16,7 @@ from zinf_compile.runtime.storage.file_stream import FileReader, FileWriter
 from zinf_compile.runtime.storage.futures import wait_all
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, elements_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
+from zinf_compile.runtime.storage.state_codes import encode
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 _PIECE_NBYTES = 16 * 2**20  # at most; a few calls for each thread of a store
@@ -31,7 +32,7 @@ class _Piece(NamedTuple):
 
 
 def write_slot(writer: FileWriter, slot: Slot, tensor_io: TensorIO | None) -> int:
-    """Append a slot's tensor to a file; return the CRC-32 of its bytes. A slot on nvme needs its store's ``tensor_io``."""
+    """Append a slot's tensor, decoded, to a file; return the CRC-32 of its bytes. One on nvme needs its ``tensor_io``."""
     checksum = 0
     for view in pieces_of(slot, tensor_io):
         checksum = zlib.crc32(view, checksum)
@@ -45,6 +46,8 @@ def read_slot(reader: FileReader, slot: Slot, tensor_io: TensorIO | None, *, com
     Writes to nvme may be in flight when this returns; ``tensor_io.wait_writes`` completes them.
     """
     checksum = 0
+    if slot.coded is not None:
+        return _read_coded(reader, slot, tensor_io)
     flat = (
         slot.tensor.reshape(-1).cpu() if slot.in_memory else None
     )  # a copy if it is not contiguous, as a user's buffer may be
@@ -68,6 +71,27 @@ def read_slot(reader: FileReader, slot: Slot, tensor_io: TensorIO | None, *, com
     return checksum
 
 
+def _read_coded(reader: FileReader, slot: Slot, tensor_io: TensorIO | None) -> int:
+    """Fill a slot of codes with values from a file; return the CRC-32 of their bytes."""
+    assert slot.coded is not None
+    checksum, coded = 0, slot.coded
+    for part in _parts(slot, tensor_io):
+        values = coded.values_of(part)
+        piece = torch.empty(values.length, dtype=coded.dtype)
+        view = tensor_bytes(piece)
+        reader.read_into(view)
+        checksum = zlib.crc32(view, checksum)
+        if slot.in_memory:
+            encode(coded.code, piece, slot.elements(part), first=values.start)
+            continue
+        lease = _lease(tensor_io, slot, part)
+        assert tensor_io is not None
+        with lease.handed_on():
+            encode(coded.code, piece, _staged(lease, slot, part), first=values.start)
+            tensor_io.send_home(slot, part, lease)
+    return checksum
+
+
 def convert_slot(slot: Slot, compute: Slot, tensor_io: TensorIO) -> None:
     """Start filling a compute copy with the value of another slot; ``tensor_io.wait_writes`` completes it."""
     for part, view in zip(_parts(slot, tensor_io), pieces_of(slot, tensor_io), strict=True):
@@ -87,7 +111,20 @@ def _convert(piece: Tensor, compute: Slot, part: Slice, tensor_io: TensorIO | No
 
 
 def pieces_of(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[memoryview]:
-    """Yield the bytes of a slot, or of a part of one, in order; each piece is valid until the next is requested."""
+    """Yield the bytes of a slot, or of a part of one, in order; each piece is valid until the next is requested.
+
+    Of a slot of codes these are the bytes of its values.
+    """
+    if isinstance(slot, SlotPart) or slot.coded is None:
+        yield from _stored_pieces(slot, tensor_io)
+        return
+    coded = slot.coded
+    for part, view in zip(_parts(slot, tensor_io), _stored_pieces(slot, tensor_io), strict=True):
+        values = torch.empty(coded.values_of(part).length, dtype=coded.dtype)
+        yield tensor_bytes(coded.decode(torch.frombuffer(view, dtype=torch.uint8), values))
+
+
+def _stored_pieces(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[memoryview]:
     if slot.in_memory:
         flat = slot.tensor.reshape(-1).cpu()  # a user's buffer may be on the device
         for part in _parts(slot, tensor_io):

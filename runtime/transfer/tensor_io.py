@@ -15,6 +15,7 @@ from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.futures import return_when_done, then_start
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, elements_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
+from zinf_compile.runtime.storage.state_codes import encode
 from zinf_compile.runtime.transfer.io_pool import IOPool
 
 
@@ -52,6 +53,21 @@ class TensorIO:
                 staged = torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=part.num_elements)
                 staged.copy_(elements_of(flat, slot.slice, part))
                 self.send_home(slot, part, lease, source)
+
+    def encode_value(self, slot: Slot, value: Tensor) -> None:
+        """Start writing a value to a slot as codes; ``wait_writes`` completes it. The caller may reuse ``value`` at once."""
+        assert slot.coded is not None
+        flat, coded = value.detach().reshape(-1).contiguous(), slot.coded
+        for part in self._pieces(slot):
+            values = coded.values_of(part)
+            piece = elements_of(flat, coded.slice, values)
+            if slot.in_memory:
+                encode(coded.code, piece, slot.elements(part), first=values.start)
+                continue
+            lease = self.pool.lease(part.num_elements, f"room for {slot.name}")
+            with lease.handed_on():
+                encode(coded.code, piece, torch.frombuffer(lease.view, dtype=torch.uint8), first=values.start)
+                self.send_home(slot, part, lease)
 
     def _write_from_device(self, slot: Slot | SlotPart, value: Tensor) -> None:
         flat = self._outliving(value, slot.tensor.dtype)

@@ -107,7 +107,7 @@ def save(
 
 def _form(tensor: HomedTensor) -> Tensor:
     """Return a tensor of the same shape and dtype without memory."""
-    return torch.empty(tensor.shape, dtype=tensor.slot.tensor.dtype, device="meta")
+    return torch.empty(tensor.shape, dtype=tensor.slot.dtype, device="meta")
 
 
 def _save_on_ranks(

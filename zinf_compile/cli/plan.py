@@ -16,6 +16,7 @@ from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.inspect.printing import dump_plan
 from zinf_compile.inspect.purchases import NAMES, PER_GIB, check_prices
 from zinf_compile.inspect.text.text_layout import make_table
+from zinf_compile.ir.copies import Code
 from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.glossary import format_seconds
 from zinf_compile.ir.plan_io import plan_to_json
@@ -75,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--compute-dtype", metavar="DTYPE", help="default: the parameters' own")
     how.add_argument(
+        "--state-dtype", choices=tuple(map(str, Code)), help="store optimizer state in fewer bits (default: exactly)"
+    )
+    how.add_argument(
         "--compute",
         choices=("inductor", "aten"),
         help="how captured graphs run, as of optimize: each block compiled, or op by op (default: inductor)",
@@ -110,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress(f"building {args.model}"):
         subject = find_model(args.model, sizes)
     budgets = ("device_memory", "host_memory", "nvme_memory", "nvme_write_budget", "reserve_memory")
-    names = (*budgets, "compute_dtype", "compute", "reduce")
+    names = (*budgets, "compute_dtype", "state_dtype", "compute", "reduce")
     try:
         with _progress(f"planning {type(subject.model).__name__}"):
             plan = zinf_compile.plan(

@@ -24,6 +24,7 @@ from zinf_compile.cli.text import ByteVocabulary, TokenizerVocabulary, TokenStre
 from zinf_compile.cli.training import Schedule, Training
 from zinf_compile.cli.transformers_model import TransformersModel, parse_folder
 from zinf_compile.ir.config import parse_size
+from zinf_compile.ir.copies import Code, Encoding
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.runtime.device.cpu import has_fast_bfloat16
@@ -76,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loop.add_argument("--clip", type=float, metavar="NORM", help="clip the gradient norm (default: off)")
     loop.add_argument("--seed", type=int, default=0)
     loop.add_argument("--compute-dtype", choices=STATE_BYTES)
+    loop.add_argument(
+        "--state-dtype", choices=tuple(map(str, Code)), help="store optimizer state in fewer bits (default: exactly)"
+    )
     loop.add_argument(
         "--compute",
         choices=("aten", "inductor"),
@@ -250,6 +254,8 @@ def _settings_of(args: argparse.Namespace, stream: TokenStream) -> dict[str, Set
     """The options that determine the numbers of a run."""
     names = ("batch", "seq", "accumulate", "lr", "clip", "seed", "compute_dtype")
     settings: dict[str, Setting] = {name.replace("_", "-"): getattr(args, name) for name in names}
+    if args.state_dtype is not None:
+        settings["state-dtype"] = args.state_dtype
     settings["text"] = f"of {len(stream.tokens)} tokens with checksum {zlib.crc32(stream.tokens.numpy().tobytes()):08x}"
     return settings
 
@@ -282,9 +288,13 @@ def _describe_run(
 ) -> str:
     # plain casts anew in every step; adapters are fp32 whatever the rest computes in
     dtype = "float32" if args.plain or subject.num_frozen else args.compute_dtype
-    parts = {**STATE_BYTES[dtype], f"{kind.__name__} state": measure_state(kind, args.lr)}
+    of_state: float = measure_state(kind, args.lr)
+    if args.state_dtype is not None:
+        encoding = Encoding(dtype="float32", code=Code(args.state_dtype))
+        of_state *= round(encoding.nbytes(2**20) / 2**20 / encoding.itemsize, 3)
+    parts: dict[str, float] = {**STATE_BYTES[dtype], f"{kind.__name__} state": of_state}
     per_parameter = sum(parts.values())
-    named = " + ".join(f"{nbytes} {name}" for name, nbytes in parts.items() if nbytes)
+    named = " + ".join(f"{nbytes:g} {name}" for name, nbytes in parts.items() if nbytes)
     per_frozen = getattr(torch, args.compute_dtype).itemsize
     states = subject.num_trained * per_parameter + subject.num_frozen * per_frozen
     frozen = f", and {per_frozen} bytes a frozen one" if subject.num_frozen else ""
@@ -292,7 +302,7 @@ def _describe_run(
     size = f"{args.batch} x {args.seq}" if args.accumulate == 1 else f"{args.accumulate} x {args.batch} x {args.seq}"
     lines = [
         f"model: {subject.description}",
-        f"model states: {format_bytes(states)} = {per_parameter} bytes a parameter ({named}){frozen}, besides activations",
+        f"model states: {format_bytes(states)} = {per_parameter:g} bytes a parameter ({named}){frozen}, besides activations",
         f"text: {len(stream.tokens):,} tokens of {stream.source}; {args.steps} steps of {size}",
     ]
     if args.avoids_bfloat16:
@@ -324,6 +334,7 @@ def _build(subject: Subject, args: argparse.Namespace, stack: ExitStack) -> Buil
             "host_memory": args.host_memory,
             "nvme": args.nvme or stack.enter_context(_temporary_folder()),
             "compute_dtype": dtype,
+            "state_dtype": args.state_dtype,
             "compute": args.compute,
             "reserve_memory": args.reserve_memory,
         }

@@ -28,7 +28,7 @@ from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_el
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import place_unfrozen, plan_placement
 from zinf_compile.passes.planner.simulator.simulate import simulate
-from zinf_compile.runtime.calibration.calibrate import measure_hardware
+from zinf_compile.runtime.calibration.calibrate import measure_hardware, with_coded_states
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.calibration.measured import find_measured
 from zinf_compile.runtime.device.cpu import has_fast_bfloat16
@@ -103,7 +103,11 @@ class Session:
             NamedParameter(
                 parameter=parameter,
                 fact=analyze_parameter(
-                    name, parameter, compute_dtype=self.config.compute_dtype, unified=self.config.memory.unified
+                    name,
+                    parameter,
+                    compute_dtype=self.config.compute_dtype,
+                    state_code=self.config.state_dtype,
+                    unified=self.config.memory.unified,
                 ),
             )
             for name, parameter in parameters.items()
@@ -204,6 +208,7 @@ class Session:
                 if kept is None:
                     say("measuring what this machine does per second; zinf doctor does so once for all")
                 measured = kept or measure_hardware(self.store, dtypes)
+                measured = with_coded_states(measured, self.config.state_dtype)
                 self.catalog.hardware = agree_on_hardware(self.store.ranks, measured)
         before = self.config.reserve_memory
         self.catalog.reserve(self.catalog.process.expect(self.config))

@@ -26,10 +26,12 @@ from zinf_compile.ir.hardware import Hardware, TierSize, count_ranks_of_replica
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture.offline.optimizer_state import StatesOfOptimizer
 from zinf_compile.passes.capture.offline.trace import Inputs
+from zinf_compile.runtime.calibration.calibrate import with_coded_states
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.model.accessors import refuse_optimized
 from zinf_compile.runtime.optim.supported import check_supported
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
+from zinf_compile.runtime.ranks.find_ranks import refuse_coded_states
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -83,8 +85,8 @@ def plan(
         compute: as in ``optimize``: "inductor", the default, plans each block as one compiled op, "aten" op by op.
             Nothing is compiled: a block is assumed to take the traffic of its inputs and results, and the
             arithmetic of its matrix products.
-        compute_dtype, nvme_write_budget, reserve_memory, prefetch_memory, tile_memory, tiles, recompute, overlap_step,
-            speculate, step_in_backward: as in ``optimize``.
+        compute_dtype, state_dtype, nvme_write_budget, reserve_memory, prefetch_memory, tile_memory, tiles, recompute,
+            overlap_step, speculate, step_in_backward: as in ``optimize``.
 
     If the model is captured as several graphs, returns the plan of the graph whose backward computes the most
     gradients. The plan's notes say what the other graphs need.
@@ -100,6 +102,9 @@ def plan(
     num_ranks = count_ranks_of_replica(world, replicas)
     hardware = _find_hardware(hardware, nvme, options).with_world(num_ranks, replicas)
     config = _make_config(options, hardware)
+    if num_ranks > 1:
+        refuse_coded_states(config)
+    hardware = with_coded_states(hardware, config.state_dtype)
     called = replace(_make_inputs(inputs), loss=loss)
     parameters = _parameter_facts(model, config, optimizer if train else None)
     named = dict(model.named_parameters())
@@ -197,6 +202,7 @@ def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimize
             parameter,
             compute_dtype=config.compute_dtype,
             states=states.of(parameter) if states is not None and parameter.requires_grad else (),
+            state_code=config.state_dtype,
             unified=config.memory.unified,
         )
         for name, parameter in model.named_parameters()

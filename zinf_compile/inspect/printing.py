@@ -3,8 +3,8 @@
 import itertools
 import textwrap
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from zinf_compile.hardware.world import World
 from zinf_compile.inspect.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
@@ -88,6 +88,15 @@ def _dump_tiers(plan: Plan, width: int) -> list[str]:
     return make_table(("tiers", "capacity", "peak", "used", "made of"), rows, align="<>>><", width=width, flexible=4)
 
 
+def tell_codes(placements: Iterable[Placement]) -> Iterator[str]:
+    """Yield how optimizer state is stored in fewer bits, what it takes, and what it would take exactly."""
+    coded = [copy for place in placements for copy in place.copies if copy.encoding.code is not None]
+    for code in sorted({copy.encoding.code for copy in coded if copy.encoding.code is not None}):
+        those = [copy for copy in coded if copy.encoding.code is code]
+        exact = sum(replace(copy, encoding=replace(copy.encoding, code=None)).nbytes for copy in those)
+        yield f"{code}: {format_bytes(sum(copy.nbytes for copy in those))}, exactly {format_bytes(exact)}"
+
+
 def _dump_placements(plan: Plan, width: int) -> list[str]:
     rows: list[tuple[str, ...] | str] = []
     for group in _group_placements(plan.placements):
@@ -103,6 +112,7 @@ def _dump_placements(plan: Plan, width: int) -> list[str]:
         names = [name for name in narrowed if read.get(name) == dtype]
         copies = {"compute" if narrowed[name].compute_dtype == dtype else "master" for name in names}
         lines.append(f"  moved in {dtype}, by their {' and '.join(sorted(copies))} copies: {summarize_names(names)}")
+    lines += (f"  optimizer state as {told}" for told in tell_codes(plan.placements))
     unread = [placement.parameter for placement in plan.placements if placement.parameter not in read]
     if unread:
         lines.append(f"  {len(unread)} not read by this graph: {', '.join(unread)}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from zinf_compile.ir.copies import Code
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import StepTiming, dtype_name
 from zinf_compile.ir.hardware import MemorySpace
@@ -87,6 +88,7 @@ class Config:
     update_on: str | None = (
         None  # "host" or "device", which has memory of its own; None: what keeps bits, or is fastest
     )
+    state_dtype: Code | None = None  # how optimizer state is encoded in fewer bits; None: it is exact
     nvme_write_budget: int | None = None  # bytes per day; None: plans write whatever makes steps short
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
     verify_store: bool = False  # True: keep checksums of what is on nvme, and check whatever is read
@@ -187,6 +189,7 @@ def make_config(
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
         speculate=_check_speculate(given),
         update_on=_check_update_on(given.get("update_on"), unified=unified),
+        state_dtype=_check_state_dtype(given.get("state_dtype"), unified=unified),
         nvme_write_budget=_check_write_budget(given.get("nvme_write_budget")),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
@@ -259,6 +262,22 @@ def _check_dtype(dtype: object) -> str | None:
             f"compute_dtype={dtype!r} is not supported; use one of torch.{', torch.'.join(_COMPUTE_DTYPES)}"
         )
     return name
+
+
+def _check_state_dtype(dtype: object, *, unified: bool) -> Code | None:
+    if dtype is None or (name := dtype_name(dtype)) == "float32":
+        return None
+    if name not in set(Code):
+        raise ConfigError(
+            f"state_dtype={dtype!r} is no encoding of optimizer state; say 'int8' or 'bfloat16', or leave it out for exact "
+            "state"
+        )
+    if not unified:
+        raise ConfigError(
+            f"state_dtype={dtype!r} needs a device that computes in host memory, in this version; leave it out, or say "
+            "device='cpu'"
+        )
+    return Code(name)
 
 
 def _check_tile_memory(nbytes: int | None) -> int | None:

@@ -1,12 +1,14 @@
 """Copies: what is stored of a parameter. Each is one encoding of one slice, on one tier."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 
+SECTOR_NBYTES = 4096  # extents of the store file are aligned to this: O_DIRECT needs it on disks with 4 KiB sectors
 _ITEMSIZES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
@@ -61,11 +63,42 @@ def state_key(name: str) -> CopyKey:
     return CopyKey(Role.STATE, name)
 
 
+class Code(StrEnum):
+    """How optimizer state is encoded in fewer bits. Each page of 4 KiB holds the codes of so many consecutive elements."""
+
+    BFLOAT16 = "bfloat16"  # rounded stochastically
+    INT8 = "int8"  # of a dynamic data type, in blocks of 256 elements that share a scale
+
+    @property
+    def page_elements(self) -> int:
+        """Return the elements that one page holds."""
+        return _PAGE_ELEMENTS[self]
+
+
+_PAGE_ELEMENTS = {
+    Code.BFLOAT16: SECTOR_NBYTES // 2,
+    Code.INT8: 15 * 256,  # and their 15 scales
+}
+LEAST_CODED = 4096  # elements: smaller states stay exact
+_CHUNK_MULTIPLE = 4096
+
+
+def chunk_multiple(codes: Iterable[Code]) -> int:
+    """Return of how many elements a chunk of an update is a multiple, whose states have some of these codes.
+
+    So that a slice of every dtype begins at a sector, and of codes with a page, and that vectorised kernels see the same
+    alignment as on the whole tensor. Beside codes the narrowest dtype has two bytes.
+    """
+    pages = {code.page_elements for code in codes}
+    return max(_CHUNK_MULTIPLE, math.lcm(SECTOR_NBYTES // 2, *pages)) if pages else _CHUNK_MULTIPLE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How values are stored: contiguous elements of one dtype."""
+    """How values are stored: contiguous elements of one dtype, or pages of their codes."""
 
-    dtype: str  # "bfloat16"
+    dtype: str  # "bfloat16"; of codes, what they are decoded to
+    code: Code | None = None
 
     @property
     def is_known(self) -> bool:
@@ -74,12 +107,22 @@ class Encoding:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of an element."""
+        """Return the bytes of an element, decoded."""
         return _ITEMSIZES[self.dtype]
 
     def nbytes(self, num_elements: int) -> int:
         """Return the bytes of ``num_elements``."""
-        return num_elements * self.itemsize
+        if self.code is None:
+            return num_elements * self.itemsize
+        return -(-num_elements // self.code.page_elements) * SECTOR_NBYTES
+
+
+def code_of_state(code: Code | None, *, dtype: str, num_elements: int) -> Code | None:
+    """Return how a state with an element for each of its parameter's is encoded, where that is asked for; None: exactly.
+
+    States in other dtypes than float32, and of parameters of less than ``LEAST_CODED`` elements, stay exact.
+    """
+    return code if dtype == "float32" and num_elements >= LEAST_CODED else None
 
 
 class Granularity(StrEnum):
@@ -118,6 +161,14 @@ class StateSpec:
 def element_states(names: Sequence[str], shape: Sequence[int], encoding: Encoding) -> tuple[StateSpec, ...]:
     """Return states that have an element for each of the parameter's."""
     return tuple(StateSpec(name=name, shape=tuple(shape), encoding=encoding) for name in names)
+
+
+def encoded_state(state: StateSpec, code: Code | None) -> StateSpec:
+    """Return a state encoded in fewer bits, if that is asked for and it can be."""
+    if code is None or state.granularity is not Granularity.ELEMENT:
+        return state
+    chosen = code_of_state(code, dtype=state.encoding.dtype, num_elements=math.prod(state.shape))
+    return replace(state, encoding=replace(state.encoding, code=chosen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ where bytes are
     home           the tier on which a tensor is stored between uses; also its memory there
     copy           one stored form of a slice: its role, its encoding and its tier
     role           what a copy is to its parameter: compute copy, master copy, gradient or optimizer state
-    encoding       how the bytes of a copy hold values: today a dtype
+    encoding       how the bytes of a copy hold values: a dtype, or a code
+    code           how optimizer state is stored in fewer bits, in pages: each is a sector of codes, and what decodes them
     state spec     one tensor that an optimizer keeps of a parameter: its name, shape and encoding, and whether its numbers
                    belong to elements, rows or the whole
     slot           the memory of a copy at its home, at run time

@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from zinf_compile.ir.copies import Copy, Role
+from zinf_compile.ir.copies import SECTOR_NBYTES, Copy, Role
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
-PLAN_VERSION = 6
-SECTOR_NBYTES = 4096  # extents of the store file are aligned to this: O_DIRECT needs it on disks with 4 KiB sectors
+PLAN_VERSION = 7
 UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
 BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
 UPDATE_SETS = 3  # sets of device buffers for updates: one chunk arrives, one is updated, one is copied back

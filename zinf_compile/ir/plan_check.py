@@ -73,6 +73,8 @@ def _check_copies(plan: Plan) -> Iterator[str]:
             for encoding in encodings:
                 if not encoding.is_known:
                     yield f"is damaged at {where}: {encoding.dtype!r} is no dtype"
+                if encoding.code is not None and (copy.role is not Role.STATE or encoding.dtype != "float32"):
+                    yield f"is damaged at {where}: only optimizer state in float32 is stored as {encoding.code}"
             if (copy.state is None) != (copy.role is not Role.STATE):
                 yield f"is damaged at {where}: a {copy.role} copy has to say which state it is, and no other copy"
         for role, copies in place.by_role.items():

@@ -8,8 +8,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from zinf_compile.ir.copies import SECTOR_NBYTES
 from zinf_compile.ir.facts import ParameterFact
-from zinf_compile.ir.plan import SECTOR_NBYTES, Placement
+from zinf_compile.ir.plan import Placement
 from zinf_compile.ir.slices import Slice, shard_size
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from zinf_compile.ir.config import Config
+from zinf_compile.ir.copies import chunk_multiple
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import StepTiming, Tier, format_bytes
@@ -13,9 +14,6 @@ from zinf_compile.ir.plan import UPDATE_SETS, Placement, StepPlan
 _MAX_CHUNK_ELEMENTS = 2**20
 # On a device: enough that copies take longer than enqueuing them, 1.3 ms for the master copy over PCIe 5 beside about 0.5.
 _MAX_DEVICE_CHUNK_ELEMENTS = 2**24
-# Chunk limits are multiples of this many elements, so that vectorised kernels see the same alignment as on the whole
-# tensor and every slice of every dtype starts on a 4 KiB sector.
-CHUNK_ALIGN_ELEMENTS = 4096
 # Tensors of the master copy's size that an update of a chunk on the device may allocate. AdamW's default allocates three.
 _TEMPORARIES = 6
 _DEVICE_SHARE = 16  # a chunk with all its buffers takes at most 1/16 of the device budget
@@ -52,7 +50,8 @@ def device_chunk_elements(config: Config, parameters: Sequence[ParameterFact]) -
     """Return the elements of a chunk that is updated on the device: 16 Mi, or fewer on a small device."""
     per_element = _device_nbytes_per_element(parameters)
     fitting = config.device_memory // _DEVICE_SHARE // per_element
-    return max(CHUNK_ALIGN_ELEMENTS, min(_MAX_DEVICE_CHUNK_ELEMENTS, fitting - fitting % CHUNK_ALIGN_ELEMENTS))
+    multiple = chunk_multiple(())
+    return max(multiple, min(_MAX_DEVICE_CHUNK_ELEMENTS, fitting - fitting % multiple))
 
 
 def device_updates_nbytes(config: Config, parameters: Sequence[ParameterFact]) -> int:
@@ -87,10 +86,13 @@ def plan_step(
     streamed = [parameter for parameter in trainable if homes[parameter.name].nbytes_on(Tier.NVME)]
     per_element = max((chunk_nbytes_per_element(parameter) for parameter in streamed), default=1)
     limit = device_chunk if device_share else _MAX_CHUNK_ELEMENTS
+    multiple = chunk_multiple(
+        state.encoding.code for parameter in streamed for state in parameter.states if state.encoding.code is not None
+    )
     chunk = min(limit, staging_nbytes // (_CHUNKS_IN_FLIGHT * per_element))
-    chunk -= chunk % CHUNK_ALIGN_ELEMENTS
+    chunk -= chunk % multiple
     if streamed and chunk == 0:
-        needed = 2 * _CHUNKS_IN_FLIGHT * CHUNK_ALIGN_ELEMENTS * per_element
+        needed = 2 * _CHUNKS_IN_FLIGHT * multiple * per_element
         raise CapacityError(
             f"the streamed optimizer step needs staging of {format_bytes(needed // 2)} on host, host_memory leaves "
             f"{format_bytes(staging_nbytes)}; raise host_memory to {-(-needed // 2**20)}MiB"

@@ -137,6 +137,11 @@ def test_no_change_of_a_file_does_harm(swapping_plan: Plan, tmp_path: Path) -> N
         (("placements", 2, "copies", 0, "slice", "dim"), 1, r"copies: 'layers.0.weight' of shape \(50,\) has no such"),
         (("placements", 2, "copies", 1, "slice", "parameter"), "x", r"copies: they are of several parameters"),
         (("placements", 2, "copies", 0, "encoding", "dtype"), "float31", r"copies: 'float31' is no dtype"),
+        (
+            ("placements", 2, "copies", 0, "encoding", "code"),
+            "int8",
+            r"only optimizer state in float32 is stored as int8",
+        ),
         (("placements", 2, "copies", 2, "state"), None, r"copies: a state copy has to say which state it is"),
         (("placements", 2, "copies", 2, "tier"), "host", r"copies: the optimizer state .* is on several tiers"),
     ],
@@ -193,7 +198,7 @@ def test_names_cannot_steer_a_terminal(small_plan: Plan, tmp_path: Path) -> None
     for name in ("small", "embed.weight", "layers.0", "paper", "linear", "float32"):
         text = text.replace(json.dumps(name), json.dumps(name + evil))
     # Encodings are not free text: unknown dtypes are rejected.
-    text = text.replace(f'{{"dtype": {json.dumps("float32" + evil)}}}', '{"dtype": "float32"}')
+    text = text.replace(f'{{"dtype": {json.dumps("float32" + evil)},', '{"dtype": "float32",')
     (tmp_path / "plan.json").write_text(text)
     plan = load_plan(tmp_path / "plan.json")
     save_html_page(plan, tmp_path / "page.html")

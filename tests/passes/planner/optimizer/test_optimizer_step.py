@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from zinf_compile.ir.config import Config
+from zinf_compile.ir.copies import chunk_multiple
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware, Rate, make_route
 from zinf_compile.passes.planner.optimizer.optimizer_step import (
-    CHUNK_ALIGN_ELEMENTS,
     chunk_nbytes_per_element,
     device_chunk_elements,
     device_updates_nbytes,
@@ -24,6 +24,7 @@ Function = Callable[..., Any]
 ALL_ON_NVME = Config(device_memory=0, host_memory=0, nvme="/disk", nvme_memory=None)
 ALL_ON_HOST = Config(device_memory=0, host_memory=2**32, nvme=None, nvme_memory=None)
 IN_FLIGHT = 4
+CHUNK_ALIGN_ELEMENTS = chunk_multiple(())
 
 
 @pytest.mark.parametrize(

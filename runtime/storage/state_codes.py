@@ -1,0 +1,224 @@
+"""Optimizer state in fewer bits: float32 values as pages of codes, each a sector of a disk, and back.
+
+``int8`` is the dynamic data type of "8-bit optimizers via block-wise quantization" (Dettmers et al., arXiv 2110.02861). A
+page holds 15 blocks of 256 elements::
+
+    3840 bytes   codes of 256 values from -1 to 1, or from 0 to 1 in a block without negative elements
+      60 bytes   scales, float32: of each block the element of largest magnitude, which codes are multiplied by
+      15 bytes   which values each block has: 0 with negative ones, 1 without
+
+The scale has the sign of its element, so that this is stored exactly, and what was decoded is encoded to the same codes
+again. An element over its scale is cut to its upper 18 bits, of which 9 are a fraction, and the code of the value nearest to
+their middle is looked up. A block with an element that is not finite is decoded to NaN.
+
+``bfloat16`` is rounded stochastically: up with the probability that keeps the mean, from random bits that depend on the
+element's number and a seed only. To the nearest, second moments of Adam would stop shrinking, since 0.999 rounds to 1.
+
+The code in torch is the reference of the compiled one, and takes its place where there is no compiler.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.copies import SECTOR_NBYTES, Code
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.native.compiled import load_compiled
+
+_BLOCK = 256
+_BLOCKS = Code.INT8.page_elements // _BLOCK
+_SCALES = Code.INT8.page_elements  # offset in a page
+_MAPS = _SCALES + 4 * _BLOCKS
+_DECADES = 7
+_DROPPED = 14  # bits of an element over its scale that do not count
+_UPPER = 2 ** (32 - _DROPPED)
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """What a slot of codes holds: float32 values of a slice of a parameter."""
+
+    code: Code
+    slice: Slice
+    dtype: torch.dtype = torch.float32  # of the values
+
+    def nbytes(self, num_elements: int) -> int:
+        """Return the bytes of pages of so many elements."""
+        return -(-num_elements // self.code.page_elements) * SECTOR_NBYTES
+
+    def pages_of(self, part: Slice) -> tuple[int, int]:
+        """Return the first byte and the number of bytes of the pages with a part, which begins with a page."""
+        first, beyond = divmod(part.offset_in(self.slice), self.code.page_elements)
+        if beyond:
+            raise ValueError(f"{part} begins {beyond} elements behind the start of a page")
+        return first * SECTOR_NBYTES, self.nbytes(part.num_elements)
+
+    def values_of(self, pages: Slice) -> Slice:
+        """Return the elements whose codes are in some whole pages of the slot, as a flat slice of the parameter."""
+        first, last = (index // SECTOR_NBYTES * self.code.page_elements for index in (pages.start, pages.stop))
+        return self.slice.flat.part(first, min(last, self.slice.num_elements))
+
+    def decode(self, pages: Tensor, values: Tensor, *, num_threads: int = 1) -> Tensor:
+        """Fill flat float32 ``values`` from the uint8 pages of as many elements; return them."""
+        decode(self.code, pages, values, num_threads=num_threads)
+        return values
+
+    def value(self, pages: Tensor) -> Tensor:
+        """Return all values, from all pages, in new memory and in the shape of the slice."""
+        return self.decode(pages, torch.empty(self.slice.num_elements)).view(self.slice.sizes)
+
+
+def decode(code: Code, pages: Tensor, values: Tensor, *, num_threads: int = 1) -> None:
+    """Fill flat float32 ``values`` from flat uint8 ``pages``, which hold as many elements."""
+    _check(code, values, pages)
+    if (library := _library()) is None:
+        values.copy_(
+            _decode_int8(pages, values.numel()) if code is Code.INT8 else _decode_bfloat16(pages, values.numel())
+        )
+    elif code is Code.INT8:
+        library.zinf_decode_int8(pages.data_ptr(), values.data_ptr(), values.numel(), _c_maps(), num_threads)
+    else:
+        library.zinf_decode_bfloat16(pages.data_ptr(), values.data_ptr(), values.numel(), num_threads)
+
+
+def encode(code: Code, values: Tensor, pages: Tensor, *, first: int = 0, seed: int = 0, num_threads: int = 1) -> None:
+    """Fill flat uint8 ``pages`` with flat float32 ``values``.
+
+    ``first`` is the number of the first element in its parameter, and ``seed`` a number below 2**32: both are used where
+    values are rounded stochastically.
+    """
+    _check(code, values, pages)
+    if (library := _library()) is None:
+        pages.copy_(_encode_int8(values) if code is Code.INT8 else _encode_bfloat16(values, first, seed))
+    elif code is Code.INT8:
+        library.zinf_encode_int8(values.data_ptr(), pages.data_ptr(), values.numel(), _c_maps(), num_threads)
+    else:
+        library.zinf_encode_bfloat16(values.data_ptr(), pages.data_ptr(), values.numel(), first, seed, num_threads)
+
+
+def _check(code: Code, values: Tensor, pages: Tensor) -> None:
+    """Raise ValueError unless both are flat, contiguous, of their dtypes, and of lengths that belong together."""
+    nbytes = -(-values.numel() // code.page_elements) * SECTOR_NBYTES
+    is_flat = all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in (values, pages))
+    if not is_flat or (values.dtype, pages.dtype, pages.numel()) != (torch.float32, torch.uint8, nbytes):
+        raise ValueError(
+            f"{values.numel()} values of {values.dtype} are no {pages.numel()} bytes of {code} in {pages.dtype}: it takes "
+            f"float32 values, flat, and {nbytes} bytes of uint8"
+        )
+
+
+# The 256 values
+
+
+@functools.cache
+def dynamic_values(*, signed: bool) -> Tensor:
+    """Return the values of the dynamic data type, float32 [256], ascending: seven decades, finer towards 1.
+
+    They are those of ``create_dynamic_map`` in bitsandbytes.
+    """
+    values = [0.0, 1.0]
+    for decade in range(_DECADES):
+        count = 2**decade if signed else 2 ** (decade + 1)
+        bounds = torch.linspace(0.1, 1, count + 1, dtype=torch.float32)
+        means = (10.0 ** (decade - _DECADES + 1) * ((bounds[:-1] + bounds[1:]) / 2.0)).tolist()
+        values += means
+        if signed:
+            values += [-mean for mean in means]
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+@functools.cache
+def _codes(*, signed: bool) -> Tensor:
+    """Return the codes by the upper bits of a float32, uint8: of the value nearest to the middle of all with these bits."""
+    values = dynamic_values(signed=signed).double()
+    bits = (torch.arange(_UPPER, dtype=torch.int64) << _DROPPED) + (1 << (_DROPPED - 1))
+    middles = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+    return torch.searchsorted((values[:-1] + values[1:]) / 2, middles.nan_to_num(0).double()).to(torch.uint8)
+
+
+class _Map(ctypes.Structure):
+    """Mirrors ``Map`` in the C++ source."""
+
+    _fields_ = (("values", ctypes.c_float * 256), ("codes", ctypes.c_uint8 * _UPPER))
+
+
+@functools.cache
+def _c_maps() -> Any:
+    """Return the maps with and without negative values, as the C++ code reads them."""
+    maps = (_Map * 2)()
+    for made, signed in zip(maps, (True, False), strict=True):
+        made.values[:] = dynamic_values(signed=signed).tolist()
+        made.codes[:] = _codes(signed=signed).tolist()
+    return maps
+
+
+# In torch
+
+
+def _decode_int8(pages: Tensor, num_elements: int) -> Tensor:
+    pages = pages.view(-1, SECTOR_NBYTES)
+    scales = pages[:, _SCALES:_MAPS].contiguous().view(torch.float32)
+    which = pages[:, _MAPS : _MAPS + _BLOCKS].long() & 1
+    maps = torch.stack([dynamic_values(signed=True), dynamic_values(signed=False)])
+    values = maps.view(-1)[pages[:, :_SCALES].view(-1, _BLOCKS, _BLOCK).long() + 256 * which.unsqueeze(2)]
+    return (values * scales.unsqueeze(2)).view(-1)[:num_elements]
+
+
+def _encode_int8(values: Tensor) -> Tensor:
+    num_pages = -(-values.numel() // Code.INT8.page_elements)
+    padded = torch.nn.functional.pad(values, (0, num_pages * Code.INT8.page_elements - values.numel()))
+    blocks = padded.view(-1, _BLOCK)
+    is_finite = blocks.isfinite().all(1, keepdim=True)
+    scales = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    is_unsigned = ~is_finite | ~(blocks < 0).any(1, keepdim=True)
+    is_zero = ~is_finite | (scales == 0)
+    scaled = torch.where(is_zero, 0, blocks / scales)
+    upper = (scaled.view(torch.int32).long() & _WORD) >> _DROPPED
+    codes = [_codes(signed=signed)[upper] for signed in (True, False)]
+    pages = torch.zeros(num_pages, SECTOR_NBYTES, dtype=torch.uint8)
+    pages[:, :_SCALES] = torch.where(is_unsigned, codes[1], codes[0]).view(num_pages, -1)
+    kept = torch.where(is_finite, scales.masked_fill(scales == 0, 0), torch.nan).view(num_pages, _BLOCKS)
+    pages[:, _SCALES:_MAPS] = kept.contiguous().view(torch.uint8)
+    pages[:, _MAPS : _MAPS + _BLOCKS] = is_unsigned.to(torch.uint8).view(num_pages, _BLOCKS)
+    return pages.view(-1)
+
+
+def _decode_bfloat16(pages: Tensor, num_elements: int) -> Tensor:
+    return pages.view(torch.bfloat16)[:num_elements].float()
+
+
+def _encode_bfloat16(values: Tensor, first: int, seed: int) -> Tensor:
+    bits = values.view(torch.int32).long() & _WORD
+    number = torch.arange(first, first + values.numel()) & _WORD
+    mixed = (number * 0x9E3779B1 & _WORD) ^ seed
+    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B & _WORD
+    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35 & _WORD
+    rounded = (bits + ((mixed ^ (mixed >> 16)) & 0xFFFF)) >> 16
+    kept = torch.where(values.isnan(), bits >> 16 | 0x40, bits >> 16)
+    upper = torch.where(values.isfinite(), rounded, kept)
+    num_pages = -(-values.numel() // Code.BFLOAT16.page_elements)
+    pages = torch.zeros(num_pages * Code.BFLOAT16.page_elements, dtype=torch.int32)
+    pages[: values.numel()] = upper
+    return pages.to(torch.uint16).view(torch.uint8)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Return the compiled code; None where it cannot be built."""
+    if (library := load_compiled("state_codes.cpp")) is None:
+        return None
+    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    for name, arguments in (
+        ("zinf_decode_int8", (pointer, pointer, count, ctypes.POINTER(_Map), number)),
+        ("zinf_encode_int8", (pointer, pointer, count, ctypes.POINTER(_Map), number)),
+        ("zinf_decode_bfloat16", (pointer, pointer, count, number)),
+        ("zinf_encode_bfloat16", (pointer, pointer, count, count, ctypes.c_uint32, number)),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = None, arguments
+    return library

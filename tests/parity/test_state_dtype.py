@@ -1,0 +1,398 @@
+"""State in fewer bits: training gives the bits of plain PyTorch whose state is rounded in the same way after each step."""
+
+import copy
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import zinf_compile
+from zinf_compile.ir.config import make_config
+from zinf_compile.ir.copies import LEAST_CODED, Code, Encoding
+from zinf_compile.ir.errors import ConfigError, UnsupportedError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.plan_io import load_plan
+from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
+from zinf_compile.runtime.params.home import CodedHomeTensor
+from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, refuse_coded_states
+from zinf_compile.runtime.storage.state_codes import decode, encode
+from zinf_compile.runtime.store.store import Store
+
+WIDTH = 400
+CODES = [Code.INT8, Code.BFLOAT16]
+
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizers] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
+    "adam amsgrad": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True),
+    "sgd momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.5, centered=True),
+}
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 100))  # of 40,000 elements: the last page is not full
+
+
+def rounded(code: Code, values: Tensor, seed: int) -> Tensor:
+    """Return values as they come back from their codes."""
+    flat = values.reshape(-1)
+    pages = torch.empty(Encoding(dtype="float32", code=code).nbytes(flat.numel()), dtype=torch.uint8)
+    encode(code, flat, pages, seed=seed)
+    back = torch.empty_like(flat)
+    decode(code, pages, back)
+    return back.view(values.shape)
+
+
+def round_state(code: Code, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Do to the state of a plain optimizer what storing it does."""
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None and value.dim() and value.numel() >= LEAST_CODED:
+                before = float(step if "step" in optimizer.state[parameter] else 0)
+                value.copy_(rounded(code, value, zlib.crc32(f"{name}/{key}/{before}".encode())))
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """A training loop over either model."""
+
+    make_optimizer: Optimizers = field(default=OPTIMIZERS["adamw"])
+    num_backwards: int = 1
+    clip: float | None = None
+    num_steps: int = 4
+
+    def run(
+        self, model: nn.Module, after_step: Callable[[torch.optim.Optimizer, int], None] | None = None
+    ) -> list[Tensor]:
+        optimizer = self.make_optimizer(model)
+        generator = torch.Generator().manual_seed(5)
+        seen = []
+        for step in range(self.num_steps):
+            for _ in range(self.num_backwards):
+                model(torch.randn(8, WIDTH, generator=generator)).square().mean().backward()
+            if self.clip is not None:
+                clip_grad_norm_(model.parameters(), self.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            if after_step is not None:
+                after_step(optimizer, step)
+        for parameter in model.parameters():
+            seen.append(parameter.detach().clone())
+            seen += [value.clone() for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+        return seen
+
+
+BUDGETS: dict[str, dict[str, Any]] = {
+    "on disk": {"device_memory": "2600KiB", "host_memory": "2816KiB"},
+    "in host memory": {"device_memory": "2600KiB", "host_memory": "64MiB"},
+}
+TIMINGS: dict[str, dict[str, Any]] = {
+    "beside forward": {"speculate": False},
+    "ahead of step": {"speculate": True},
+    "at step": {"overlap_step": False},
+    "in backward": {"step_in_backward": True},
+    "eager": {"capture": False},
+}
+
+
+@pytest.fixture
+def optimize(tmp_path: Path) -> Iterator[Callable[..., nn.Sequential]]:
+    """Return a function that optimizes the model; afterwards each store is checked and closed."""
+    models: list[nn.Module] = []
+
+    def call(code: Code | None, budgets: str = "on disk", **options: Any) -> nn.Sequential:
+        given = {"nvme": tmp_path, "compute": "aten", "reserve_memory": 0, "tiles": False, "remake_plan": False}
+        model = zinf_compile.optimize(make_model(), **{**given, **BUDGETS[budgets], "state_dtype": code, **options})
+        models.append(model)
+        assert isinstance(model, nn.Sequential)
+        return model
+
+    yield call
+    for model in models:
+        store_of(model).check_integrity()
+        zinf_compile.close(model)
+
+
+def store_of(model: nn.Module) -> Store:
+    record = record_of(next(model.parameters()))
+    assert record is not None
+    assert isinstance(record.store, Store)
+    return record.store
+
+
+def check(loop: Loop, model: nn.Module, code: Code) -> None:
+    plain = make_model()
+    expected = loop.run(plain, lambda optimizer, step: round_state(code, plain, optimizer, step))
+    got = loop.run(model)
+    assert len(got) == len(expected)
+    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(one, other), index
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize("code", CODES)
+def test_every_budget_and_timing(code: Code, budgets: str, timing: str, optimize: Callable[..., nn.Sequential]) -> None:
+    model = optimize(code, budgets, **TIMINGS[timing])
+    check(Loop(), model, code)
+    slots = [
+        slot for name in range(0, 10, 2) for slot in store_of(model).records[f"{name}.weight"].copies.states.values()
+    ]
+    assert {slot.code for slot in slots} == {code}
+    assert (Tier.NVME in {slot.tier for slot in slots}) is (budgets == "on disk")
+    if timing == "ahead of step" and budgets == "on disk":
+        ahead = store_of(model).updates_ahead
+        assert isinstance(ahead, UpdatesAhead)
+        assert ahead.counts.num_taken > 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("code", CODES)
+def test_every_optimizer(code: Code, name: str, optimize: Callable[..., nn.Sequential]) -> None:
+    check(Loop(make_optimizer=OPTIMIZERS[name]), optimize(code), code)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_accumulation_and_clipping(code: Code, optimize: Callable[..., nn.Sequential]) -> None:
+    model = optimize(code)
+    loop = Loop(num_backwards=2, clip=0.01)
+    plain = make_model()
+    expected = loop.run(plain, lambda optimizer, step: round_state(code, plain, optimizer, step))
+    for one, other in zip(loop.run(model), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)  # norms are added up in another order
+
+
+def test_compute_copies_and_the_default_way_to_compute(optimize: Callable[..., nn.Sequential]) -> None:
+    """A step reads and writes what the plan says, a compute copy beside the master copy included."""
+    model = optimize(Code.INT8, compute="inductor", compute_dtype=torch.bfloat16, speculate=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    store = store_of(model)
+    engine = store.engine
+    assert engine is not None
+    for _ in range(3):
+        model(torch.randn(8, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
+        zinf_compile.synchronize(model)
+        before = engine.bytes_read, engine.bytes_written
+        optimizer.step()
+        zinf_compile.synchronize(model)
+        moved = engine.bytes_read - before[0], engine.bytes_written - before[1]
+        optimizer.zero_grad()
+    placed = [placement for placement in store.placements.values() if placement.update_nbytes_written]
+    planned = sum(each.update_nbytes_read for each in placed), sum(each.update_nbytes_written for each in placed)
+    assert moved == pytest.approx(planned, rel=0.02)  # whole sectors
+    exact = sum(8 * store.records[each.parameter].shape.numel() for each in placed)
+    assert sum(each.optimizer_state_nbytes for each in placed) < 0.3 * exact
+
+
+# What users see
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_state_shows_plain_values_and_takes_writes(code: Code, optimize: Callable[..., nn.Sequential]) -> None:
+    model = optimize(code)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+    shown = optimizer.state[model[0].weight]["exp_avg"]
+    assert isinstance(shown, CodedHomeTensor)
+    assert (shown.dtype, shown.shape, shown.device.type) == (torch.float32, (WIDTH, WIDTH), "cpu")
+    value = shown.clone()
+    assert type(value) is Tensor
+    assert value.abs().sum() > 0
+    assert torch.equal(shown, value)
+    assert torch.equal(shown + 1, value + 1)
+    assert torch.equal(torch.stack([shown, shown])[1], value)
+    assert shown.norm() == value.norm()
+    assert (shown.numpy() == value.numpy()).all()
+    assert shown.tolist() == value.tolist()
+    assert shown[3, 4].item() == value[3, 4].item()
+    assert repr(shown) == repr(value)
+    assert torch.equal(shown.to(torch.float64), value.double())
+    assert type(copy.deepcopy(shown)) is Tensor
+    assert torch.equal(copy.deepcopy(shown), value)
+    assert torch.equal(torch.zeros(WIDTH, WIDTH).copy_(shown), value)
+
+    assert shown.mul_(2) is shown
+    assert torch.equal(shown, value * 2)  # a power of two changes scales only
+    shown[0] = 7.0
+    assert torch.equal(shown[0], torch.full((WIDTH,), 7.0))
+    torch._foreach_zero_([shown])
+    assert not shown.any()
+    shown.copy_(value)
+    assert torch.equal(shown, value)
+    with torch.no_grad():
+        shown.fill_(1.0)
+    assert torch.equal(shown, torch.ones(WIDTH, WIDTH))
+
+
+def test_what_is_written_counts_in_the_next_step(optimize: Callable[..., nn.Sequential]) -> None:
+    def run(model: nn.Sequential) -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        for _ in range(2):
+            model(torch.ones(8, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for state in optimizer.state.values():
+                state["momentum_buffer"].zero_()
+        return model[0].weight.detach().clone()
+
+    assert torch.equal(run(optimize(Code.INT8)), run(make_model()))  # each step starts from zeros
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("way", ["save", "state_dict"])
+def test_training_goes_on_from_what_was_saved(
+    code: Code, way: str, optimize: Callable[..., nn.Sequential], tmp_path: Path
+) -> None:
+    first = optimize(code)
+    optimizer = torch.optim.AdamW(first.parameters(), lr=1e-2)
+    buffer = io.BytesIO()
+    for step in range(4):
+        if step == 2 and way == "save":
+            zinf_compile.save(tmp_path / "saved", first, optimizer)
+        elif step == 2:
+            torch.save((first.state_dict(), optimizer.state_dict()), buffer)
+        first(torch.full((8, WIDTH), step + 1.0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [*first.parameters(), *(state["exp_avg_sq"] for state in optimizer.state.values())]
+    second = optimize(code, "in host memory")
+    again = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    if way == "save":
+        zinf_compile.load(tmp_path / "saved", second, again)
+    else:
+        values, states = torch.load(io.BytesIO(buffer.getbuffer()))
+        assert all(type(value) is Tensor for state in states["state"].values() for value in state.values())
+        second.load_state_dict(values)
+        again.load_state_dict(states)
+    for step in range(2, 4):
+        second(torch.full((8, WIDTH), step + 1.0)).square().mean().backward()
+        again.step()
+        again.zero_grad()
+    got = [*second.parameters(), *(state["exp_avg_sq"] for state in again.state.values())]
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("saved_as", "loaded_as"), [(Code.INT8, None), (None, Code.INT8), (Code.INT8, Code.BFLOAT16)])
+def test_a_checkpoint_can_be_loaded_with_another_state_dtype(
+    saved_as: Code | None, loaded_as: Code | None, optimize: Callable[..., nn.Sequential], tmp_path: Path
+) -> None:
+    first = optimize(saved_as)
+    optimizer = torch.optim.AdamW(first.parameters(), lr=1e-2)
+    first(torch.ones(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+    zinf_compile.save(tmp_path / "saved", first, optimizer)
+    saved = {name: optimizer.state[parameter]["exp_avg"].clone() for name, parameter in first.named_parameters()}
+    second = optimize(loaded_as)
+    again = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    zinf_compile.load(tmp_path / "saved", second, again)
+    for name, parameter in second.named_parameters():
+        expected = saved[name]
+        if loaded_as is not None and expected.numel() >= LEAST_CODED:
+            expected = rounded(loaded_as, expected, seed=0)
+        assert torch.equal(again.state[parameter]["exp_avg"], expected), name
+    plain = make_model()
+    in_memory = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    zinf_compile.load(tmp_path / "saved", plain, in_memory)
+    assert torch.equal(in_memory.state[plain[0].weight]["exp_avg"], saved["0.weight"])
+
+
+def test_small_and_other_states_stay_exact(optimize: Callable[..., nn.Sequential]) -> None:
+    model = optimize(Code.INT8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+    assert not isinstance(optimizer.state[model[0].bias]["exp_avg"], CodedHomeTensor)
+    optimizer.state[model[0].weight]["exp_avg"] = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
+    zinf_compile.synchronize(model)
+    assert record_of(model[0].weight).copies.states["exp_avg"].code is Code.INT8  # type: ignore[union-attr]
+
+
+def test_a_state_that_is_not_finite_spoils_its_block_only(optimize: Callable[..., nn.Sequential]) -> None:
+    model = optimize(Code.INT8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    model(torch.ones(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+    buffer = optimizer.state[model[0].weight]["momentum_buffer"]
+    buffer[0, 0] = torch.inf
+    assert buffer.view(-1)[:256].isnan().all()
+    assert buffer.view(-1)[256:].isfinite().all()
+
+
+def test_a_plan_knows_it(tmp_path: Path) -> None:
+    exact, coded = (
+        zinf_compile.plan(
+            make_model(), torch.randn(8, WIDTH), nvme=tmp_path, compute="aten", state_dtype=code, **BUDGETS["on disk"]
+        )
+        for code in (None, "int8")
+    )
+    of_exact, of_coded = (
+        next(place for place in plan.plan.placements if place.parameter == "0.weight") for plan in (exact, coded)
+    )
+    assert of_exact.optimizer_state_nbytes == 8 * WIDTH * WIDTH
+    assert of_coded.optimizer_state_nbytes == 2 * 42 * 4096  # of 3840 elements each
+    assert coded.plan.step.nbytes_written < exact.plan.step.nbytes_written
+    assert "optimizer state as int8: 336.0 KiB, exactly 1.2 MiB" in coded.explain("0.weight")
+    assert "optimizer state as int8: 1.4 MiB, exactly 5.2 MiB" in str(coded)
+    assert "optimizer state as" not in str(exact)
+    path = tmp_path / "plan.json"
+    coded.save(path)
+    assert load_plan(path) == coded.plan
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_optimizer_of_whole_tensors_is_refused(overlap: bool, optimize: Callable[..., nn.Sequential]) -> None:
+    model = optimize(Code.INT8, overlap_step=overlap)
+    optimizer = torch.optim.Muon([parameter for parameter in model.parameters() if parameter.dim() == 2], lr=1e-2)
+    model(torch.ones(8, WIDTH)).square().mean().backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(UnsupportedError, match=r"state_dtype='int8' encodes the state of .* Muon gets whole tensors"):
+        optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+
+
+@pytest.mark.parametrize("wrong", ["int4", "float16", torch.float64, 8, True])
+def test_no_encoding(wrong: object) -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match="is no encoding of optimizer state; say 'int8' or 'bfloat16'"):
+        zinf_compile.optimize(model, device_memory="8MiB", state_dtype=wrong)
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_where_it_is_not_supported() -> None:
+    with pytest.raises(ConfigError, match="needs a device that computes in host memory, in this version"):
+        zinf_compile.plan(make_model(), torch.randn(8, WIDTH), hardware="h200", state_dtype="int8")
+    config = make_config({"device_memory": "8MiB", "host_memory": "8MiB", "state_dtype": "int8"})
+    for check_ranks in (refuse_coded_states, lambda config: check_for_ranks(config, {})):
+        with pytest.raises(ConfigError, match="is not supported on several ranks yet"):
+            check_ranks(config)
+
+
+def test_staging_that_is_too_small_for_a_page_of_each(tmp_path: Path) -> None:
+    with pytest.raises(
+        zinf_compile.CapacityError, match=r"the streamed optimizer step needs staging of 1\.3 MiB on host"
+    ):
+        zinf_compile.optimize(
+            make_model(),
+            device_memory="900KiB",
+            host_memory="1MiB",
+            nvme=tmp_path,
+            reserve_memory=0,
+            state_dtype="int8",
+        )
