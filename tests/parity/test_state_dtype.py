@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zinf_compile
+from tests.support.fake_device import on_fake_device
 from zinf_compile.ir.config import make_config
 from zinf_compile.ir.copies import LEAST_CODED, Code, Encoding
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
@@ -28,6 +29,7 @@ from zinf_compile.runtime.store.store import Store
 
 WIDTH = 400
 CODES = [Code.INT8, Code.BFLOAT16]
+MOSTLY_INT8 = [Code.INT8, pytest.param(Code.BFLOAT16, marks=pytest.mark.long)]
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizers] = {
@@ -142,7 +144,7 @@ def check(loop: Loop, model: nn.Module, code: Code) -> None:
 
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("budgets", BUDGETS)
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", MOSTLY_INT8)
 def test_every_budget_and_timing(code: Code, budgets: str, timing: str, optimize: Callable[..., nn.Sequential]) -> None:
     model = optimize(code, budgets, **TIMINGS[timing])
     check(Loop(), model, code)
@@ -158,12 +160,12 @@ def test_every_budget_and_timing(code: Code, budgets: str, timing: str, optimize
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", MOSTLY_INT8)
 def test_every_optimizer(code: Code, name: str, optimize: Callable[..., nn.Sequential]) -> None:
     check(Loop(make_optimizer=OPTIMIZERS[name]), optimize(code), code)
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", MOSTLY_INT8)
 def test_accumulation_and_clipping(code: Code, optimize: Callable[..., nn.Sequential]) -> None:
     model = optimize(code)
     loop = Loop(num_backwards=2, clip=0.01)
@@ -331,6 +333,35 @@ def test_a_state_that_is_not_finite_spoils_its_block_only(optimize: Callable[...
     assert buffer.view(-1)[256:].isfinite().all()
 
 
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize("timing", ["beside forward", "in backward"])
+def test_a_device_with_memory_of_its_own(budgets: str, timing: str, optimize: Callable[..., nn.Sequential]) -> None:
+    """Updates run on the host, and state never lives on the device."""
+    with on_fake_device():
+        more = {"device_memory": "4MiB", "host_memory": "4MiB" if budgets == "on disk" else "64MiB"}
+        model = optimize(Code.INT8, budgets, device="cuda", **TIMINGS[timing], **more)
+        assert store_of(model).config.update_on == "host"
+        check(Loop(), model, Code.INT8)
+        placements = store_of(model).placements.values()
+        assert {place.optimizer_state for place in placements} <= {Tier.HOST, Tier.NVME}
+        zinf_compile.close(model)
+
+
+def test_plans_for_other_hardware() -> None:
+    exact, coded = (
+        zinf_compile.plan(
+            make_model(), torch.randn(8, WIDTH), hardware="h200", device_memory="4MiB", state_dtype=code
+        ).plan
+        for code in (None, "int8")
+    )
+    assert coded.step.device_share == 0
+    assert coded.hardware.optimizer_elements_per_second == exact.hardware.optimizer_elements_per_second / 2
+    assert (
+        coded.tier(Tier.HOST).predicted_peak
+        < exact.tier(Tier.HOST).predicted_peak + exact.tier(Tier.DEVICE).predicted_peak
+    )
+
+
 def test_a_plan_knows_it(tmp_path: Path) -> None:
     exact, coded = (
         zinf_compile.plan(
@@ -376,8 +407,8 @@ def test_no_encoding(wrong: object) -> None:
 
 
 def test_where_it_is_not_supported() -> None:
-    with pytest.raises(ConfigError, match="needs a device that computes in host memory, in this version"):
-        zinf_compile.plan(make_model(), torch.randn(8, WIDTH), hardware="h200", state_dtype="int8")
+    with pytest.raises(ConfigError, match="update_on='device' does not go with state_dtype='int8'"):
+        make_config({"device": "cuda", "device_memory": "8MiB", "state_dtype": "int8", "update_on": "device"})
     config = make_config({"device_memory": "8MiB", "host_memory": "8MiB", "state_dtype": "int8"})
     for check_ranks in (refuse_coded_states, lambda config: check_for_ranks(config, {})):
         with pytest.raises(ConfigError, match="is not supported on several ranks yet"):

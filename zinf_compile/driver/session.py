@@ -208,7 +208,8 @@ class Session:
                 if kept is None:
                     say("measuring what this machine does per second; zinf doctor does so once for all")
                 measured = kept or measure_hardware(self.store, dtypes)
-                measured = with_coded_states(measured, self.config.state_dtype)
+                if self.config.state_dtype is not None:
+                    measured = with_coded_states(measured, self.config.state_dtype)
                 self.catalog.hardware = agree_on_hardware(self.store.ranks, measured)
         before = self.config.reserve_memory
         self.catalog.reserve(self.catalog.process.expect(self.config))

@@ -95,7 +95,8 @@ def optimize(
         state_dtype: how the float32 state of optimizers that update element by element is stored: "int8" in blocks of 256
             elements with a scale each (the dynamic data type of arXiv 2110.02861), 1.07 bytes an element; or "bfloat16",
             rounded stochastically. Each chunk is decoded, updated by the optimizer in float32, and encoded again. State
-            of parameters with less than 4096 elements stays exact. On a CPU and in one process. By default all is exact.
+            of parameters with less than 4096 elements stays exact. In one process; with a GPU, updates run on the CPU. By
+            default all is exact.
         compute: "inductor", the default, compiles each block, and identical blocks only once. This takes some seconds
             in the first call, and results agree with eager PyTorch to rounding. Without a C++ compiler, or if it does
             not fit, graphs run op by op. "aten" always runs op by op, bitwise equal to eager PyTorch.

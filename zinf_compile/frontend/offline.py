@@ -17,6 +17,7 @@ from zinf_compile.driver.segmented import describe_missing_compiler
 from zinf_compile.driver.this_machine import look_at_machine
 from zinf_compile.driver.tile_search import check_tiles
 from zinf_compile.hardware.profile_io import load_hardware
+from zinf_compile.hardware.rates import assume_coded_states
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.ir.config import OPTIONS, Config, make_config
 from zinf_compile.ir.errors import ConfigError
@@ -104,7 +105,9 @@ def plan(
     config = _make_config(options, hardware)
     if num_ranks > 1:
         refuse_coded_states(config)
-    hardware = with_coded_states(hardware, config.state_dtype)
+    if config.state_dtype is not None:
+        update = with_coded_states if is_here else assume_coded_states
+        hardware = update(hardware, config.state_dtype)
     called = replace(_make_inputs(inputs), loss=loss)
     parameters = _parameter_facts(model, config, optimizer if train else None)
     named = dict(model.named_parameters())

@@ -162,7 +162,7 @@ def make_config(
         sizes["device_memory"] = left if "host_memory" in sizes else left // 2
     if "host_memory" not in sizes:
         sizes["host_memory"] = left - (0 if is_device_stated else left // 2)
-    stage = _check_stage(given.get("stage", 3))
+    stage, state_dtype = _check_stage(given.get("stage", 3)), _check_state_dtype(given.get("state_dtype"))
     if stage == 1 and given.get("step_in_backward") is True:
         raise ConfigError(
             "stage=1 reduces gradients once per step, and step_in_backward=True updates parameters before that; say stage=2"
@@ -188,8 +188,8 @@ def make_config(
         overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
         speculate=_check_speculate(given),
-        update_on=_check_update_on(given.get("update_on"), unified=unified),
-        state_dtype=_check_state_dtype(given.get("state_dtype"), unified=unified),
+        update_on=_check_update_on(given.get("update_on"), unified=unified, state_dtype=state_dtype),
+        state_dtype=state_dtype,
         nvme_write_budget=_check_write_budget(given.get("nvme_write_budget")),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
@@ -264,18 +264,13 @@ def _check_dtype(dtype: object) -> str | None:
     return name
 
 
-def _check_state_dtype(dtype: object, *, unified: bool) -> Code | None:
+def _check_state_dtype(dtype: object) -> Code | None:
     if dtype is None or (name := dtype_name(dtype)) == "float32":
         return None
     if name not in set(Code):
         raise ConfigError(
             f"state_dtype={dtype!r} is no encoding of optimizer state; say 'int8' or 'bfloat16', or leave it out for exact "
             "state"
-        )
-    if not unified:
-        raise ConfigError(
-            f"state_dtype={dtype!r} needs a device that computes in host memory, in this version; leave it out, or say "
-            "device='cpu'"
         )
     return Code(name)
 
@@ -317,13 +312,20 @@ def _check_compute(compute: object) -> str:
     return str(compute)
 
 
-def _check_update_on(where: object, *, unified: bool) -> str | None:
+def _check_update_on(where: object, *, unified: bool, state_dtype: Code | None) -> str | None:
     if where not in (None, "host", "device"):
         raise ConfigError(f"update_on={where!r} is neither 'host' nor 'device'")
     if where == "device" and unified:
         raise ConfigError(
             "update_on='device' needs a device with memory of its own; say device='cuda', or leave it out"
         )
+    if where == "device" and state_dtype is not None:
+        raise ConfigError(
+            f"update_on='device' does not go with state_dtype='{state_dtype}', whose codes are decoded on the host; leave "
+            "one of them out"
+        )
+    if state_dtype is not None and not unified:
+        return "host"
     return None if where is None else str(where)
 
 
