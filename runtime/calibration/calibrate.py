@@ -241,7 +241,7 @@ def _measure_optimizer(num_elements: int, num_threads: int, repeats: int) -> flo
 def with_coded_states(hardware: Hardware, code: Code) -> Hardware:
     """Return the rates of this machine with that of updates whose two moments are stored in codes."""
     num_threads = update_threads(unified=True)
-    values = torch.rand(_CODED_PAGES * code.page_elements)
+    values = torch.ones(_CODED_PAGES * code.page_elements, dtype=torch.float32)
     pages = torch.empty(_CODED_PAGES * ALIGN, dtype=torch.uint8)
 
     def both() -> None:

@@ -121,7 +121,7 @@ def decoding(job: Job, operands: Operands, *, num_threads: int) -> Iterator[Oper
     whole, step = operands.slice, float(job.scalars.get("step", 0))
     exact = replace(operands, states={name: each for name, each in operands.states.items() if name not in coded})
     size = max(1, min(whole.length, num_threads * _DECODED_ELEMENTS // job.multiple * job.multiple))
-    values = {name: torch.empty(size) for name in coded}
+    values = {name: each.room(size) for name, each in coded.items()}
     for part in whole.pieces(size):
         pages, states = {}, {}
         for name, each in coded.items():

@@ -14,6 +14,7 @@ from zinf_compile.ir.errors import StoreError, UnsupportedError
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.params.full_values import end_writes, write_piece
 from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.storage.slots import Slot, local_of
 from zinf_compile.runtime.storage.state_codes import Coded, encode
@@ -229,7 +230,8 @@ class CodedHomeTensor(HomeTensor, Tensor):
         return _run_decoded(func, args, kwargs or {})
 
     def _as_plain(self) -> Tensor:
-        return self.coded.value(self._zinf_pages)
+        with outside_inference():  # a tensor that counts its versions
+            return self.coded.value(self._zinf_pages)
 
 
 def _run_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -70,7 +70,11 @@ class Coded:
 
     def value(self, pages: Tensor) -> Tensor:
         """Return all values, from all pages, in new memory and in the shape of the slice."""
-        return self.decode(pages, torch.empty(self.slice.num_elements)).view(self.slice.sizes)
+        return self.decode(pages, self.room(self.slice.num_elements)).view(self.slice.sizes)
+
+    def room(self, num_elements: int) -> Tensor:
+        """Return memory for so many values, flat, whatever the user's defaults are."""
+        return torch.empty(num_elements, dtype=self.dtype, device="cpu")
 
 
 def decode(code: Code, pages: Tensor, values: Tensor, *, num_threads: int = 1) -> None:
@@ -122,23 +126,25 @@ def dynamic_values(*, signed: bool) -> Tensor:
     They are those of ``create_dynamic_map`` in bitsandbytes.
     """
     values = [0.0, 1.0]
-    for decade in range(_DECADES):
-        count = 2**decade if signed else 2 ** (decade + 1)
-        bounds = torch.linspace(0.1, 1, count + 1, dtype=torch.float32)
-        means = (10.0 ** (decade - _DECADES + 1) * ((bounds[:-1] + bounds[1:]) / 2.0)).tolist()
-        values += means
-        if signed:
-            values += [-mean for mean in means]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    with torch.device("cpu"):
+        for decade in range(_DECADES):
+            count = 2**decade if signed else 2 ** (decade + 1)
+            bounds = torch.linspace(0.1, 1, count + 1, dtype=torch.float32)
+            means = (10.0 ** (decade - _DECADES + 1) * ((bounds[:-1] + bounds[1:]) / 2.0)).tolist()
+            values += means
+            if signed:
+                values += [-mean for mean in means]
+        return torch.tensor(sorted(values), dtype=torch.float32)
 
 
 @functools.cache
 def _codes(*, signed: bool) -> Tensor:
     """Return the codes by the upper bits of a float32, uint8: of the value nearest to the middle of all with these bits."""
     values = dynamic_values(signed=signed).double()
-    bits = (torch.arange(_UPPER, dtype=torch.int64) << _DROPPED) + (1 << (_DROPPED - 1))
-    middles = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
-    return torch.searchsorted((values[:-1] + values[1:]) / 2, middles.nan_to_num(0).double()).to(torch.uint8)
+    with torch.device("cpu"):
+        bits = (torch.arange(_UPPER, dtype=torch.int64) << _DROPPED) + (1 << (_DROPPED - 1))
+        middles = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+        return torch.searchsorted((values[:-1] + values[1:]) / 2, middles.nan_to_num(0).double()).to(torch.uint8)
 
 
 class _Map(ctypes.Structure):

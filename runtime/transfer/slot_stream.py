@@ -77,7 +77,7 @@ def _read_coded(reader: FileReader, slot: Slot, tensor_io: TensorIO | None) -> i
     checksum, coded = 0, slot.coded
     for part in _parts(slot, tensor_io):
         values = coded.values_of(part)
-        piece = torch.empty(values.length, dtype=coded.dtype)
+        piece = coded.room(values.length)
         view = tensor_bytes(piece)
         reader.read_into(view)
         checksum = zlib.crc32(view, checksum)
@@ -120,7 +120,7 @@ def pieces_of(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[mem
         return
     coded = slot.coded
     for part, view in zip(_parts(slot, tensor_io), _stored_pieces(slot, tensor_io), strict=True):
-        values = torch.empty(coded.values_of(part).length, dtype=coded.dtype)
+        values = coded.room(coded.values_of(part).length)
         yield tensor_bytes(coded.decode(torch.frombuffer(view, dtype=torch.uint8), values))
 
 

@@ -238,6 +238,46 @@ def test_state_shows_plain_values_and_takes_writes(code: Code, optimize: Callabl
     assert torch.equal(shown, torch.ones(WIDTH, WIDTH))
 
 
+@pytest.fixture
+def defaults() -> Iterator[None]:
+    """A default dtype and device of the user's, which are restored afterwards."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+    torch.set_default_device(None)
+
+
+def test_defaults_of_the_user(optimize: Callable[..., nn.Sequential], defaults: None) -> None:
+    model, plain, inputs = optimize(Code.INT8), make_model(), torch.randn(8, WIDTH)
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9)
+        for step in range(2):
+            each(inputs).square().mean().backward()
+            torch.set_default_dtype(torch.float64)
+            torch.set_default_device("meta")
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+            if each is plain:
+                round_state(Code.INT8, plain, optimizer, step)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_looks_in_inference_mode(optimize: Callable[..., nn.Sequential]) -> None:
+    model = optimize(Code.INT8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+    shown = optimizer.state[model[0].weight]["exp_avg"]
+    value = shown.clone()
+    with torch.inference_mode():
+        assert torch.equal(shown, value)
+        shown.mul_(2)
+    assert torch.equal(shown, 2 * value)
+
+
 def test_what_is_written_counts_in_the_next_step(optimize: Callable[..., nn.Sequential]) -> None:
     def run(model: nn.Sequential) -> Tensor:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
