@@ -11,6 +11,7 @@ from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.optim.step_jobs import state_slot
+from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.home_gradient import begin_gradient, settle_gradient, show_gradient
 from zinf_compile.runtime.params.records import StoredParameter, record_of
@@ -136,6 +137,8 @@ def state_tensors(optimizer: Optimizer, parameter: Parameter) -> dict[str, Homed
         if not isinstance(value, Tensor):
             continue
         slot = record.copies.states.get(key) if record is not None else None
+        if isinstance(value, CodedHomeTensor):
+            value.flush()
         if record is not None and slot is not None and slot.is_home_of(value):
             tensors[key] = HomedTensor(slot=slot, tensor_io=record.store.tensor_io, record=record)
         else:

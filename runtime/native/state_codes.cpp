@@ -73,7 +73,7 @@ void encode_block(const float* values, int64_t count, const Map* maps, uint8_t* 
   std::memset(codes + count, map.codes[0], kBlock - count);
 }
 
-// A mix of all bits of an element's number and of a seed.
+// A mix of all bits of a number and of a seed.
 inline uint32_t draw(uint32_t number, uint32_t seed) {
   uint32_t mixed = number * 0x9E3779B1u ^ seed;
   mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6Bu;
@@ -133,14 +133,15 @@ extern "C" void zinf_decode_bfloat16(const uint8_t* pages, float* values, int64_
 
 // Rounded up as often as the bits that are dropped say. A value that bfloat16 has stays as it is.
 extern "C" void zinf_encode_bfloat16(const float* values, uint8_t* pages, int64_t num_elements, int64_t first,
-                                     uint32_t seed, int32_t num_threads) {
+                                     uint32_t seed, const float* drawn_from, int32_t num_threads) {
   for_pages((num_elements + kBfloat16Elements - 1) / kBfloat16Elements, num_threads, [=](int64_t number) {
     uint16_t* page = reinterpret_cast<uint16_t*>(pages + number * kPage);
     const int64_t start = number * kBfloat16Elements;
     const int64_t count = std::min(num_elements - start, kBfloat16Elements);
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t bits = bits_of(values[start + i]);
-      const uint32_t random = draw(static_cast<uint32_t>(first + start + i), seed) & 0xffff;
+      const uint32_t changing = drawn_from ? bits_of(drawn_from[start + i]) * 0xC2B2AE3Du : 0;
+      const uint32_t random = draw(static_cast<uint32_t>(first + start + i) + changing, seed) & 0xffff;
       const bool is_finite = (bits & 0x7f800000) != 0x7f800000;
       const uint32_t quiet = (bits & 0x7fffff) ? 0x40 : 0;  // NaN stays NaN
       page[i] = static_cast<uint16_t>(is_finite ? (bits + random) >> 16 : bits >> 16 | quiet);

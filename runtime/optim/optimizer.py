@@ -290,7 +290,8 @@ class StreamedStep:
             return max(1, job.num_elements)
         multiple, wanted = job.multiple, self._store.chunk_elements
         if not job.staged_slots:  # a kernel allocates nothing per element, and splits a chunk among its threads
-            return wanted if self._kernels.get(job) is None else max(1, job.num_elements)
+            kernel = self._kernels.get(job)
+            return max(multiple, wanted - wanted % multiple) if kernel is None else max(1, job.num_elements)
         fitting = min(wanted, self._store.staging.capacity * multiple // job.lease_nbytes(multiple))
         return max(multiple, fitting - fitting % multiple)
 

@@ -18,7 +18,7 @@ from zinf_compile.runtime.storage.slots import Slot, elements_of, local_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.storage.state_codes import encode
 
-_DECODED_ELEMENTS = 2**17  # of each state and thread at once
+_DECODED_NBYTES = 2 * 2**20  # of all states at once; no plan counts them
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,9 +118,10 @@ def decoding(job: Job, operands: Operands, *, num_threads: int) -> Iterator[Oper
     So values are decoded, updated and encoded in the cache.
     """
     coded = {name: slot.coded for name, slot in job.coded_states.items() if slot.coded is not None}
-    whole, step = operands.slice, float(job.scalars.get("step", 0))
+    whole, step = operands.slice, _number_of(job.scalars.get("step"))
     exact = replace(operands, states={name: each for name, each in operands.states.items() if name not in coded})
-    size = max(1, min(whole.length, num_threads * _DECODED_ELEMENTS // job.multiple * job.multiple))
+    most = _DECODED_NBYTES // sum(each.dtype.itemsize for each in coded.values())
+    size = max(1, min(whole.length, max(job.multiple, most - most % job.multiple)))
     values = {name: each.room(size) for name, each in coded.items()}
     for part in whole.pieces(size):
         pages, states = {}, {}
@@ -134,7 +135,22 @@ def decoding(job: Job, operands: Operands, *, num_threads: int) -> Iterator[Oper
         yield replace(decoded, states={**decoded.states, **states})
         for name, each in coded.items():
             seed = zlib.crc32(f"{part.parameter}/{name}/{step}".encode())
-            encode(each.code, states[name], pages[name], first=part.start, seed=seed, num_threads=num_threads)
+            encode(
+                each.code,
+                states[name],
+                pages[name],
+                first=part.start,
+                seed=seed,
+                drawn_from=decoded.master if decoded.master.dtype == torch.float32 else None,
+                num_threads=num_threads,
+            )
+
+
+def _number_of(step: object) -> float:
+    """Return the step count in a state; 0 where there is none, or none that is a number."""
+    if isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
+        return float(step)
+    return float(step) if isinstance(step, int | float) else 0.0
 
 
 def moved_to(device: torch.device, value: Any) -> Any:

@@ -38,6 +38,7 @@ from zinf_compile.runtime.optim.shadow import (
     traits_of,
 )
 from zinf_compile.runtime.optim.temporaries import TemporaryCount, small_shape
+from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.params.records import StoredParameter, record_of
@@ -215,7 +216,9 @@ class Job:
     @property
     def multiple(self) -> int:
         """Return of how many elements every part of it but the last is a multiple."""
-        return chunk_multiple(slot.coded.code for slot in self.home_slots.values() if slot.coded is not None)
+        slots = self.home_slots.values()
+        codes = {slot.coded.code for slot in slots if slot.coded is not None}
+        return chunk_multiple(codes, {slot.tensor.dtype.itemsize for slot in slots if slot.coded is None})
 
     @property
     def whole_nbytes(self) -> int:
@@ -327,6 +330,11 @@ class JobCollector:
         # Not state[parameter], which would make an entry where the user's optimizer makes none.
         state = self._optimizer.state.get(record.parameter, {})
         record.copies.own_states(self._optimizer)
+        for slot in record.copies.states.values():
+            if isinstance(slot.shown, CodedHomeTensor) and slot.shown.is_aliased:
+                self._store.finish(record)
+                slot.shown.flush()
+                slot.shown.forget_aliases()
         if self.is_element_wise:
             self._make_state_slots(record, place)
         self._take_state_home(record, state)

@@ -8,25 +8,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map_only
 
 from zinf_compile.ir.errors import StoreError, UnsupportedError
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.params.full_values import end_writes, write_piece
 from zinf_compile.runtime.params.records import StoredParameter, record_of
-from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.storage.slots import Slot, local_of
-from zinf_compile.runtime.storage.state_codes import Coded, encode
 
-_DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
-_DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
+DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
+DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD_GET = Tensor.grad.__get__  # type: ignore[union-attr]  # a getset descriptor
 _SET_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-_ALIASES = frozenset({_DATA_GET, Tensor.detach, Tensor.numpy, Tensor.untyped_storage, Tensor.data_ptr})
+_ALIASES = frozenset({DATA_GET, Tensor.detach, Tensor.numpy, Tensor.untyped_storage, Tensor.data_ptr})
 
 _NEW_PARAMETER = Parameter.__new__.__code__  # it would raise an error of torch's own about what detach() returns
-_CHANGES_SHAPE = frozenset(
+CHANGES_SHAPE = frozenset(
     {
         *(Tensor.resize_, Tensor.resize_as_, Tensor.as_strided_, Tensor.squeeze_, Tensor.unsqueeze_),
         *(Tensor.t_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_),
@@ -152,7 +149,7 @@ class HomeParameter(AnyParameter):
             raise refuse_gradient(early, "looked at")
         for arg in args:
             if isinstance(arg, HomeParameter) and (record := record_of(arg)) is not None:
-                if func in _CHANGES_SHAPE and arg is args[0]:
+                if func in CHANGES_SHAPE and arg is args[0]:
                     raise _refuse_other_memory(record, func.__name__)
                 if func is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
                     raise UnsupportedError(
@@ -169,7 +166,7 @@ class HomeParameter(AnyParameter):
                     assert record.store.session is not None
                     record.store.session.unfreeze(record)
         with torch._C.DisableTorchFunctionSubclass():
-            if func == _DATA_SET:
+            if func == DATA_SET:
                 return _set_data(*args)
             if func is Tensor.copy_ and _can_stream(args, kwargs):
                 return _copy_home(*args)
@@ -200,61 +197,6 @@ class PlainHomeTensor(HomeTensor, Tensor):
 
 class PlainHomeParameter(HomeParameter, Parameter):
     """A parameter at home of a process that trains alone."""
-
-
-class CodedHomeTensor(HomeTensor, Tensor):
-    """Optimizer state that is stored in codes: it has no values in memory, and decodes all of them at each look.
-
-    What is written into it in place is encoded again, and so rounded.
-    """
-
-    _zinf_pages: Tensor
-    coded: Coded
-
-    @staticmethod
-    def of(coded: Coded, pages: Tensor) -> "CodedHomeTensor":
-        """Return the home tensor of some pages."""
-        made: CodedHomeTensor = Tensor._make_wrapper_subclass(CodedHomeTensor, coded.slice.sizes, dtype=coded.dtype)
-        made.coded, made._zinf_pages = coded, pages
-        return made
-
-    @staticmethod
-    def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _run_decoded(func, args, kwargs) if looks_at_values(func) else func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # the supertype's are not optional
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run an op that torch calls by itself."""
-        return _run_decoded(func, args, kwargs or {})
-
-    def _as_plain(self) -> Tensor:
-        with outside_inference():  # a tensor that counts its versions
-            return self.coded.value(self._zinf_pages)
-
-
-def _run_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a function with decoded values in the place of coded home tensors, and encode those that it wrote.
-
-    What it returns of these values is the home tensors again.
-    """
-    decoded: dict[int, tuple[CodedHomeTensor, Tensor]] = {}
-
-    def value_of(home: CodedHomeTensor) -> Tensor:
-        if id(home) not in decoded:
-            decoded[id(home)] = home, home._as_plain()
-        return decoded[id(home)][1]
-
-    args, kwargs = tree_map_only(CodedHomeTensor, value_of, (args, kwargs))
-    versions = [value._version for _, value in decoded.values()]
-    result = func(*args, **kwargs)
-    homes = {id(value): home for home, value in decoded.values()}
-    writes = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable  # below what counts versions
-    for (home, value), version in zip(decoded.values(), versions, strict=True):
-        if writes or value._version != version:
-            encode(home.coded.code, value.view(-1), home._zinf_pages)
-    return tree_map_only(Tensor, lambda tensor: homes.get(id(tensor), tensor), result)
 
 
 def _refuse_other_memory(record: StoredParameter, what: str) -> UnsupportedError:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zinf_compile.runtime.params.home import CodedHomeTensor, HomeTensor, PlainHomeParameter, PlainHomeTensor
+from zinf_compile.runtime.params.coded_state import CodedHomeTensor
+from zinf_compile.runtime.params.home import HomeTensor, PlainHomeParameter, PlainHomeTensor
 from zinf_compile.runtime.params.home_gradient import HomeGradient, PlainHomeGradient
 from zinf_compile.runtime.params.records import StoredParameter, Views
 from zinf_compile.runtime.ranks.ranks import Ranks
@@ -31,7 +32,7 @@ class PlainViews:
     def move(self, shown: Tensor, home: Tensor) -> None:
         """See Views.move."""
         if isinstance(shown, CodedHomeTensor):
-            shown._zinf_pages = home
+            shown.move(home)
             return
         with torch._C.DisableTorchFunctionSubclass():
             shown.data = home

@@ -107,7 +107,12 @@ class Slot:
 
     @property
     def is_aliased(self) -> bool:
-        """Return whether somebody holds a plain tensor or an array over these bytes, whose writes cannot be observed."""
+        """Return whether somebody holds a plain tensor or an array over these bytes, whose writes cannot be observed.
+
+        Of codes, over values that were decoded from them.
+        """
+        if self.coded is not None:
+            return self.shown is not None and bool(getattr(self.shown, "is_aliased", False))
         return self.num_references > self.num_own_references + (self.shown is not None)
 
     @property

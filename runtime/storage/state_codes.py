@@ -12,7 +12,8 @@ again. An element over its scale is cut to its upper 18 bits, of which 9 are a f
 their middle is looked up. A block with an element that is not finite is decoded to NaN.
 
 ``bfloat16`` is rounded stochastically: up with the probability that keeps the mean, from random bits that depend on the
-element's number and a seed only. To the nearest, second moments of Adam would stop shrinking, since 0.999 rounds to 1.
+element's number, a seed, and other values that change from step to step, as those of the parameter do. To the nearest,
+second moments of Adam would stop shrinking, since 0.999 rounds to 1.
 
 The code in torch is the reference of the compiled one, and takes its place where there is no compiler.
 """
@@ -90,19 +91,32 @@ def decode(code: Code, pages: Tensor, values: Tensor, *, num_threads: int = 1) -
         library.zinf_decode_bfloat16(pages.data_ptr(), values.data_ptr(), values.numel(), num_threads)
 
 
-def encode(code: Code, values: Tensor, pages: Tensor, *, first: int = 0, seed: int = 0, num_threads: int = 1) -> None:
+def encode(
+    code: Code,
+    values: Tensor,
+    pages: Tensor,
+    *,
+    first: int = 0,
+    seed: int = 0,
+    drawn_from: Tensor | None = None,
+    num_threads: int = 1,
+) -> None:
     """Fill flat uint8 ``pages`` with flat float32 ``values``.
 
-    ``first`` is the number of the first element in its parameter, and ``seed`` a number below 2**32: both are used where
-    values are rounded stochastically.
+    The rest is used where values are rounded stochastically: ``first`` is the number of the first element in its
+    parameter, ``seed`` a number below 2**32, and ``drawn_from`` has a float32 number for each element, which makes its
+    random bits others.
     """
     _check(code, values, pages)
     if (library := _library()) is None:
-        pages.copy_(_encode_int8(values) if code is Code.INT8 else _encode_bfloat16(values, first, seed))
+        pages.copy_(_encode_int8(values) if code is Code.INT8 else _encode_bfloat16(values, first, seed, drawn_from))
     elif code is Code.INT8:
         library.zinf_encode_int8(values.data_ptr(), pages.data_ptr(), values.numel(), _c_maps(), num_threads)
     else:
-        library.zinf_encode_bfloat16(values.data_ptr(), pages.data_ptr(), values.numel(), first, seed, num_threads)
+        others = None if drawn_from is None else drawn_from.data_ptr()
+        library.zinf_encode_bfloat16(
+            values.data_ptr(), pages.data_ptr(), values.numel(), first, seed, others, num_threads
+        )
 
 
 def _check(code: Code, values: Tensor, pages: Tensor) -> None:
@@ -198,9 +212,11 @@ def _decode_bfloat16(pages: Tensor, num_elements: int) -> Tensor:
     return pages.view(torch.bfloat16)[:num_elements].float()
 
 
-def _encode_bfloat16(values: Tensor, first: int, seed: int) -> Tensor:
+def _encode_bfloat16(values: Tensor, first: int, seed: int, drawn_from: Tensor | None) -> Tensor:
     bits = values.view(torch.int32).long() & _WORD
     number = torch.arange(first, first + values.numel()) & _WORD
+    if drawn_from is not None:
+        number = number + (drawn_from.view(torch.int32).long() & _WORD) * 0xC2B2AE3D & _WORD
     mixed = (number * 0x9E3779B1 & _WORD) ^ seed
     mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B & _WORD
     mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35 & _WORD
@@ -223,7 +239,7 @@ def _library() -> ctypes.CDLL | None:
         ("zinf_decode_int8", (pointer, pointer, count, ctypes.POINTER(_Map), number)),
         ("zinf_encode_int8", (pointer, pointer, count, ctypes.POINTER(_Map), number)),
         ("zinf_decode_bfloat16", (pointer, pointer, count, number)),
-        ("zinf_encode_bfloat16", (pointer, pointer, count, count, ctypes.c_uint32, number)),
+        ("zinf_encode_bfloat16", (pointer, pointer, count, count, ctypes.c_uint32, pointer, number)),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = None, arguments

@@ -20,6 +20,7 @@ from zinf_compile.runtime.storage.state_codes import encode
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 _PIECE_NBYTES = 16 * 2**20  # at most; a few calls for each thread of a store
+_CODED_NBYTES = 2**20  # of a piece of codes, whose values take up to four times as much outside of staging
 _NUM_READS = 2  # pieces of a slot that are being read or processed
 
 
@@ -158,6 +159,8 @@ def _parts(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[Slice]
     A part is a quarter of staging, so that two parts of a slot and the blocks of a file in flight fit.
     """
     room = _PIECE_NBYTES if tensor_io is None else min(tensor_io.staging.capacity // 4, _PIECE_NBYTES)
+    if slot.whole.coded is not None:
+        room = min(room, _CODED_NBYTES)
     step = max(ALIGN, room // slot.tensor.dtype.itemsize // ALIGN * ALIGN)
     return slot.slice.flat.pieces(step)
 

@@ -1,7 +1,7 @@
 """Copies: what is stored of a parameter. Each is one encoding of one slice, on one tier."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -83,14 +83,17 @@ LEAST_CODED = 4096  # elements: smaller states stay exact
 _CHUNK_MULTIPLE = 4096
 
 
-def chunk_multiple(codes: Iterable[Code]) -> int:
-    """Return of how many elements a chunk of an update is a multiple, whose states have some of these codes.
+def chunk_multiple(codes: Collection[Code] = (), itemsizes: Collection[int] = ()) -> int:
+    """Return of how many elements a chunk of an update is a multiple, with copies in these codes and bytes of an element.
 
     So that a slice of every dtype begins at a sector, and of codes with a page, and that vectorised kernels see the same
-    alignment as on the whole tensor. Beside codes the narrowest dtype has two bytes.
+    alignment as on the whole tensor.
     """
-    pages = {code.page_elements for code in codes}
-    return max(_CHUNK_MULTIPLE, math.lcm(SECTOR_NBYTES // 2, *pages)) if pages else _CHUNK_MULTIPLE
+    if not codes:
+        return _CHUNK_MULTIPLE
+    sectors = (SECTOR_NBYTES // math.gcd(SECTOR_NBYTES, itemsize) for itemsize in itemsizes)
+    multiple = math.lcm(*sectors, *(code.page_elements for code in codes))
+    return multiple * -(-_CHUNK_MULTIPLE // multiple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

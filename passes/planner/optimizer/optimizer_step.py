@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import chunk_multiple
+from zinf_compile.ir.copies import Code, chunk_multiple
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import StepTiming, Tier, format_bytes
@@ -50,7 +50,7 @@ def device_chunk_elements(config: Config, parameters: Sequence[ParameterFact]) -
     """Return the elements of a chunk that is updated on the device: 16 Mi, or fewer on a small device."""
     per_element = _device_nbytes_per_element(parameters)
     fitting = config.device_memory // _DEVICE_SHARE // per_element
-    multiple = chunk_multiple(())
+    multiple = chunk_multiple()
     return max(multiple, min(_MAX_DEVICE_CHUNK_ELEMENTS, fitting - fitting % multiple))
 
 
@@ -65,6 +65,14 @@ def _device_nbytes_per_element(parameters: Sequence[ParameterFact]) -> int:
     sizes = (chunk_nbytes_per_element(item) * UPDATE_SETS for item in trained)
     masters = (-(-item.master_nbytes // item.num_elements) for item in trained)
     return max(1, max(sizes, default=0) + _TEMPORARIES * max(masters, default=0))
+
+
+def _encodings_of(parameters: Sequence[ParameterFact]) -> tuple[set[Code], set[int]]:
+    """Return the codes of all states, and the bytes of an element of all other copies."""
+    states = {state.encoding for parameter in parameters for state in parameter.states}
+    others = {encoding for each in parameters for encoding in (each.master, each.compute, each.gradient) if encoding}
+    codes = {encoding.code for encoding in states if encoding.code is not None}
+    return codes, {encoding.itemsize for encoding in states | others if encoding.code is None}
 
 
 def plan_step(
@@ -86,9 +94,7 @@ def plan_step(
     streamed = [parameter for parameter in trainable if homes[parameter.name].nbytes_on(Tier.NVME)]
     per_element = max((chunk_nbytes_per_element(parameter) for parameter in streamed), default=1)
     limit = device_chunk if device_share else _MAX_CHUNK_ELEMENTS
-    multiple = chunk_multiple(
-        state.encoding.code for parameter in streamed for state in parameter.states if state.encoding.code is not None
-    )
+    multiple = chunk_multiple(*_encodings_of(trainable))
     chunk = min(limit, staging_nbytes // (_CHUNKS_IN_FLIGHT * per_element))
     chunk -= chunk % multiple
     if streamed and chunk == 0:
@@ -103,7 +109,7 @@ def plan_step(
         read -= sum(placement.gradient_nbytes for placement in moved if placement.gradient is Tier.NVME)
     return StepPlan(
         timing=timing,
-        chunk_elements=chunk if streamed else limit,
+        chunk_elements=chunk if streamed else limit - limit % multiple,
         num_chunks=sum(-(-parameter.num_elements // max(1, chunk)) for parameter in streamed),
         staging_nbytes=staging_nbytes,
         nbytes_read=read,

@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 ALL_ON_NVME = Config(device_memory=0, host_memory=0, nvme="/disk", nvme_memory=None)
 ALL_ON_HOST = Config(device_memory=0, host_memory=2**32, nvme=None, nvme_memory=None)
 IN_FLIGHT = 4
-CHUNK_ALIGN_ELEMENTS = chunk_multiple(())
+CHUNK_ALIGN_ELEMENTS = chunk_multiple()
 
 
 @pytest.mark.parametrize(
