@@ -7,7 +7,7 @@ for each way to keep the state of AdamW: exactly, as int8, as bfloat16, and by t
 
 ``time``: nanoseconds an element and thread to decode and to encode one state, the median of repeats.
 
-    python -m benchmarks.state_codes --nvme DIR
+    python -m benchmarks.state_codes
     python -m benchmarks.state_codes --only time
 
 print one JSON line each.
@@ -22,11 +22,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import zinf_compile
 from benchmarks.json_lines import JsonLines
 from benchmarks.out_of_core import load_gpt
 from zinf_compile.cli.text import ByteVocabulary, read_text
-from zinf_compile.ir.copies import Code, Encoding
+from zinf_compile.ir.copies import LEAST_CODED, Code, Encoding
 from zinf_compile.runtime.storage.state_codes import decode, encode
 
 _LAYERS, _HIDDEN, _SEQ, _BATCH = 2, 192, 96, 8
@@ -34,8 +33,10 @@ _TESTED = 60  # batches that were not trained on
 _ELEMENTS = 2**22
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, seed: int) -> float:
-    """Return the mean loss on other batches after training."""
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, seed: int, code: Code | None = None
+) -> float:
+    """Return the mean loss on other batches after training, in memory. State is rounded as storing it in codes does."""
     text = read_text([], ByteVocabulary(), max_bytes=2**20)
     batches = text.batches(batch=_BATCH, seq=_SEQ, seed=seed)
     for step in range(num_steps):
@@ -45,20 +46,28 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, se
         model(tokens, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if code is not None:
+            _round(code, optimizer, step)
     others = text.batches(batch=_BATCH, seq=_SEQ, seed=1000)
     with torch.no_grad():
         return statistics.mean(float(model(*next(others))) for _ in range(_TESTED))
 
 
-def make_model(seed: int) -> nn.Module:
+def _round(code: Code, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Do to the state of a plain optimizer what storing it does; ``tests/parity/test_state_dtype.py`` has it bit for bit."""
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if value.numel() >= LEAST_CODED:
+                flat = value.view(-1)
+                pages = torch.empty(Encoding(dtype="float32", code=code).nbytes(flat.numel()), dtype=torch.uint8)
+                encode(code, flat, pages, seed=step, drawn_from=parameter.detach().view(-1))
+                decode(code, pages, flat)
+
+
+def trained(state: str, num_steps: int, seed: int) -> float:
+    """Return the loss after training with state that is kept in some way."""
     gpt = load_gpt()
     model: nn.Module = gpt.GPT(gpt.GPTConfig(256, _LAYERS, _HIDDEN, _HIDDEN // 64, _SEQ), seed=seed)
-    return model
-
-
-def trained(state: str, nvme: Path, num_steps: int, seed: int) -> float:
-    """Return the loss after training with state that is kept in some way."""
-    model = make_model(seed)
     if state == "bitsandbytes":
         import bitsandbytes
 
@@ -66,18 +75,14 @@ def trained(state: str, nvme: Path, num_steps: int, seed: int) -> float:
     if state == "exact, a bit changed":
         with torch.no_grad():
             next(model.parameters()).view(-1)[0].mul_(1 + 2**-23)
-    budgets = {"device_memory": "16MiB", "host_memory": "4MiB", "reserve_memory": 0, "nvme": nvme}
-    code = state if state in set(Code) else None
-    zinf_compile.optimize(model, compute="aten", state_dtype=code, **budgets)
-    loss = train(model, torch.optim.AdamW(model.parameters(), weight_decay=0.1), num_steps, seed)
-    zinf_compile.close(model)
-    return loss
+    code = Code(state) if state in set(Code) else None
+    return train(model, torch.optim.AdamW(model.parameters(), weight_decay=0.1), num_steps, seed, code)
 
 
-def measure_quality(lines: JsonLines, nvme: Path, num_steps: int, num_seeds: int) -> None:
-    exact = [trained("exact", nvme, num_steps, seed) for seed in range(num_seeds)]
+def measure_quality(lines: JsonLines, num_steps: int, num_seeds: int) -> None:
+    exact = [trained("exact", num_steps, seed) for seed in range(num_seeds)]
     for state in ("exact", "exact, a bit changed", *Code, "bitsandbytes"):
-        losses = exact if state == "exact" else [trained(state, nvme, num_steps, seed) for seed in range(num_seeds)]
+        losses = exact if state == "exact" else [trained(state, num_steps, seed) for seed in range(num_seeds)]
         ratios = [loss / other for loss, other in zip(losses, exact, strict=True)]
         lines.note(
             {
@@ -112,7 +117,6 @@ def measure_time(lines: JsonLines, repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", type=Path, default=Path("."), help="folder on a local disk")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15)
@@ -125,7 +129,7 @@ def main() -> None:
     if args.only in (None, "time"):
         measure_time(lines, args.repeats)
     if args.only in (None, "quality"):
-        measure_quality(lines, args.nvme, args.steps, args.seeds)
+        measure_quality(lines, args.steps, args.seeds)
 
 
 if __name__ == "__main__":

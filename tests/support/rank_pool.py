@@ -173,6 +173,7 @@ def _fixed_rates() -> Iterator[None]:
 
     with (
         mock.patch.object(session, "measure_hardware", with_fixed_rates),
+        mock.patch.object(session, "find_measured", return_value=None),
         mock.patch.object(agreement, "_measure_links", fix(agreement._measure_links)),
         mock.patch.object(agreement, "_measure_replica_links", fix(agreement._measure_replica_links)),
     ):
