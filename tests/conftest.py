@@ -109,15 +109,21 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_kept_profile(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let each test find only the rates that it has kept itself: plans depend on them, and any plan of a disk keeps some."""
+def _no_kept_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let each test find only the rates that it has kept itself: plans depend on them, and any plan of a disk keeps some.
+
+    Not by the fixture ``monkeypatch``: it would then be undone after all others, and put back what these have patched.
+    """
     if "zinf_compile.runtime.calibration.measured" not in sys.modules:  # planner tests do not import it
+        yield
         return
     from zinf_compile.runtime.calibration import measured
     from zinf_compile.runtime.native.compiled import cache_folder
 
     own = tmp_path_factory.getbasetemp() / f"profiles-{uuid.uuid4().hex}"
-    monkeypatch.setattr(measured, "cache_folder", lambda: cache_folder() if "XDG_CACHE_HOME" in os.environ else own)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured, "cache_folder", lambda: cache_folder() if "XDG_CACHE_HOME" in os.environ else own)
+        yield
 
 
 @pytest.fixture(autouse=True)
