@@ -3,7 +3,8 @@
 ``quality``: the example GPT trained on the source of the Python standard library, from the same values on the same batches,
 for each way to keep the state of AdamW: exactly, as int8, as bfloat16, and by the 8-bit AdamW of bitsandbytes in memory.
 ``loss`` is that of other batches afterwards, the mean over seeds; ``over_exact`` is the mean of its ratios to exact state,
-``spread`` their standard deviation. What of it is chance shows in exact state after the last bits of one value in each parameter were changed.
+``spread`` their standard deviation. What of it is chance shows in exact state after the last bits of one value in each
+parameter were changed.
 
 ``time``: nanoseconds an element and thread to decode and to encode one state, the median of repeats.
 
