@@ -63,7 +63,7 @@ class Slot:
         """Return the bytes, in whole sectors, that so many elements of the parameter take on their way."""
         if self.coded is None:
             return whole_sectors(num_elements * self.tensor.dtype.itemsize)
-        return self.coded.nbytes(num_elements)
+        return self.coded.code.nbytes(num_elements)
 
     @property
     def whole(self) -> "Slot":

@@ -48,16 +48,12 @@ class Coded:
     slice: Slice
     dtype: torch.dtype = torch.float32  # of the values
 
-    def nbytes(self, num_elements: int) -> int:
-        """Return the bytes of pages of so many elements."""
-        return -(-num_elements // self.code.page_elements) * SECTOR_NBYTES
-
     def pages_of(self, part: Slice) -> tuple[int, int]:
         """Return the first byte and the number of bytes of the pages with a part, which begins with a page."""
         first, beyond = divmod(part.offset_in(self.slice), self.code.page_elements)
         if beyond:
             raise ValueError(f"{part} begins {beyond} elements behind the start of a page")
-        return first * SECTOR_NBYTES, self.nbytes(part.num_elements)
+        return first * SECTOR_NBYTES, self.code.nbytes(part.num_elements)
 
     def values_of(self, pages: Slice) -> Slice:
         """Return the elements whose codes are in some whole pages of the slot, as a flat slice of the parameter."""
@@ -121,7 +117,7 @@ def encode(
 
 def _check(code: Code, values: Tensor, pages: Tensor) -> None:
     """Raise ValueError unless both are flat, contiguous, of their dtypes, and of lengths that belong together."""
-    nbytes = -(-values.numel() // code.page_elements) * SECTOR_NBYTES
+    nbytes = code.nbytes(values.numel())
     is_flat = all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in (values, pages))
     if not is_flat or (values.dtype, pages.dtype, pages.numel()) != (torch.float32, torch.uint8, nbytes):
         raise ValueError(

@@ -211,7 +211,7 @@ class Store:
         coded = None
         if code is not None:
             coded = Coded(code=code, slice=held, dtype=dtype)
-            shape, dtype = torch.Size([coded.nbytes(held.num_elements)]), torch.uint8
+            shape, dtype = torch.Size([code.nbytes(held.num_elements)]), torch.uint8
             held = Slice.of_whole(parameter, shape)
         nbytes = shape.numel() * dtype.itemsize
         if tier is not Tier.NVME or nbytes == 0:

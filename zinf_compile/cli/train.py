@@ -204,7 +204,7 @@ def _check_plain(args: argparse.Namespace) -> None:
     """Refuse what --plain would ignore, before presets fill it in."""
     if not args.plain:
         return
-    names = ("device_memory", "host_memory", "nvme", "reserve_memory")
+    names = ("device_memory", "host_memory", "nvme", "reserve_memory", "state_dtype")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
     given += ["--compute"] if args.compute != "aten" else []
     if given:
@@ -252,10 +252,8 @@ def _read_stream(args: argparse.Namespace) -> TokenStream:
 
 def _settings_of(args: argparse.Namespace, stream: TokenStream) -> dict[str, Setting]:
     """The options that determine the numbers of a run."""
-    names = ("batch", "seq", "accumulate", "lr", "clip", "seed", "compute_dtype")
+    names = ("batch", "seq", "accumulate", "lr", "clip", "seed", "compute_dtype", "state_dtype")
     settings: dict[str, Setting] = {name.replace("_", "-"): getattr(args, name) for name in names}
-    if args.state_dtype is not None:
-        settings["state-dtype"] = args.state_dtype
     settings["text"] = f"of {len(stream.tokens)} tokens with checksum {zlib.crc32(stream.tokens.numpy().tobytes()):08x}"
     return settings
 

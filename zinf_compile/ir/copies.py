@@ -74,6 +74,10 @@ class Code(StrEnum):
         """Return the elements that one page holds."""
         return _PAGE_ELEMENTS[self]
 
+    def nbytes(self, num_elements: int) -> int:
+        """Return the bytes of the pages of so many elements."""
+        return -(-num_elements // self.page_elements) * SECTOR_NBYTES
+
 
 _PAGE_ELEMENTS = {
     Code.BFLOAT16: SECTOR_NBYTES // 2,
@@ -115,9 +119,7 @@ class Encoding:
 
     def nbytes(self, num_elements: int) -> int:
         """Return the bytes of ``num_elements``."""
-        if self.code is None:
-            return num_elements * self.itemsize
-        return -(-num_elements // self.code.page_elements) * SECTOR_NBYTES
+        return num_elements * self.itemsize if self.code is None else self.code.nbytes(num_elements)
 
 
 def code_of_state(code: Code | None, *, dtype: str, num_elements: int) -> Code | None:

@@ -178,7 +178,7 @@ def test_draws_depend_on_the_element_not_on_where_it_is_cut() -> None:
 def test_pages_of_a_part() -> None:
     coded = Coded(code=Code.INT8, slice=Slice.of_whole("w", (100, 100)))
     flat = coded.slice.flat
-    assert coded.nbytes(10_000) == 3 * SECTOR_NBYTES
+    assert coded.code.nbytes(10_000) == 3 * SECTOR_NBYTES
     assert coded.pages_of(flat) == (0, 3 * SECTOR_NBYTES)
     assert coded.pages_of(flat.part(3840, 10_000)) == (SECTOR_NBYTES, 2 * SECTOR_NBYTES)
     pages = Slice.of_whole("w", (3 * SECTOR_NBYTES,))

@@ -166,6 +166,7 @@ def test_the_speed_is_of_several_steps() -> None:
         (["--optimizer", "muon", "--plain"], "Muon cannot train this model: Muon only supports 2D parameters"),
         (["--lr", "-1"], "Invalid learning rate: -1.0; change --lr"),
         (["--plain", "--device-memory", "1GiB", "--nvme", "."], "--device-memory, --nvme means nothing with --plain"),
+        (["--plain", "--state-dtype", "int8"], "--state-dtype means nothing with --plain"),
         (["--plain", "--compute", "inductor"], "--compute means nothing with --plain"),
     ],
 )
