@@ -69,7 +69,6 @@ def test_what_cannot_be_resumed(refused: Callable[..., None], tiny: list[str], t
     before = _contents(folder)
     refused("which this run would replace; pass --resume", *run)
     refused("step 1 is done in", *run, "--resume")
-    refused("has --state-dtype None (now int8)", *run, "--resume", "--state-dtype", "int8")
     refused("has --batch 4 (now 3), --clip None (now 1.0)", *run, "--resume", "--batch", "3", "--clip", "1")
     refused("has --text of 5344 tokens with checksum ", *run, "--resume", "--text", __file__)
     refused("AdamW in the checkpoint, SGD here; pass the options", *run, "--resume", "--optimizer", "sgd")
