@@ -1,5 +1,6 @@
 """Training that is interrupted at a line or after a time, and in which state the model is afterwards."""
 
+import dis
 import os
 import random
 import signal
@@ -8,8 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -31,8 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "captured, step in backward": {"step_in_backward": True},
 }
 PHASES = ("forward", "backward", "step", "zero_grad", "synchronize", "save", "load", "close")
-# Files that access the store. In others a tracer stops at lines where no real signal raises, such as when a ``with`` exits
-# with its lock still held.
+# Files that access the store.
 FOLDERS = tuple(str(Path(zinf_compile.__file__).parent / name) for name in ("runtime", "checkpoint"))
 SAME, REFUSED, WRONG, MISSED = "same bits", "refused", "silently wrong", "over before"
 
@@ -76,12 +77,30 @@ class Interrupted:
         return self._count if file.startswith((*FOLDERS, "<eval_with_key>")) else None
 
     def _count(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
+        if event == "line" and frame.f_lasti not in _exits_of_with(frame.f_code):
             self.num_lines += 1
             if self._line is not None and self._line <= self.num_lines < self._line + self._number:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 signal.raise_signal(signal.SIGINT)
         return self._count
+
+
+@cache
+def _exits_of_with(code: CodeType) -> frozenset[int]:
+    """Return the offsets at which the code of a ``with`` is over and its ``__exit__`` is about to be called.
+
+    A tracer stops there, and what it raises skips ``__exit__``. No signal raises there: Python looks for signals at calls
+    and jumps backward, not between the end of the block and the call of ``__exit__``.
+    """
+    instructions = list(dis.get_instructions(code))
+    exits = set()
+    for index, instruction in enumerate(instructions):
+        start = index + (instruction.opname == "SWAP")  # below a value that the block returns
+        passed = instructions[start : start + 3]
+        call = next((each for each in instructions[start + 3 : start + 5] if each.opname == "CALL"), None)
+        if all(each.opname == "LOAD_CONST" and each.argval is None for each in passed) and call and call.argval == 2:
+            exits.add(instruction.offset)
+    return frozenset(exits)
 
 
 class Training:
@@ -254,6 +273,7 @@ class Training:
         """Assert that no lease and no lock is still held, and that signals raise again."""
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        assert torch._C._is_torch_function_enabled()
         self.store.check_integrity()
         found: list[bool] = []
 

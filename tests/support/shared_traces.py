@@ -170,7 +170,7 @@ def _identify(
     storages: dict[Any, int] = {}
     tensors = []
     for each in [*inputs, *metadata.traced_tangents]:
-        if type(each) is not FakeTensor or any(isinstance(size, _SYMBOLS) for size in (*each.shape, *each.stride())):
+        if type(each) is not FakeTensor or _has_symbols(each):
             return None
         tensors.append((*_describe(each), storages.setdefault(each.untyped_storage()._cdata, len(storages))))
     infos = repr(metadata.input_info), repr([replaced.output_type for replaced in metadata.output_info])
@@ -183,7 +183,8 @@ def _identify_nodes(captured: fx.GraphModule, numbers: dict[int, int]) -> Hashab
     for node in captured.graph.nodes:
         example = node.meta.get("example_value")
         arguments = repr((_anonymous(node.args, numbers), _anonymous(node.kwargs, numbers)))
-        if node.op == "call_module" or isinstance(example, _SYMBOLS) or " at 0x" in arguments:
+        is_symbolic = _has_symbols(example) if isinstance(example, Tensor) else isinstance(example, _SYMBOLS)
+        if node.op == "call_module" or is_symbolic or " at 0x" in arguments:
             return None
         inner: Hashable = None
         if node.op == "get_attr":  # the graph of a checkpoint, or a constant
@@ -214,6 +215,11 @@ def _anonymous(arguments: Any, numbers: dict[int, int]) -> Any:
     if type(arguments) is int and arguments >= _FIRST_NUMBER:
         return f"#{numbers.setdefault(arguments, len(numbers))}"
     return arguments
+
+
+def _has_symbols(tensor: Tensor) -> bool:
+    placed = (*tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
+    return any(isinstance(size, _SYMBOLS) for size in (*tensor.shape, *placed))
 
 
 def _describe(tensor: Tensor) -> tuple[Hashable, ...]:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import zinf_compile
-from tests.support.shared_traces import SharedTraces
+from tests.support.shared_traces import SharedTraces, _identify_nodes
 from zinf_compile.passes.capture import aot
 from zinf_compile.passes.fx_edit import dump_graph
 
@@ -191,3 +193,19 @@ def test_sizes_that_change_are_traced_each_time(traced: list[str], traces: Share
         train(Net(), x)
     assert len(traced) == 2
     assert (traces.num_traced, traces.num_shared) == (0, 0)
+
+
+def test_a_size_that_is_unknown_inside_of_a_graph_only_is_traced_each_time() -> None:
+    """As that of ``nonzero``: such sizes have no hash, which torch 2.11 met in models whose inputs are all fixed."""
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        known, unknown = torch.empty(3), torch.empty(shapes.create_unbacked_symint())
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = known
+    inner = graph.call_function(torch.nonzero, (x,))
+    inner.meta["example_value"] = known
+    graph.output(inner)
+    assert _identify_nodes(fx.GraphModule(nn.Module(), graph), {}) is not None
+    inner.meta["example_value"] = unknown
+    assert _identify_nodes(fx.GraphModule(nn.Module(), graph), {}) is None
