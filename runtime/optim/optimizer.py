@@ -81,10 +81,13 @@ class StreamedStep:
 
     def _goes_to_device(self, job: Job) -> bool:
         """Return whether a job is updated on the device: where its state lives, or by the share of all others that are."""
-        if not self._store.device_share or not self._element_wise or job.changes_gradient:
+        if self._store.device.memory.unified or not self._element_wise or job.changes_gradient:
             return False
-        if job.has_device_state:
+        ahead = self._store.updates_ahead
+        if job.has_device_state or job.reloaded or (ahead is not None and ahead.covers(job.record, job.real_optimizer)):
             return True
+        if not self._store.device_share:
+            return False
         self._num_elements += job.num_elements
         wanted = self._num_on_device + job.num_elements <= self._store.device_share * self._num_elements
         self._num_on_device += job.num_elements if wanted else 0
@@ -362,12 +365,12 @@ class StreamedStep:
         job, record, io_pool = chunk.job, chunk.job.record, self._store.io_pool
         try:
             io_pool.wait(chunk.reads, "optimizer state on its way in")
-            if job.is_on_device:
+            if job.is_on_device and not job.reloaded:
                 self._make_device_room(chunk)  # a refusal leaves everything as it was
             job.begin()
             with self._store.meter.updating(record.name):
                 if job.reloaded:
-                    back = chunk.reload()
+                    back = self._reload_to_device(chunk) if job.is_on_device else chunk.reload()
                 else:
                     back = self._update_on_device(chunk) if job.is_on_device else self._compute(chunk)
             if self._allocates(job):
@@ -406,10 +409,9 @@ class StreamedStep:
         """Enqueue the update of a chunk whose reads are done; return, for each copy, what is done when it has come back."""
         job, record = chunk.job, chunk.job.record
         here = {key: slot.elements(chunk.slice) for key, slot in job.device_slots.items()}
-        host = {
-            key: chunk.tensor(key, slot) for key, slot in job.home_slots.items() if key != GRADIENT and key not in here
-        }
-        written = tuple(host)
+        away = {key: slot for key, slot in job.home_slots.items() if key != GRADIENT and key not in here}
+        written = {key: chunk.tensor(key, job.shadows.get(key, slot)) for key, slot in away.items()}
+        host = {key: chunk.tensor(key, slot) if job.reads(key) else written[key] for key, slot in away.items()}
         host[GRADIENT] = chunk.raw_gradient()
 
         def update(there: Mapping[CopyKey, Tensor]) -> None:
@@ -428,6 +430,17 @@ class StreamedStep:
         assert job.before is not None
         read = {key for key in host if job.reads(key)}
         return self._store.device_updates.run(record.name, host, read, written, update, here=here, before=job.before)
+
+    def _reload_to_device(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
+        """Enqueue copies to the device of what an update ahead of its step wrote to host memory."""
+        job = chunk.job
+        assert job.before is not None
+        # Hazard: compute enqueued before the step may still read the copies there.
+        return self._store.device_updates.copy_there(
+            job.record.name,
+            {key: (chunk.tensor(key, slot), job.reloaded[key].elements(chunk.slice)) for key, slot in job.home_slots.items()},
+            before=job.before,
+        )
 
     def _compute(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
         """Run the user's optimizer on a chunk whose reads are done, on the host: nothing has to come back."""

@@ -114,7 +114,7 @@ class Job:
     before: Event | None = None  # of the compute stream: what was enqueued before it may still read these slots
     ahead: Ahead | None = None  # of an update that began before its step
     shadows: Mapping[CopyKey, Slot] = field(default_factory=dict)  # written in the place of what is read
-    reloaded: Mapping[CopyKey, Slot] = field(default_factory=dict)  # in memory: all it does is read shadows into these
+    reloaded: Mapping[CopyKey, Slot] = field(default_factory=dict)  # all it does is copy shadows to these
     after: Sequence[Future[None]] = ()  # what is to end before anything is read
 
     def __post_init__(self) -> None:
@@ -130,9 +130,10 @@ class Job:
         self.staged_slots = {key: slot for key, slot in slots.items() if not slot.in_memory}
 
     def update_on_device(self, before: Event) -> None:
-        """Update it on the device, behind ``before``; slots that live there are updated in place."""
+        """Update it on the device, behind ``before``; slots that live there are updated in place, but ahead of its step."""
         self.is_on_device, self.before = True, self.before or before
-        self.device_slots = {key: slot for key, slot in self.home_slots.items() if slot.on_device}
+        in_place = {} if self.shadows else self.home_slots
+        self.device_slots = {key: slot for key, slot in in_place.items() if slot.on_device}
         self.staged_slots = {key: slot for key, slot in self.staged_slots.items() if key not in self.device_slots}
 
     def update_ahead(self, shadows: Mapping[CopyKey, Slot], after: Sequence[Future[None]]) -> None:
@@ -140,23 +141,25 @@ class Job:
         self.ahead, self.after = Ahead(), after
         # Of its own: ``step()`` exchanges the bytes of the parameter's slots and shadows while it may still run.
         self.shadows = {key: replace(slot, shown=None) for key, slot in shadows.items()}
-        staged = {key: slot for key, slot in self.home_slots.items() if key in shadows or not slot.in_memory}
-        self.staged_slots = {key: replace(slot, shown=None) for key, slot in staged.items()}
+        self.home_slots = slots = {key: replace(slot, shown=None) for key, slot in self.home_slots.items()}
+        self.staged_slots = {key: slot for key, slot in slots.items() if not shadows.get(key, slot).in_memory}
 
     @property
-    def written_in_memory(self) -> Mapping[CopyKey, Slot]:
-        """Return the slots in memory that its update changes."""
-        return {key: slot for key, slot in self.home_slots.items() if key != GRADIENT and slot.in_memory}
+    def slots_to_reload(self) -> Mapping[CopyKey, Slot]:
+        """Return the slots that cannot exchange their bytes with the shadows that its update has written."""
+        return {key: slot for key, slot in self.home_slots.items() if not slot.lives_like(self.shadows.get(key, slot))}
 
     def reload(self) -> "Job":
-        """Return the job that reads what this one, ahead of its step, has written of copies in memory back into them."""
+        """Return the job that copies what this one, ahead of its step, has written elsewhere than home to these homes."""
         reload = copy.copy(self)
         reload.update, reload.writes = Future(), []
         reload.is_begun = reload.is_updated = reload.changes_gradient = False
         reload.ahead, reload.shadows, reload.deferred, reload.next_state = None, {}, (), {}
+        reload.is_on_device, reload.before = False, None
         reload.after = (self.update,)
-        reload.reloaded = self.written_in_memory
-        reload.home_slots = reload.staged_slots = {key: self.shadows[key] for key in reload.reloaded}
+        reload.reloaded = self.slots_to_reload
+        reload.home_slots = {key: self.shadows[key] for key in reload.reloaded}
+        reload.staged_slots = {key: slot for key, slot in reload.home_slots.items() if not slot.in_memory}
         return reload
 
     def slot_written(self, key: CopyKey) -> Slot:

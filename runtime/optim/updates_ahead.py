@@ -1,12 +1,13 @@
 """Updates ahead of ``step()``: they begin in backward, when a gradient is complete, and ``step()`` takes or drops them.
 
-The disk would rest during backward otherwise, and be late in the next forward. Such an update reads the old copies and
-writes *shadows*, other extents of the store file::
+The disk, or the link to a GPU, would rest during backward otherwise, and be late in the next forward. Such an update reads
+the old copies and writes *shadows*: other extents of the store file, or, of what lives in host memory beside a GPU, on which
+these updates run, other host memory::
 
     a gradient is complete  as many have arrived as in the last step: a job for it is queued for the update thread
     the update thread       reads the gradient, the master copy and the states; writes their successors to shadows
-    optimizer.step()        if all is still as the job assumed, extents of copies and shadows are exchanged, and nothing
-                            moves; if not, the job is dropped, and the parameter is updated as ever
+    optimizer.step()        if all is still as the job assumed, the bytes of copies and shadows are exchanged, and nothing
+                            moves but what lives elsewhere; if not, the job is dropped, and the parameter updated as ever
                             what has not begun by then is updated as ever too
 
 Until ``step()`` every look at parameters, states and gradients sees the old values, and an error of an update ahead is
@@ -112,6 +113,14 @@ class UpdatesAhead:
         """Return whether some plan has updates ahead of ``step()``."""
         return any(self._planned.values())
 
+    def covers(self, record: StoredParameter, optimizer: Optimizer) -> bool:
+        """Return whether updates of a parameter by an optimizer begin ahead of ``step()``, if nothing is in their way.
+
+        Those that do not after all run on the same processors, so that results are the same.
+        """
+        is_planned = any(record.name in names for names in self._planned.values())
+        return is_planned and len(record.copies.states) > 0 and is_known(optimizer) and is_element_wise(optimizer)
+
     # In backward
 
     def take(self, record: StoredParameter) -> None:
@@ -134,16 +143,40 @@ class UpdatesAhead:
             and not gradient.deferred
             and gradient.unreduced is None
             and isinstance(record.parameter, HomeParameter)
-            and not record.is_aliased
+            and not self._is_aliased(record)
             and not record.update.is_torn
             and copies.is_synced(record.version)
             and all(gather.is_done for gather in record.update.gathers)
             and copies.states_owner is not None
             and copies.states_owner() is optimizer
             and len(copies.states) > 0
-            and any(slot.extent is not None for slot in (*copies.all, *copies.states.values()))
+            and self._is_worth_it(record)
             and all(_is_shown(optimizer, record, key) for key in copies.states)
         )
+
+    def _is_aliased(self, record: StoredParameter) -> bool:
+        """Return whether somebody may write to the copies or to the gradient unseen.
+
+        Beside a GPU the gradient is on its way, and the copy refers to its bytes too. Nobody else does when a gradient
+        begins, so that it matters what users got of it since.
+        """
+        if store_of(record).device.memory.unified:
+            return record.is_aliased
+        states = record.copies.states.values()
+        return (
+            record.gradient.was_edited
+            or record.copies.master.may_change_unseen
+            or any(slot.is_aliased for slot in states)
+        )
+
+    def _is_worth_it(self, record: StoredParameter) -> bool:
+        """Return whether an update moves bytes to or from the disk; beside a GPU, none, and none to states there."""
+        copies = record.copies
+        slots = (*copies.all, *copies.states.values())
+        if store_of(record).device.memory.unified:
+            return any(slot.extent is not None for slot in slots)
+        others = (*((copies.master,) if copies.are_two else copies.all), *copies.states.values())
+        return all(slot.tier is not Tier.NVME for slot in slots) and not any(slot.on_device for slot in others)
 
     def _begin(self, record: StoredParameter, optimizer: Optimizer) -> None:
         store, habit = store_of(record), self._habits[optimizer]
@@ -175,18 +208,19 @@ class UpdatesAhead:
                 self._enqueue(store, begun)
 
     def _find_shadows(self, store: Store, record: StoredParameter, job: Job) -> Mapping[CopyKey, Slot] | None:
-        """Return the shadows of all that an update writes; None if the disk has no room for them."""
+        """Return the shadows of all that an update writes; None if there is no room for them."""
         shadows = self._shadows.setdefault(record.param, {})
+        tier = Tier.NVME if store.device.memory.unified else Tier.HOST
         for key, slot in job.home_slots.items():
             if key == GRADIENT or (key in shadows and shadows[key].dtype == slot.dtype):
                 continue
-            if not self._has_room or not _is_within(store, slot):
+            if not self._has_room or not _is_within(store, slot, tier):
                 return None
             try:
-                shadows[key] = store.new_slot(record.name, record.shape, slot.dtype, Tier.NVME, key, code=slot.code)
+                shadows[key] = store.new_slot(record.name, record.shape, slot.dtype, tier, key, code=slot.code)
             except (CapacityError, StoreError) as error:
                 self._has_room = False
-                _log.warning("updates do not begin ahead of step(), for which the disk has no room: %s", error)
+                _log.warning("updates do not begin ahead of step(), for which %s has no room: %s", tier, error)
                 return None
         return {key: shadow for key, shadow in shadows.items() if key in job.home_slots}
 
@@ -290,13 +324,14 @@ class UpdatesAhead:
     def commit(self, claimed: Sequence[Begun], jobs: JobCollector) -> list[Job]:
         """Let parameters have what was updated ahead; return the jobs that the step has to do yet.
 
-        These update again what has failed, or read back what was written of copies in memory.
+        These update again what has failed, or copy home what was written of copies that live elsewhere than shadows.
         """
         left = []
         for begun in claimed:
             job, record = begun.job, begun.job.record
             assert job.ahead is not None
-            is_reloaded = bool(job.written_in_memory)
+            to_reload = job.slots_to_reload
+            is_reloaded = bool(to_reload)
             if not job.ahead.take(record, is_reloaded=is_reloaded):
                 self.counts.dropped["it failed"] += 1
                 assert job.home_gradient is not None
@@ -304,7 +339,7 @@ class UpdatesAhead:
                 left.append(jobs.collect_one(record, job.home_gradient.shown))
                 continue
             self.counts.num_taken += 1
-            for key in begun.shadows.keys() - job.written_in_memory.keys():
+            for key in begun.shadows.keys() - to_reload.keys():
                 self._exchange(record, key, begun.shadows[key])
             job.show_next_state()
             if is_reloaded:
@@ -344,7 +379,7 @@ class UpdatesAhead:
         store.synchronize()
         for shadows in self._shadows.values():
             for shadow in shadows.values():
-                store.held.count_home(Tier.NVME, -shadow.nbytes)
+                store.held.count_home(shadow.tier, -shadow.nbytes)
                 shadow.give_back(store.layout)
         self._shadows.clear()
         self._last.clear()
@@ -398,7 +433,7 @@ def _is_shown(optimizer: Optimizer, record: StoredParameter, key: str) -> bool:
     return shown is not None and optimizer.state.get(record.parameter, {}).get(key) is shown
 
 
-def _is_within(store: Store, slot: Slot) -> bool:
-    """Return whether a slot like another one fits the budget on nvme."""
-    budget = store.config.nvme_memory
-    return budget is None or store.held.nbytes_on(Tier.NVME) + slot.nbytes <= budget
+def _is_within(store: Store, slot: Slot, tier: Tier) -> bool:
+    """Return whether a slot like another one fits the budget on a tier."""
+    budget = store.config.nvme_memory if tier is Tier.NVME else store.config.host_memory
+    return budget is None or store.held.nbytes_on(tier) + slot.nbytes <= budget

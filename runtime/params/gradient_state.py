@@ -48,6 +48,7 @@ class GradientState:
     num_expected: int = 0  # of them in a step, as the last one had
     arrival_version: int = 0  # of the tensor at home, by autograd's count, when the last one had arrived
     num_edits: int = 0  # changes by users since then that autograd may not count
+    was_edited: bool = False  # by such changes, since its first part arrived
     is_at_home: bool = True  # False: all of the gradient is unreduced, and its slot has no value yet
 
     def is_home(self, grad: Tensor) -> bool:
@@ -77,7 +78,7 @@ class GradientState:
             self.slot = slot
         self.deferred.clear()
         self.norms.clear()
-        self.num_arrivals = 0
+        self.num_arrivals, self.was_edited = 0, False
 
     def note_arrival(self) -> None:
         """Note that a gradient, or a tile of one, has been stored or added."""
@@ -88,6 +89,7 @@ class GradientState:
     def note_edit(self) -> None:
         """Note that a user changes the value, or may do so unseen."""
         self.num_edits += 1
+        self.was_edited = True
 
     def end_step(self) -> None:
         """Expect as many gradients in the next step as there were in this one."""

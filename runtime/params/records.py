@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.copies import COMPUTE, Code, CopyKey
@@ -58,6 +59,9 @@ class UpdatesAhead(Protocol):
     def plan(self, name: str, parameters: frozenset[str]) -> None:
         """Update these parameters ahead of ``step()``, as the plan of a captured graph says."""
 
+    def covers(self, record: "StoredParameter", optimizer: Optimizer) -> bool:
+        """Return whether updates of a parameter by an optimizer begin ahead of ``step()``, if nothing is in their way."""
+
     def take(self, record: "StoredParameter") -> None:
         """Begin the update of a parameter, whose gradient has just arrived, if it is complete and nothing speaks against."""
 
@@ -65,7 +69,7 @@ class UpdatesAhead(Protocol):
         """Drop the updates that ``step()`` has not taken."""
 
     def drop_shadows(self) -> None:
-        """Drop these, and give back the disk space that they are written to. What ``step()`` has taken has ended."""
+        """Drop these, and give back the room that they are written to. What ``step()`` has taken has ended."""
 
 
 class Stored(Protocol):

@@ -130,6 +130,10 @@ class Slot:
         is_shown_to_others = self.shown is not None and sys.getrefcount(self.shown) > 2
         return not is_shown_to_others and not self.is_aliased
 
+    def lives_like(self, other: "Slot") -> bool:
+        """Return whether another slot is in memory of the same kind, so that the two may exchange their bytes."""
+        return (self.tier is Tier.NVME, self.on_device) == (other.tier is Tier.NVME, other.on_device)
+
     def exchange(self, other: "Slot") -> None:
         """Exchange the bytes with a slot of the same kind: each holds what the other one held. Nothing moves."""
         self.tensor, other.tensor = other.tensor, self.tensor

@@ -44,7 +44,7 @@ class DeviceUpdates:
         name: str,
         host: Mapping[CopyKey, Tensor],
         read: Collection[CopyKey],
-        written: Collection[CopyKey],
+        written: Mapping[CopyKey, Tensor],
         update: Callable[[Mapping[CopyKey, Tensor]], object],
         *,
         here: Mapping[CopyKey, Tensor],
@@ -52,10 +52,10 @@ class DeviceUpdates:
     ) -> dict[CopyKey, Future[None]]:
         """Start updating the flat ``host`` tensors of ``name``; call ``make_room`` first.
 
-        Those in ``read`` are copied to the device, and those in ``written`` are copied back. ``here`` are tensors on
-        the device, updated in place after the event ``before``. ``update`` receives all of them on the device, and enqueues
-        ops that change them in place. Returns futures that are done when what is written is back in host memory. Until then
-        no host tensor may be read or written by others.
+        Those in ``read`` are copied to the device, and ``written`` is where they are copied back: the same tensors, or
+        others. ``here`` are tensors on the device, updated in place after the event ``before``. ``update`` receives all of
+        them on the device, and enqueues ops that change them in place. Returns futures that are done when what is written is
+        back in host memory. Until then no host tensor may be read or written by others.
         """
         buffers = self._sets.popleft()
         there: dict[CopyKey, Tensor] = {}
@@ -88,10 +88,10 @@ class DeviceUpdates:
         leaving = [
             Copy(
                 _as_bytes(there[key]),
-                _as_bytes(host[key]),
-                self._count(Tier.DEVICE, Tier.HOST, host[key], f"{name} ({key.label})"),
+                _as_bytes(home),
+                self._count(Tier.DEVICE, Tier.HOST, home, f"{name} ({key.label})"),
             )
-            for key in written
+            for key, home in written.items()
         ]
         buffers.free = done  # of what lives on the device nothing is copied back
         back: dict[CopyKey, Future[None]] = {}
@@ -101,6 +101,16 @@ class DeviceUpdates:
             back = dict.fromkeys(written, copies.done)
         self._sets.append(buffers)
         return back
+
+    def copy_there(
+        self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], *, before: Event
+    ) -> dict[CopyKey, Future[None]]:
+        """Start copying flat host tensors to flat tensors on the device, behind ``before``; return when that is done."""
+        arriving = [
+            Copy(_as_bytes(host), _as_bytes(there), self._count(Tier.HOST, Tier.DEVICE, host, f"{name} ({key.label})"))
+            for key, (host, there) in copies.items()
+        ]
+        return dict.fromkeys(copies, self._link.bring_all(arriving, behind=before).done)
 
     def _count(self, source: Tier, destination: Tier, tensor: Tensor, name: str) -> Timing | None:
         nbytes = tensor.numel() * tensor.dtype.itemsize

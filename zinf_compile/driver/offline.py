@@ -264,7 +264,7 @@ def _tell_unused(plan: Plan) -> list[str]:
     trained = [placement for placement in plan.placements if placement.gradient_nbytes and plan.sinks]
     seen = sum(placement.master_nbytes + placement.gradient_nbytes for placement in trained if placement.master_nbytes)
     free = (device.capacity or 0) - device.predicted_peak
-    if plan.step.device_share == 0 or not 0 < seen <= free:
+    if not plan.updates_on_device or not 0 < seen <= free:
         return []
     return [
         f"{format_bytes(free)} of the device stay unused: master copies and gradients, {format_bytes(seen)}, live in host "

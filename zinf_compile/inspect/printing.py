@@ -269,7 +269,7 @@ def _dump_values(plan: Plan) -> list[str]:
             f"staging {format_bytes(step.staging_nbytes)}"
         )
     if step.ahead:
-        shadows = format_bytes(plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS))
+        shadows = format_bytes(plan.tier(plan.shadow_tier).nbytes_of(TierPart.SHADOWS))
         lines.append(
             f"             {len(step.ahead)} of {len(plan.sinks)} parameters updated ahead of step(), from backward on, "
             f"to {shadows} of shadows"

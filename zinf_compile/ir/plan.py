@@ -43,7 +43,7 @@ class TierPart(StrEnum):
     STAGING = "staging"  # host: the buffers that bytes pass through
     PADDING = "padding"  # nvme: the unused end of the last sector of each tensor
     SWAPPED = "swapped activations"  # host and nvme: activations between forward and backward
-    SHADOWS = "shadows"  # nvme: what updates ahead of step() write, until step() takes it
+    SHADOWS = "shadows"  # nvme, host beside a GPU: what updates ahead of step() write, until step() takes it
 
 
 # Not slotted: its bytes are cached properties, which the simulator reads often.
@@ -204,22 +204,33 @@ class Placement:
         """Return whether optimizer state lives on the device."""
         return self.optimizer_state is Tier.DEVICE
 
-    @property
-    def may_update_ahead(self) -> bool:
-        """Return whether an update moves more bytes than it would move in addition to be made ahead of ``step()``."""
-        moved = self.update_nbytes_read + self.update_nbytes_written
-        return Role.GRADIENT in self.by_role and moved > 2 * self.reloaded_nbytes
+    def may_update_ahead(self, shadows: Tier) -> bool:
+        """Return whether its update may be made ahead of ``step()``, and written to shadows on a tier.
+
+        With shadows on nvme where the update moves more bytes than it would in addition; with shadows in host memory,
+        where it runs on a device of its own, if all that it writes is in host memory but for the compute copy.
+        """
+        if Role.GRADIENT not in self.by_role:
+            return False
+        if shadows is Tier.NVME:
+            moved = self.update_nbytes_read + self.update_nbytes_written
+            return moved > 2 * self.reloaded_nbytes(shadows)
+        on_device = {copy.role for copy, nbytes in self._sized if nbytes and copy.tier is Tier.DEVICE}
+        others = {Role.COMPUTE} if Role.MASTER in self.by_role else set()
+        return not self.nbytes_on(Tier.NVME) and on_device <= others
+
+    def reloaded_nbytes(self, shadows: Tier) -> int:
+        """Return the bytes that an update ahead of ``step()`` writes to shadows, and that move on to their home after it."""
+        return self._reloaded_nbytes[shadows]
 
     @cached_property
-    def reloaded_nbytes(self) -> int:
-        """Return the bytes in memory that an update writes: ahead of ``step()`` to nvme, and after it they are read back."""
-        return sum(
-            nbytes for copy, nbytes in self._sized if copy.role is not Role.GRADIENT and copy.tier is not Tier.NVME
-        )
+    def _reloaded_nbytes(self) -> dict[Tier, int]:
+        written = [(copy.tier, nbytes) for copy, nbytes in self._sized if copy.role is not Role.GRADIENT]
+        return {shadows: sum(nbytes for tier, nbytes in written if tier is not shadows) for shadows in Tier}
 
     @cached_property
     def shadow_nbytes(self) -> int:
-        """Return the bytes on nvme, in whole sectors, of all that an update writes ahead of ``step()``."""
+        """Return the bytes, in whole sectors, of all that an update writes ahead of ``step()``."""
         return sum(
             -(-nbytes // SECTOR_NBYTES) * SECTOR_NBYTES
             for copy, nbytes in self._sized
@@ -290,10 +301,12 @@ class StepPlan:
     nbytes_read: int  # from nvme
     nbytes_written: int  # to nvme
     num_elements: int
-    # Of the elements whose state does not live on the device, updated there all the same; the rest on the host.
+    # Of the elements whose state does not live on the device and that are not updated ahead of step(), updated there all
+    # the same; the rest on the host.
     device_share: float = 0.0
-    # Placements whose update begins in backward, as soon as their gradient is complete, and is written to shadows on nvme.
-    # step() takes it if nothing has changed; copies whose home is memory are then read back. Sorted.
+    # Placements whose update begins in backward, as soon as their gradient is complete, and is written to shadows: on nvme,
+    # or beside a GPU, on which these updates run, in host memory. step() takes it if nothing has changed; copies whose home
+    # is elsewhere are then read back. Sorted.
     ahead: tuple[str, ...] = ()
 
 
@@ -383,16 +396,34 @@ class Plan:
         return self.step.num_chunks > 0 or self.hardware.updates_take_of_compute == 0
 
     @property
+    def updates_on_device(self) -> bool:
+        """Return whether a device with memory of its own updates some parameters."""
+        return self.step.device_share > 0 or bool(self.step.ahead and not self.hardware.unified)
+
+    @property
+    def shadow_tier(self) -> Tier:
+        """Return the tier that updates ahead of ``step()`` are written to."""
+        return Tier.NVME if self.hardware.unified else Tier.HOST
+
+    @property
     def device_updates(self) -> "DeviceUpdatesPlan":
-        """Return the totals of updates on the device: every parameter whose state lives there, and a share of the others."""
-        share = self.step.device_share
-        trained = [(placement, 1.0 if placement.has_device_state else share) for placement in self.placements]
-        trained = [(placement, each if share else 0.0) for placement, each in trained if placement.gradient_nbytes]
+        """Return the totals of updates on the device.
+
+        These are every parameter whose state lives there or whose update begins ahead of ``step()``, and a share of the
+        others.
+        """
+        share, ahead = self.step.device_share, frozenset(self.step.ahead)
+        trained = [
+            (placement, 1.0 if placement.has_device_state or placement.parameter in ahead else share)
+            for placement in self.placements
+            if placement.gradient_nbytes and self.updates_on_device
+        ]
+        reloaded = sum(item.reloaded_nbytes(self.shadow_tier) for item, _ in trained if item.parameter in ahead)
         updated = sum(placement.gradient_nbytes * each for placement, each in trained)
         return DeviceUpdatesPlan(
-            share=updated / max(1, sum(placement.gradient_nbytes for placement, _ in trained)),
-            nbytes_in=int(sum(placement.update_nbytes_to_device * each for placement, each in trained)),
-            nbytes_out=int(sum(placement.update_nbytes_to_host * each for placement, each in trained)),
+            share=updated / max(1, sum(placement.gradient_nbytes for placement in self.placements)),
+            nbytes_in=int(sum(placement.update_nbytes_to_device * each for placement, each in trained)) + reloaded,
+            nbytes_out=int(sum(placement.update_nbytes_to_host * each for placement, each in trained)) + reloaded,
         )
 
     @property

@@ -91,7 +91,7 @@ def _score(plan: Plan, step_seconds: float) -> Score:
         + plan.step.nbytes_written
         + updates.nbytes_in
         + updates.nbytes_out,
-        nbytes_shadowed=plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS),
+        nbytes_shadowed=plan.tier(plan.shadow_tier).nbytes_of(TierPart.SHADOWS),
         nbytes_away=sum(item.compute_nbytes for item in plan.placements if item.compute is not Tier.DEVICE),
         peak_nbytes=plan.tier(Tier.DEVICE).predicted_peak,
     )
@@ -401,7 +401,7 @@ class _Rung:
     def compare(self, choice: Choice, plan: Plan | None) -> None:
         """Add a plan to the front, unless its lower bound says that others there are better.
 
-        Raises CapacityError if ``speculate=True`` and the disk has no room for updates ahead of ``step()``.
+        Raises CapacityError if ``speculate=True`` and there is no room for the shadows of updates ahead of ``step()``.
         """
         if plan is not None:
             plan, *ahead = updates_to_compare(plan, self._request.config)

@@ -231,10 +231,15 @@ def _verify_updates_ahead(plan: Plan, homes: Mapping[str, Placement]) -> None:
         raise VerifyError(f"updates are made ahead of step(), and those of this plan are {plan.step.timing}")
     sunk = {sink.name for sink in plan.sinks}
     for name in ahead:
-        if name not in homes or name not in sunk or not homes[name].may_update_ahead:
+        if name not in homes or name not in sunk or not homes[name].may_update_ahead(plan.shadow_tier):
             raise VerifyError(
-                f"'{name}' is updated ahead of step(), and has no gradient here, or a copy that is written and not on nvme"
+                f"'{name}' is updated ahead of step(), and has no gradient here, or a copy that is written and not on "
+                f"{plan.shadow_tier}"
             )
-    needed, counted = sum(homes[name].shadow_nbytes for name in ahead), plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS)
-    if needed != counted:
-        raise VerifyError(f"nvme: part '{TierPart.SHADOWS}' says {counted} bytes, the updates ahead need {needed}")
+    needed = sum(homes[name].shadow_nbytes for name in ahead)
+    for tier in plan.tiers:
+        counted, expected = tier.nbytes_of(TierPart.SHADOWS), needed if tier.tier is plan.shadow_tier else 0
+        if counted != expected:
+            raise VerifyError(
+                f"{tier.tier}: part '{TierPart.SHADOWS}' says {counted} bytes, the updates ahead need {expected}"
+            )

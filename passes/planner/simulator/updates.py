@@ -21,10 +21,12 @@ class _Update(NamedTuple):
 
     placement: Placement
     after: tuple[int, ...]
-    nbytes_read: int
-    nbytes_written: int
-    nbytes_updated: int  # of gradients; 0 where an update ahead of step() is only read back
-    on_device: bool  # where only the copies there and back take time
+    nbytes_read: int = 0
+    nbytes_written: int = 0
+    nbytes_updated: int = 0  # of gradients, on the host; 0 where an update ahead of step() is only read back
+    # On a device only the copies there and back take time.
+    nbytes_in: int = 0
+    nbytes_out: int = 0
 
 
 class Updates:
@@ -37,10 +39,11 @@ class Updates:
         nbytes = sum(placement.gradient_nbytes for placement in plan.placements)
         seconds = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
         self._seconds_per_nbyte = seconds / nbytes if nbytes else 0.0
-        self._device_share = plan.step.device_share
-        self._nbytes = self._nbytes_on_device = (
-            0  # of gradients, of all updates queued so far and of those on the device
-        )
+        self._has_device, self._device_share = plan.updates_on_device, plan.step.device_share
+        self._shadows = plan.shadow_tier
+        self._ahead = frozenset(plan.step.ahead)
+        # Of gradients, of the updates queued so far that share out the device, and of those that run there.
+        self._nbytes = self._nbytes_on_device = 0
         self._queued: deque[_Update] = deque()
         self._unwritten: deque[_Update] = deque()
         self._unfinished: set[str] = set()
@@ -54,24 +57,35 @@ class Updates:
     ) -> None:
         """Queue the update of a parameter, which may start after some nodes; a frozen one has none.
 
-        ``is_ahead``: before ``step()``, so that all of it is written to nvme.
+        ``is_ahead``: before ``step()``, so that all of it is written to shadows.
         """
         if placement.gradient_nbytes:
-            written = placement.update_nbytes_written + (placement.reloaded_nbytes if is_ahead else 0)
-            read = placement.update_nbytes_read
+            away = placement.reloaded_nbytes(self._shadows) if is_ahead else 0
+            written, read = placement.update_nbytes_written, placement.update_nbytes_read
             if not with_gradient and placement.gradient is Tier.NVME:
                 read -= placement.gradient_nbytes
-            on_device = self._device_share > 0 and placement.has_device_state
-            if not on_device:
-                self._nbytes += placement.gradient_nbytes
-                on_device = self._nbytes_on_device + placement.gradient_nbytes <= self._device_share * self._nbytes
-                self._nbytes_on_device += placement.gradient_nbytes if on_device else 0
-            self._append(_Update(placement, after, read, written, placement.gradient_nbytes, on_device))
+            if self._goes_to_device(placement):
+                there, back = placement.update_nbytes_to_device, placement.update_nbytes_to_host + away
+                self._append(_Update(placement, after, read, written, nbytes_in=there, nbytes_out=back))
+            else:
+                self._append(_Update(placement, after, read, written + away, placement.gradient_nbytes))
+
+    def _goes_to_device(self, placement: Placement) -> bool:
+        """Return whether an update runs on the device, as ``StreamedStep`` decides."""
+        if not self._has_device:
+            return False
+        if placement.has_device_state or placement.parameter in self._ahead:
+            return True
+        self._nbytes += placement.gradient_nbytes
+        wanted = self._nbytes_on_device + placement.gradient_nbytes <= self._device_share * self._nbytes
+        self._nbytes_on_device += placement.gradient_nbytes if wanted else 0
+        return wanted
 
     def queue_reload(self, placement: Placement) -> None:
-        """Queue what is read back into memory of an update ahead of ``step()``, if there is anything."""
-        if nbytes := placement.reloaded_nbytes:
-            self._append(_Update(placement, (), nbytes, 0, 0, on_device=False))
+        """Queue what is copied home from shadows, of an update ahead of ``step()``, if there is anything."""
+        if nbytes := placement.reloaded_nbytes(self._shadows):
+            is_read = self._shadows is Tier.NVME
+            self._append(_Update(placement, (), nbytes_read=nbytes if is_read else 0, nbytes_in=0 if is_read else nbytes))
 
     def _append(self, update: _Update) -> None:
         self._queued.append(update)
@@ -111,9 +125,12 @@ class Updates:
         if self._queued and len(self._unwritten) < _MAX_UNDER_WAY:
             update = self._queued[0]
             after = (*update.after, *self._last_ends[0])
-            begin = (
-                self._lanes.start_of(Tier.NVME, Tier.HOST, after) if update.nbytes_read else self._lanes.end_of(after)
-            )
+            if update.nbytes_read:
+                begin = self._lanes.start_of(Tier.NVME, Tier.HOST, after)
+            elif update.nbytes_in:  # when the link is free: copies that are asked for meanwhile wait for one update only
+                begin = self._lanes.start_of(Tier.HOST, Tier.DEVICE, after)
+            else:
+                begin = self._lanes.end_of(after)
         if min(write, begin) >= before:
             self._idle_until = min(write, begin)
             return False
@@ -127,7 +144,7 @@ class Updates:
     def _begin(self, update: _Update, after: tuple[int, ...]) -> None:
         """Append the read of an update and, chunk by chunk beside it, its computation."""
         placement = update.placement
-        if update.on_device:
+        if update.nbytes_in:
             self._begin_on_device(update, after)
             return
         seconds = update.nbytes_updated * self._seconds_per_nbyte
@@ -142,12 +159,13 @@ class Updates:
 
     def _begin_on_device(self, update: _Update, after: tuple[int, ...]) -> None:
         """Append the read of an update, the copy to the device and the copy back."""
-        placement, name = update.placement, f"update of {update.placement.parameter}"
+        name = f"update of {update.placement.parameter}"
         if update.nbytes_read:
             after = (self._lanes.move(Tier.NVME, Tier.HOST, name, update.nbytes_read, after),)
-        there = self._lanes.move(Tier.HOST, Tier.DEVICE, name, placement.update_nbytes_to_device, after)
-        back = self._lanes.move(Tier.DEVICE, Tier.HOST, name, placement.update_nbytes_to_host, (there,))
-        self._computed(update, (back,))
+        end = self._lanes.move(Tier.HOST, Tier.DEVICE, name, update.nbytes_in, after)
+        if update.nbytes_out:
+            end = self._lanes.move(Tier.DEVICE, Tier.HOST, name, update.nbytes_out, (end,))
+        self._computed(update, (end,))
 
     def _computed(self, update: _Update, after: tuple[int, ...]) -> None:
         """Queue the write of an update that is computed; without one it is done."""
