@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zinf_compile.ir.config import free_memory
 from zinf_compile.ir.hardware import MemorySpace
-from zinf_compile.runtime.device.device import Event, MemoryUse
+from zinf_compile.runtime.device.device import CopyStreams, Event, MemoryUse
 from zinf_compile.runtime.device.host_mapping import map_large
 from zinf_compile.runtime.process.ram import DeviceRam
 
@@ -80,7 +80,8 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     memory = MemorySpace(unified=True)
-    compute = to_device = to_host = update = CpuStream()
+    compute = update = CpuStream()
+    copies = update_copies = CopyStreams(compute, compute)
 
     def updating(self) -> AbstractContextManager[object]:
         """Do nothing: ops run on the calling thread."""

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU as a device: four streams, events between them, and memory from torch's allocator.
+"""An NVIDIA GPU as a device: six streams, events between them, and memory from torch's allocator.
 
 Code that depends on the order of streams and events is in ``link.py``, which tests run on a fake device, without a GPU.
 """
@@ -14,7 +14,7 @@ from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
-from zinf_compile.runtime.device.device import AllocatedBlock, Event, MemoryUse, Stream, keeping_version
+from zinf_compile.runtime.device.device import AllocatedBlock, CopyStreams, Event, MemoryUse, Stream
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # by which a user chooses
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
@@ -57,8 +57,10 @@ class CudaStream:
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
         """Enqueue a copy of flat bytes. Asynchronous if host memory is pinned; else CUDA copies to its own buffer first."""
-        with torch.cuda.stream(self.stream), torch.no_grad(), keeping_version(destination):
-            destination.copy_(source, non_blocking=True)
+        # To ``data``, whose version is its own: what arrives in a parameter was not written by its user. Other threads read
+        # that version meanwhile.
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            destination.data.copy_(source, non_blocking=True)
 
 
 class CudaDevice:
@@ -84,10 +86,10 @@ class CudaDevice:
         if not any(variable in os.environ for variable in _ALLOCATOR_VARIABLES):
             # Streams have pools of their own, and what moves has many sizes: a run that held 148 MiB had reserved 236.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        # Copies in each direction and updates have a stream each, and run concurrently; link.py handles the hazards.
-        self._to_device = CudaStream(torch.cuda.Stream(self.torch_device))
-        self._to_host = CudaStream(torch.cuda.Stream(self.torch_device))
-        self._update = CudaStream(torch.cuda.Stream(self.torch_device))
+        # Copies in each direction and updates have streams of their own, and run concurrently; link.py handles the hazards.
+        self._copies = CopyStreams(self._new_stream(), self._new_stream())
+        self._update_copies = CopyStreams(self._new_stream(), self._new_stream())
+        self._update = self._new_stream()
         self._compute: CudaStream | None = None
         self._own_limit: float | None = None  # the user's fraction of the memory, while ours is set
 
@@ -109,15 +111,18 @@ class CudaDevice:
             current.wait_stream(self._compute.stream)
         self._compute = CudaStream(current)
 
-    @property
-    def to_device(self) -> Stream:
-        """The stream of copies from host memory."""
-        return self._to_device
+    def _new_stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self.torch_device))
 
     @property
-    def to_host(self) -> Stream:
-        """The stream of copies to host memory."""
-        return self._to_host
+    def copies(self) -> CopyStreams:
+        """See Device.copies."""
+        return self._copies
+
+    @property
+    def update_copies(self) -> CopyStreams:
+        """See Device.update_copies."""
+        return self._update_copies
 
     @property
     def update(self) -> Stream:

@@ -3,11 +3,10 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.hardware import MemorySpace
@@ -94,6 +93,13 @@ class MemoryUse(Protocol):
         """Measure what is held now; the model's memory beyond ``host_nbytes`` belongs to the device tier."""
 
 
+class CopyStreams(NamedTuple):
+    """Two streams of copies between host memory and a device, which run concurrently."""
+
+    to_device: Stream
+    to_host: Stream
+
+
 class Device(Protocol):
     """A device. A CPU shares the host's memory and its streams are synchronous; others copy bytes on their streams."""
 
@@ -105,12 +111,12 @@ class Device(Protocol):
         """The stream of the model's ops."""
 
     @property
-    def to_device(self) -> Stream:
-        """The stream of copies from host memory."""
+    def copies(self) -> CopyStreams:
+        """The streams that copy parameters, gradients and activations."""
 
     @property
-    def to_host(self) -> Stream:
-        """The stream of copies to host memory."""
+    def update_copies(self) -> CopyStreams:
+        """The streams that copy what optimizer updates read and write: other copies often wait for compute, these do not."""
 
     @property
     def update(self) -> Stream:
@@ -182,12 +188,6 @@ def alias_bytes(memory: Tensor, offset: int, num_elements: int, dtype: torch.dty
     storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + offset, memory.device, nbytes)
     weakref.finalize(storage, _drop, memory).atexit = False
     return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, (num_elements,), (1,))
-
-
-def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
-    """A block in which bytes are copied into a tensor that may be a parameter's, which is not written by its user."""
-    kept: AbstractContextManager[None] = _unsafe_preserve_version_counter(tensor)
-    return kept
 
 
 def _drop(memory: Tensor) -> None:

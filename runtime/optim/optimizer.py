@@ -438,7 +438,10 @@ class StreamedStep:
         # Hazard: compute enqueued before the step may still read the copies there.
         return self._store.device_updates.copy_there(
             job.record.name,
-            {key: (chunk.tensor(key, slot), job.reloaded[key].elements(chunk.slice)) for key, slot in job.home_slots.items()},
+            {
+                key: (chunk.tensor(key, slot), job.reloaded[key].elements(chunk.slice))
+                for key, slot in job.home_slots.items()
+            },
             before=job.before,
         )
 

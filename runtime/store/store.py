@@ -98,7 +98,7 @@ class Store:
         self.update_order: Mapping[str, int] = {}  # by parameter: the position of its first gather in the next forward
         self.chunk_elements = 2**20  # of the streamed step; set by the plan
         self.device_share = 0.0  # share of its elements that are updated on the device; set by the plan
-        self.device_updates = DeviceUpdates(self.device, self.transfers.link, self.meter)
+        self.device_updates = DeviceUpdates(self.device, self.meter)
         self.ram = self.device.measure_use(budget=config.device_memory - config.reserve_memory)
         homes_nbytes = dict.fromkeys(Tier, 0)
         self.activations = Activations(
@@ -135,7 +135,14 @@ class Store:
         _stores[self.store_id] = self
         leave_when_forked(self)
         self._finalizer = weakref.finalize(
-            self, _close, self.updates, self.transfers, self.staging, self.memory, self.engine
+            self,
+            _close,
+            self.updates,
+            self.device_updates,
+            self.transfers,
+            self.staging,
+            self.memory,
+            self.engine,
         )
 
     # Homes
@@ -612,7 +619,6 @@ class Store:
             with suppress(StoreError):  # a write that failed was reported by the step it belonged to
                 self.tensor_io.wait_writes()
             self._finalizer()
-            self.device_updates.drop()
             self.arena.give_back_all()
             self.arena.drop()
 
@@ -673,10 +679,16 @@ def _room_for_activations(config: Config, homes_nbytes: Mapping[Tier, int], tier
 
 
 def _close(
-    updates: UpdateQueue, transfers: Transfers, staging: StagingPool, memory: TierMemory, engine: Engine | None
+    updates: UpdateQueue,
+    device_updates: DeviceUpdates,
+    transfers: Transfers,
+    staging: StagingPool,
+    memory: TierMemory,
+    engine: Engine | None,
 ) -> None:
     with uninterrupted(may_raise=False):  # Python discards exceptions of finalizers
         updates.close(wait=False)  # this may run on the update thread itself, if it held the last reference
+        device_updates.close()
         transfers.close()
         staging.close()
         memory.close()

@@ -35,8 +35,10 @@ class _Buffers:
 class DeviceUpdates:
     """Runs updates of one store on its device. Called from one thread at a time."""
 
-    def __init__(self, device: Device, link: Link, meter: Meter) -> None:
-        self._device, self._link, self._meter = device, link, meter
+    def __init__(self, device: Device, meter: Meter) -> None:
+        self._device, self._meter = device, meter
+        # Its own streams: behind a prefetch or a gradient that waits for compute, updates would wait too.
+        self._link = Link(device, for_updates=True)
         self._sets: deque[_Buffers] = deque()
 
     def run(
@@ -132,6 +134,11 @@ class DeviceUpdates:
     def nbytes(self) -> int:
         """Return the device bytes of the buffers."""
         return sum(buffers.memory.numel() for buffers in self._sets)
+
+    def close(self) -> None:
+        """Wait for all copies, and end the threads that watch them."""
+        self.drop()
+        self._link.close()
 
     def drop(self) -> None:
         """Free the buffers, once nothing uses them."""

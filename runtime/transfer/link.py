@@ -92,6 +92,7 @@ class _Watcher:
             else:
                 del copy  # a waiter may need its memory
                 done.set_result(None)
+            del done  # and callbacks refer to what waited
 
     def close(self) -> None:
         if self._is_started:
@@ -103,12 +104,17 @@ class _Watcher:
 class Link:
     """Copies between host memory and one device in both directions. Thread-safe."""
 
-    def __init__(self, device: Device, *, leaving_nbytes: int = 0) -> None:
-        """``leaving_nbytes`` limits the device bytes of tensors that are being copied to host memory."""
+    def __init__(self, device: Device, *, leaving_nbytes: int = 0, for_updates: bool = False) -> None:
+        """``leaving_nbytes`` limits the device bytes of tensors that are being copied to host memory.
+
+        ``for_updates``: copy on the streams of updates.
+        """
         self._device = device
+        self._streams = device.update_copies if for_updates else device.copies
         self.is_crossed = not device.memory.unified  # whether bytes are copied between host and device
         self._in_lock, self._out_lock = threading.Lock(), threading.Lock()
-        self._in_watcher, self._out_watcher = _Watcher("zinf-to-device"), _Watcher("zinf-to-host")
+        whose = "update-" if for_updates else ""
+        self._in_watcher, self._out_watcher = _Watcher(f"zinf-{whose}to-device"), _Watcher(f"zinf-{whose}to-host")
         self._leaving: deque[_Leaving] = deque()
         self._leaving_nbytes = 0
         self.leaving_limit = leaving_nbytes
@@ -127,7 +133,7 @@ class Link:
 
     def bring_all(self, copies: Sequence[Copy], *, behind: Event) -> EnqueuedCopy:
         """Start several such copies, one after another; what is returned is for all of them."""
-        stream = self._device.to_device
+        stream = self._streams.to_device
         with self._in_lock:  # no other thread's copy may come between a copy and its event
             stream.wait(behind)
             event = _enqueue(copies, stream)
@@ -155,7 +161,7 @@ class Link:
 
     def take_all(self, copies: Sequence[Copy], *, behind: Event) -> EnqueuedCopy:
         """Start several such copies after an event, one after another; what is returned is for all of them."""
-        stream = self._device.to_host
+        stream = self._streams.to_host
         with self._out_lock:
             stream.wait(behind)
             event = _enqueue(copies, stream)
@@ -169,7 +175,7 @@ class Link:
         """
         nbytes = value.untyped_storage().nbytes()
         with self._out_lock:
-            left = self._device.to_host.record()
+            left = self._streams.to_host.record()
             self._leaving.append(_Leaving(value, nbytes, left))
             self._leaving_nbytes += nbytes
             self._free_beyond(self.leaving_limit)

@@ -144,7 +144,7 @@ class TensorIO:
                 self.staging.return_(lease)
                 raise
             if slot.in_memory:
-                home = slot.elements(part)
+                home = slot.elements(part).data  # adding later changes no version, by which edits of users are told
                 self._meter.add_moved(Tier.DEVICE, slot.tier, lease.nbytes)
                 added = then_start(left, partial(self._add_on_thread, home, here, part))
                 return_when_done(self.staging, lease, [added])

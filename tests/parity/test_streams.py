@@ -20,8 +20,8 @@ def test_gpt(parity, placement: str, captured: bool) -> None:
     device = parity.on_streams()
     parity.check(gpt, placement, captured=captured)
     if captured:  # eager code waits for each gather anyway
-        assert device.to_device.num_copied > 0
-        assert device.to_host.num_copied > 0
+        assert device.copies.to_device.num_copied > 0
+        assert device.copies.to_host.num_copied > 0
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Updates ahead of ``step()`` give the bits of plain PyTorch, whatever happens between backward and step."""
 
 import gc
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
-from zinf_compile.ir.errors import StoreError, UnsupportedError
+from tests.support.parity import on_streams
+from zinf_compile.ir.copies import MASTER, CopyKey
+from zinf_compile.ir.errors import CapacityError, StoreError, UnsupportedError
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.updates_ahead import AheadCounts, UpdatesAhead
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.store.store import Store, store_of
+from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
 
 WIDTH = 160
 NUM_LAYERS = 6
@@ -97,21 +102,26 @@ def store_and_ahead(model: nn.Module) -> tuple[Store, UpdatesAhead]:
     return store, store.updates_ahead
 
 
-# Compute dtype and device memory: in the first, a part of the copies is resident, or in host memory.
+# Compute dtype and device memory: in the first, a part of the copies is resident, or in host memory. In the last ones a
+# (fake) GPU updates what lives in host memory: compute copies are streamed, or live on the GPU.
 CASES: dict[str, tuple[torch.dtype | None, str]] = {
     "mixed": (None, "1600KiB"),
     "disk": (None, "1152KiB"),
     "bfloat16": (torch.bfloat16, "480KiB"),
+    "gpu, streamed": (None, "1800KiB"),
+    "gpu, resident": (None, "2300KiB"),
 }
-PARAMS = [name if name == "mixed" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+PARAMS = [name if name in ("mixed", "gpu, resident") else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 
 
 def make_optimized(case: str, folder: Path, *, speculate: bool | str = True) -> nn.Module:
     dtype, device_memory = CASES[case]
+    is_on_gpu = case.startswith("gpu")
     return zinf_compile.optimize(
         make_model(),
+        device="cuda" if is_on_gpu else "cpu",
         device_memory=device_memory,
-        host_memory="528KiB",
+        host_memory="64MiB" if is_on_gpu else "528KiB",
         nvme=folder,
         compute="aten",
         compute_dtype=dtype,
@@ -124,13 +134,14 @@ def make_optimized(case: str, folder: Path, *, speculate: bool | str = True) -> 
 
 @pytest.fixture(scope="module", params=PARAMS)
 def optimized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[nn.Module]:
-    """One captured model for all loops, on disk but for what is tiny."""
-    model = make_optimized(request.param, tmp_path_factory.mktemp("nvme"))
-    model(torch.arange(50)).backward()
-    model.zero_grad()
-    yield model
-    zinf_compile.close(model)
-    torch._dynamo.reset()
+    """One captured model for all loops, on disk but for what is tiny; beside a GPU in host memory."""
+    with on_streams() if request.param.startswith("gpu") else nullcontext():
+        model = make_optimized(request.param, tmp_path_factory.mktemp("nvme"))
+        model(torch.arange(50)).backward()
+        model.zero_grad()
+        yield model
+        zinf_compile.close(model)
+        torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -464,9 +475,41 @@ def let_disk_fail(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> _Failing
     return disk
 
 
+class _FailingGpu:
+    """Updates on a GPU that fail if they are ahead of their step."""
+
+    def __init__(self, updates: DeviceUpdates) -> None:
+        self._run = updates.run
+        self.num_failed = 0
+
+    def run(
+        self,
+        name: str,
+        host: Mapping[CopyKey, Tensor],
+        read: Any,
+        written: Mapping[CopyKey, Tensor],
+        *of: Any,
+        **by: Any,
+    ) -> Any:
+        if host[MASTER].data_ptr() != written[MASTER].data_ptr():
+            self.num_failed += 1
+            raise CapacityError("the GPU has no memory left")
+        return self._run(name, host, read, written, *of, **by)
+
+
 def test_an_update_ahead_that_fails_is_made_again(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = let_disk_fail(model, monkeypatch)
-    failing.may_go.set()
+    failing: _FailingGpu | _FailingDisk
+    store, _ = store_and_ahead(model)
+    if store.device.memory.unified:
+        failing = let_disk_fail(model, monkeypatch)
+        failing.may_go.set()
+    else:
+        failing = _FailingGpu(store.device_updates)
+        names = iter(itertools.cycle([True, False, False]))
+        run = store.device_updates.run
+        monkeypatch.setattr(
+            store.device_updates, "run", lambda *of, **by: (failing.run if next(names) else run)(*of, **by)
+        )
     loop = Loop(before_step=lambda step, *of: store_and_ahead(model)[0].updates.wait())
     counts = check(loop, model, waits=False)
     assert failing.num_failed > 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
 from zinf_compile.runtime.device.cpu import CPU
-from zinf_compile.runtime.device.device import AllocatedBlock, Device, Event, MemoryUse, keeping_version
+from zinf_compile.runtime.device.device import AllocatedBlock, CopyStreams, Device, Event, MemoryUse
 
 _MOST_SECONDS = 2e-4  # the longest delay of a copy
 _GIVE_UP_SECONDS = 20.0
@@ -89,8 +89,7 @@ class FakeStream:
 
     def _copy(self, source: Tensor, destination: Tensor) -> None:
         time.sleep(self._random.random() * self._most_seconds)
-        with keeping_version(destination):
-            destination.copy_(source)
+        destination.data.copy_(source)  # as a GPU's copy engine, it changes no version
 
     def _enqueue(self, act: Callable[[], None]) -> None:
         if self._is_compute:
@@ -129,8 +128,12 @@ class FakeDevice:
         self.torch_device = torch.device("cpu")
         self.compute = FakeStream("compute", seed=seed, is_compute=True)
         self.update = FakeStream("update", seed=seed, is_compute=True)
-        self.to_device = FakeStream("to-device", seed=seed + 1, is_compute=False, most_seconds=most_seconds)
-        self.to_host = FakeStream("to-host", seed=seed + 2, is_compute=False, most_seconds=most_seconds)
+        names = ("to-device", "to-host", "update-to-device", "update-to-host")
+        self._copying = [
+            FakeStream(name, seed=seed + number, is_compute=False, most_seconds=most_seconds)
+            for number, name in enumerate(names, 1)
+        ]
+        self.copies, self.update_copies = CopyStreams(*self._copying[:2]), CopyStreams(*self._copying[2:])
         self.nbytes = nbytes
         self.pinning = pinning
         self.pinned: dict[int, int] = {}
@@ -198,13 +201,13 @@ class FakeDevice:
 
     def synchronize(self) -> None:
         """Block until the streams have run everything that was enqueued."""
-        for stream in (self.to_device, self.to_host):
+        for stream in self._copying:
             stream.record().wait()
 
     def close(self) -> None:
         """End the streams."""
-        self.to_device.close()
-        self.to_host.close()
+        for stream in self._copying:
+            stream.close()
 
 
 @contextmanager

@@ -85,7 +85,9 @@ class Updates:
         """Queue what is copied home from shadows, of an update ahead of ``step()``, if there is anything."""
         if nbytes := placement.reloaded_nbytes(self._shadows):
             is_read = self._shadows is Tier.NVME
-            self._append(_Update(placement, (), nbytes_read=nbytes if is_read else 0, nbytes_in=0 if is_read else nbytes))
+            self._append(
+                _Update(placement, (), nbytes_read=nbytes if is_read else 0, nbytes_in=0 if is_read else nbytes)
+            )
 
     def _append(self, update: _Update) -> None:
         self._queued.append(update)
@@ -127,7 +129,9 @@ class Updates:
             after = (*update.after, *self._last_ends[0])
             if update.nbytes_read:
                 begin = self._lanes.start_of(Tier.NVME, Tier.HOST, after)
-            elif update.nbytes_in:  # when the link is free: copies that are asked for meanwhile wait for one update only
+            elif (
+                update.nbytes_in
+            ):  # when the link is free: copies that are asked for meanwhile wait for one update only
                 begin = self._lanes.start_of(Tier.HOST, Tier.DEVICE, after)
             else:
                 begin = self._lanes.end_of(after)

@@ -101,9 +101,9 @@ def test_what_is_enqueued_is_done_when_the_call_returns() -> None:
     threads = threading.active_count()
     source, destination = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     start = CPU.compute.record(timed=True)
-    CPU.to_device.copy(source, destination)
+    CPU.copies.to_device.copy(source, destination)
     assert destination.equal(source)
-    CPU.compute.wait(CPU.to_device.record())
+    CPU.compute.wait(CPU.copies.to_device.record())
     CPU.compute.record().wait()
     CPU.synchronize()
     assert 0 <= start.seconds_until(CPU.compute.record(timed=True)) < 60

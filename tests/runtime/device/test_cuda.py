@@ -132,9 +132,9 @@ def test_copies_are_told_to_their_streams(cuda: StandIn) -> None:
     device = CudaDevice("cuda")
     source, destination = torch.arange(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
     ready = device.compute.record()
-    device.to_device.wait(ready)
-    device.to_device.copy(source, destination)
-    arrived = device.to_device.record()
+    device.copies.to_device.wait(ready)
+    device.copies.to_device.copy(source, destination)
+    arrived = device.copies.to_device.record()
     device.compute.wait(arrived)
     assert torch.equal(source, destination)
     own = [line for line in cuda.calls if line != "synchronize event"]
@@ -145,7 +145,17 @@ def test_copies_are_told_to_their_streams(cuda: StandIn) -> None:
         "stream 1 records",
         "stream 0 waits for an event",
     ]
-    assert len({device.to_device.stream.name, device.to_host.stream.name, device.update.stream.name, "stream 0"}) == 4
+    assert (
+        len(
+            {
+                device.copies.to_device.stream.name,
+                device.copies.to_host.stream.name,
+                device.update.stream.name,
+                "stream 0",
+            }
+        )
+        == 4
+    )
     arrived.wait()
     assert cuda.calls[-1] == "synchronize event"
 

@@ -21,6 +21,7 @@ from zinf_compile.ir.copies import GRADIENT
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.observe.meter import Meter
+from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.layout import FileLayout
@@ -92,6 +93,37 @@ def test_state_that_lives_on_the_device_has_no_race(tmp_path: Path, timing: dict
     assert {f"the update on the device, at its {key} that lives there" for key in ("exp_avg", "compute copy")} <= set(
         races.num_accesses
     )
+
+
+AHEAD = {"host_memory": 64 * MIB, "speculate": True, "compute": "aten", "depth": 3}
+
+
+@pytest.mark.parametrize("device_memory", [900 * KIB, 2 * MIB], ids=["streamed", "resident"])
+def test_updates_ahead_of_the_step_have_no_race(tmp_path: Path, device_memory: int) -> None:
+    """Their results are copied to shadows, and compute copies that live on the device get theirs after the step."""
+    taken: list[int] = []
+
+    def commit(original: Any) -> Any:
+        def call(updates: UpdatesAhead, claimed: Any, jobs: Any) -> Any:
+            taken.append(len(claimed))
+            return original(updates, claimed, jobs)
+
+        return call
+
+    reloaded: list[str] = []
+
+    def copy_there(original: Any) -> Any:
+        def call(updates: DeviceUpdates, name: str, *args: Any, **kwargs: Any) -> Any:
+            reloaded.append(name)
+            return original(updates, name, *args, **kwargs)
+
+        return call
+
+    with patched(UpdatesAhead, "commit", commit), patched(DeviceUpdates, "copy_there", copy_there):
+        races = races_with(tmp_path, **{**AHEAD, "device_memory": device_memory})
+    assert races.found == []
+    assert sum(taken) > 0
+    assert any(name.endswith(".weight") for name in reloaded) == (device_memory == 2 * MIB)
 
 
 def races_with(tmp_path: Path, device: FakeDevice | None = None, **changed: Any) -> Races:
@@ -212,7 +244,7 @@ def test_an_update_that_does_not_wait_for_its_chunk_is_found(tmp_path: Path) -> 
     device = FakeDevice()
     device.update.wait = lambda event: event.done.wait()  # blocks this thread, and enqueues no wait on the stream
     found = races_with(tmp_path, device, update_on="device").found
-    assert any("the update on the device" in race and "the to-device stream, writing" in race for race in found)
+    assert any("the update on the device" in race and "the update-to-device stream, writing" in race for race in found)
 
 
 class Bench:
@@ -258,7 +290,7 @@ def test_a_gather_passes_through_staging_a_piece_at_a_time() -> None:
         for step in range(3):
             value = torch.arange(16 * ALIGN // 4, dtype=torch.float32) + step
             assert torch.equal(bench.gather(value), value)
-        assert device.to_device.num_copied == 3 * 16
+        assert device.copies.to_device.num_copied == 3 * 16
         assert bench.staging.peak_nbytes == 2 * ALIGN
         bench.close()
     assert races.found == []
@@ -288,9 +320,9 @@ def test_a_gradient_that_is_added_to_one_at_home_is_not_waited_for() -> None:
         assert bench.transfers.link is not None
         bench.transfers.link.leaving_limit = ALIGN  # or compute would have to wait, which the fake does at once
         home, value = torch.zeros(ALIGN // 4), torch.arange(ALIGN // 4, dtype=torch.float32)
-        whole, gate = Slice.of_whole("weight", home.shape), FakeEvent(device.to_host)
+        whole, gate = Slice.of_whole("weight", home.shape), FakeEvent(device.copies.to_host)
         slot = Slot(slice=whole, key=GRADIENT, tier=Tier.HOST, tensor=home)
-        device.to_host.wait(gate)
+        device.copies.to_host.wait(gate)
         bench.transfers.tensors.add_value(slot, value, Tier.DEVICE)
         assert torch.equal(home, torch.zeros_like(home))
         gate.happen()
@@ -361,4 +393,4 @@ def test_buffers_of_updates_that_are_filled_before_they_are_free_are_found(tmp_p
 
     with patched(DeviceUpdates, "run", run):
         found = races_with(tmp_path, update_on="device").found
-    assert any("the to-device stream, writing and the to-host stream, reading" in race for race in found)
+    assert any("the update-to-device stream, writing and the update-to-host stream, reading" in race for race in found)

@@ -40,7 +40,7 @@ def without(plan: Plan) -> Plan:
         )
         for tier in plan.tiers
     )
-    reloaded = sum(plan.placement(name).reloaded_nbytes for name in plan.step.ahead)
+    reloaded = sum(plan.placement(name).reloaded_nbytes(Tier.NVME) for name in plan.step.ahead)
     read, written = plan.step.nbytes_read - reloaded, plan.step.nbytes_written - reloaded
     return replace(plan, step=replace(plan.step, ahead=(), nbytes_read=read, nbytes_written=written), tiers=tiers)
 
@@ -75,7 +75,9 @@ def test_speculate_turns_them_off_and_on(plans: dict[int, Plan]) -> None:
         assert make_request(seed).config.speculate is None  # the default
         always = make_plan(request_of(seed, speculate=True))
         sunk = {sink.name for sink in always.sinks}
-        may = sorted(item.parameter for item in always.placements if item.may_update_ahead and item.parameter in sunk)
+        may = sorted(
+            item.parameter for item in always.placements if item.may_update_ahead(Tier.NVME) and item.parameter in sunk
+        )
         assert list(always.step.ahead) == may
         verify_plan(always)
 
