@@ -7,6 +7,7 @@ For each GPT, in separate processes, one after the other:
 
     memory    all in device memory: torch.compile, bfloat16 autocast, fused AdamW, where it fits
     zinf      parameters and optimizer states on the host, with a quarter of the device memory that ``memory`` used
+    late      as ``zinf``, with no update ahead of ``step()`` (``speculate=False``)
     fsdp2     FSDP2 on one rank with CPUOffloadPolicy, bfloat16 parameters in compute, fused AdamW
 
 JSON lines go to standard output, or to ``--json``: one per run with the seconds of its steps and its device memory, and
@@ -35,7 +36,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_SECONDS = 900
 _WARM_UP_STEPS = 3
 _VOCABULARY = 32_000
-_CONTESTANTS = ("memory", "zinf", "fsdp2")
+_CONTESTANTS = ("memory", "zinf", "late", "fsdp2")
 _BYTES = 2**28  # of a copy whose rate is measured
 _ELEMENTS = 2**26  # of the chunk on which a kernel is measured
 
@@ -143,6 +144,7 @@ def run_zinf(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
         host_memory=args.host_memory,
         compute_dtype=torch.bfloat16,
         compute=args.compute,
+        speculate=False if args.child == "late" else "auto",
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     seconds = _train(shape, args.tokens, args.device, args.rounds, lambda batch: model(**batch), optimizer)
@@ -154,6 +156,7 @@ def run_zinf(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
         "planned_device_nbytes": report.tiers[0].predicted_peak,
         "predicted_seconds": report.step.predicted_seconds if report.step else None,
         "stalls": [[stall.transfer, stall.seconds / max(1, stall.count)] for stall in report.stalls[:8]],
+        "ahead": None if report.ahead is None else str(report.ahead),
         "moved": {route.route: route.nbytes for route in report.moved},
     }
 
@@ -312,7 +315,7 @@ def main() -> None:
     parser.add_argument("--child", choices=_CONTESTANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        runs = {"memory": run_memory, "zinf": run_zinf, "fsdp2": run_fsdp2}
+        runs = {"memory": run_memory, "zinf": run_zinf, "late": run_zinf, "fsdp2": run_fsdp2}
         print(json.dumps(runs[args.child](SHAPES[args.only[0]], args)))
         return
     lines = JsonLines("gpu_step", args.json)

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from zinf_compile.ir.copies import GRADIENT, CopyKey
 from zinf_compile.ir.errors import CapacityError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.observe.progress import say
 from zinf_compile.runtime.optim.element_wise import is_same_value
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.shadow import SCALER_ATTRIBUTES, copy_scalars, is_element_wise, is_known
@@ -99,7 +100,8 @@ class UpdatesAhead:
         self._begun: dict[int, Begun] = {}  # by parameter id, until its step
         self._last: dict[int, Future[None]] = {}  # by parameter id: of the last one, which may still write to shadows
         self._shadows: dict[int, dict[CopyKey, Slot]] = {}  # by parameter id
-        self._has_room = True  # on the disk, for further shadows
+        self._has_room = True  # for further shadows
+        self._has_said = False  # that room is made for them, which takes seconds where memory is pinned
         self._lock = threading.Lock()  # guards what follows
         self._queue: deque[Begun] = deque()
         self._is_running = False
@@ -216,6 +218,9 @@ class UpdatesAhead:
                 continue
             if not self._has_room or not _is_within(store, slot, tier):
                 return None
+            if tier is Tier.HOST and not self._has_said:
+                self._has_said = True
+                say("pinning host memory for updates ahead of step(), once")
             try:
                 shadows[key] = store.new_slot(record.name, record.shape, slot.dtype, tier, key, code=slot.code)
             except (CapacityError, StoreError) as error:

@@ -116,11 +116,12 @@ def optimize(
         overlap_step: False makes ``optimizer.step()`` return when all updates are finished. By default updates run in
             the background, in the order in which the next forward gathers, and reading a parameter waits for its
             update.
-        speculate: False lets no update begin before ``optimizer.step()``. By default ("auto") updates of what is on nvme
-            begin in backward, as soon as a gradient is complete, where the planner finds the step shorter. They are
-            written beside the old values, and the step takes them if nothing has changed by then: no gradient, no
-            option of the optimizer. Otherwise they are made again; results are the same. True lets them begin wherever
-            possible, and raises where the disk has no room for that, or the optimizer does not update element by element.
+        speculate: False lets no update begin before ``optimizer.step()``. By default ("auto") updates of what is on nvme,
+            or beside a GPU in host memory, begin in backward, as soon as a gradient is complete, where the planner finds
+            the step shorter. They are written beside the old values, and the step takes them if nothing has changed by
+            then: no gradient, no option of the optimizer. Otherwise they are made again; results are the same. True
+            lets them begin wherever possible, and raises where there is no room for that, or the optimizer does not
+            update element by element.
         step_in_backward: True updates a parameter as soon as its gradient is complete. The gradient is never stored,
             and ``optimizer.step()`` only ends the step. Anything that needs all gradients, such as clipping by norm,
             GradScaler and accumulation, is refused. The first step is an ordinary one, which shows what the optimizer
