@@ -188,16 +188,19 @@ def _order_new_states(optimizer: Optimizer, known: list[Any]) -> None:
 @functools.cache
 def install_step_hooks() -> None:
     """Let every optimizer of the process stream the parameters that live in a store. Called once."""
-    interceptions: weakref.WeakKeyDictionary[Optimizer, _StepInterception] = weakref.WeakKeyDictionary()
+    # Weak on both sides: an interception refers to stores, and updates ahead of a step there refer to the optimizer. Its
+    # hooks keep the interception alive.
+    interceptions: weakref.WeakKeyDictionary[Optimizer, weakref.ref[_StepInterception]] = weakref.WeakKeyDictionary()
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_not_replaced(optimizer)
-        if (last := interceptions.pop(optimizer, None)) is not None:
-            last.remove()
+        last = interceptions.pop(optimizer, None)
+        if last is not None and (interception := last()) is not None:
+            interception.remove()
         stores = _stores_of(optimizer)
         if stores:
             check_supported(optimizer)
-            interceptions[optimizer] = _StepInterception(optimizer, stores)
+            interceptions[optimizer] = weakref.ref(_StepInterception(optimizer, stores))
 
     register_optimizer_step_pre_hook(_untraced(before))
 

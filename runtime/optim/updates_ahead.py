@@ -440,5 +440,7 @@ def _is_shown(optimizer: Optimizer, record: StoredParameter, key: str) -> bool:
 
 def _is_within(store: Store, slot: Slot, tier: Tier) -> bool:
     """Return whether a slot like another one fits the budget on a tier."""
-    budget = store.config.nvme_memory if tier is Tier.NVME else store.config.host_memory
+    if tier is Tier.HOST:
+        return store.held.host_peak_nbytes + slot.nbytes <= store.config.host_memory
+    budget = store.config.nvme_memory
     return budget is None or store.held.nbytes_on(tier) + slot.nbytes <= budget

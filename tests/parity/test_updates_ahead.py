@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -552,6 +553,30 @@ def test_an_update_that_fails_after_the_step_has_taken_it_stops_the_model(tmp_pa
     finally:
         zinf_compile.close(model)
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", [pytest.param("mixed", marks=pytest.mark.long), "gpu, resident"])
+def test_a_model_that_is_dropped_before_its_step_is_freed(case: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    with on_streams() if case.startswith("gpu") else nullcontext():
+        model = make_optimized(case, tmp_path)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.arange(50)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.arange(50)).backward()
+        store, ahead = store_and_ahead(model)
+        assert ahead._begun
+        was = weakref.ref(store)
+        del model, optimizer, store, ahead
+        torch._dynamo.reset()
+        for _ in range(100):  # until threads have let go
+            gc.collect()
+            if was() is None:
+                return
+            time.sleep(0.05)
+    pytest.fail("the store is still there")
 
 
 def test_an_optimizer_that_needs_whole_tensors_is_refused_if_it_is_asked_for(model: nn.Module) -> None:
