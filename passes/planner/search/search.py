@@ -410,16 +410,17 @@ class _Rung:
                 self._fastest = nanoseconds, choice, ahead
 
     def compare_ahead(self) -> None:
-        """Add the fastest plan with updates ahead of ``step()``."""
+        """Add the fastest plan with updates ahead of ``step()``, if these make it faster: they take memory or disk."""
         if self._fastest is not None:
-            _, choice, ahead = self._fastest
+            without, choice, ahead = self._fastest
             for plan in ahead:
-                self._add(choice, plan)
+                self._add(choice, plan, below=without / EQUALLY_FAST)
 
-    def _add(self, choice: Choice, plan: Plan) -> int:
-        """Return the simulated nanoseconds of a plan; their lower bound if the plan is not added for that."""
+    def _add(self, choice: Choice, plan: Plan, *, below: float = math.inf) -> int:
+        """Add a plan of fewer nanoseconds than ``below``; return how many, or their lower bound if that rules it out."""
         score = least_score(plan)
         if self._front.may_have(score):
             score = score_plan(plan)
-            self._front.add(Found(choice=choice, plan=plan, score=score))
+            if score.nanoseconds < below:
+                self._front.add(Found(choice=choice, plan=plan, score=score))
         return score.nanoseconds

@@ -29,6 +29,8 @@ def updates_to_compare(plan: Plan, config: Config) -> tuple[Plan, ...]:
     if not _may_begin_early(plan, config):
         return (plan,)
     may = [item for item in _in_order_of_gradients(plan) if item.may_update_ahead(plan.shadow_tier)]
+    if not config.speculate and _has_room_for_states(plan, may):
+        return (plan,)
     choices = [may] if config.speculate else list(_choices(may, plan))
     with_some = tuple(_with(plan, ahead) for each in choices if (ahead := _within(each, plan, config)))
     return with_some if config.speculate and with_some else (plan, *with_some)
@@ -50,6 +52,13 @@ def _in_order_of_gradients(plan: Plan) -> Sequence[Placement]:
     """Return the placements with a gradient, those first whose gradient is complete first: they gain the most."""
     homes = {placement.parameter: placement for placement in plan.placements}
     return [homes[sink.name] for sink in sorted(plan.sinks, key=lambda sink: sink.issue)]
+
+
+def _has_room_for_states(plan: Plan, placements: Sequence[Placement]) -> bool:
+    """Return whether the optimizer state of some placements fits a GPU, where updates move much less."""
+    device = plan.tier(Tier.DEVICE)
+    free = (device.capacity or 0) - device.predicted_peak
+    return plan.shadow_tier is Tier.HOST and sum(item.optimizer_state_nbytes for item in placements) <= free
 
 
 def _choices(may: Sequence[Placement], plan: Plan) -> Iterator[Sequence[Placement]]:

@@ -18,10 +18,14 @@ from zinf_compile.driver import planning
 from zinf_compile.frontend import offline
 from zinf_compile.hardware.profile_io import load_hardware
 from zinf_compile.inspect.plan_view import PlanView
-from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
+from zinf_compile.ir.config import make_config
+from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError, VerifyError
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes
 from zinf_compile.ir.hardware import DEVICE_LINKS, NODE_LINKS, Hardware, Rate, TierSize, make_route
+from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.passes.planner.search.planner import Request, make_plan
+from zinf_compile.passes.planner.search.updates_ahead import updates_to_compare
+from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.runtime.native.compiled import find_compiler
 
@@ -529,6 +533,47 @@ def test_a_gpu_that_computes_in_host_memory_is_planned_as_one_pool() -> None:
     assert plan.step.device_share == 0.0
     with pytest.raises(ConfigError, match="update_on='device' needs a device with memory of its own"):
         zinf_compile.plan(model, torch.empty(16, 256, device="meta"), hardware=shared, update_on="device")
+
+
+def test_on_a_gpu_updates_begin_ahead_of_the_step_while_the_link_rests() -> None:
+    """Where the step is shorter for it, and the states have no room on the GPU: shadows then are in host memory."""
+
+    def plan_of(device_memory: int = 760, **options: Any) -> Plan:
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+        given = {"hardware": "h200", "device_memory": device_memory * MIB, "host_memory": "4GiB", "compute": "inductor"}
+        return zinf_compile.plan(model, torch.empty(8192, 2048, device="meta"), **{**given, **options}).plan
+
+    plan, never = plan_of(), plan_of(speculate=False)
+    assert never.step.ahead == ()
+    assert 0 < never.step.device_share < 1
+    assert simulate(plan).step_seconds < 0.9 * simulate(never).step_seconds
+    assert plan.step.device_share == 0, "what is not ahead is the host's"
+    homes = [plan.placement(name) for name in plan.step.ahead]
+    assert not any(home.has_device_state or home.nbytes_on(Tier.NVME) for home in homes)
+    shadows = plan.tier(Tier.HOST).nbytes_of(TierPart.SHADOWS)
+    assert shadows == sum(home.shadow_nbytes for home in homes) > 0
+    moved = sum(home.update_nbytes_to_device + home.reloaded_nbytes(Tier.HOST) for home in homes)
+    assert plan.device_updates.nbytes_in == moved
+    verify_plan(plan)
+    lie = replace(plan, step=replace(plan.step, ahead=plan.step.ahead[1:]))
+    with pytest.raises(VerifyError, match="host: part 'shadows' says"):
+        verify_plan(lie)
+
+    assert plan_of(speculate=True, update_on="device").step.device_share == 1.0, "results are to be the GPU's"
+    on_host = plan_of(speculate=True, update_on="host")
+    assert (on_host.step.ahead, on_host.step.device_share) == ((), 0.0)
+    assert plan_of(device_memory=4000).step.ahead == (), "states fit"
+
+    bare = replace(never, step=replace(never.step, device_share=0.5))
+    full = tuple(
+        replace(tier, capacity=tier.predicted_peak + 4096) if tier.tier is Tier.HOST else tier for tier in bare.tiers
+    )
+    asked = make_config({"device": "cuda", "device_memory": 760 * MIB, "host_memory": "4GiB", "speculate": True})
+    with pytest.raises(
+        CapacityError, match=r"of host memory, and host_memory leaves .*; raise it to \d+MiB, or say speculate='auto'"
+    ):
+        updates_to_compare(replace(bare, tiers=full), asked)
 
 
 def test_on_a_gpu_compute_copies_and_state_reside_and_updates_take_room() -> None:

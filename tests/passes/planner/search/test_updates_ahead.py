@@ -8,11 +8,10 @@ import pytest
 from tests.support.planner_inputs import make_request
 from zinf_compile.ir.errors import CapacityError, VerifyError
 from zinf_compile.ir.glossary import Phase, StepTiming, Tier
-from zinf_compile.ir.hardware import Rate, make_route
+from zinf_compile.ir.hardware import Rate
 from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.passes.planner.search.planner import Request, make_plan, minimum_device_memory
 from zinf_compile.passes.planner.search.search import EQUALLY_FAST
-from zinf_compile.passes.planner.search.updates_ahead import updates_to_compare
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.bound import least_seconds
 from zinf_compile.passes.planner.simulator.simulate import simulate
@@ -41,8 +40,7 @@ def without(plan: Plan) -> Plan:
         )
         for tier in plan.tiers
     )
-    is_on_disk = plan.shadow_tier is Tier.NVME
-    reloaded = is_on_disk * sum(plan.placement(name).reloaded_nbytes(Tier.NVME) for name in plan.step.ahead)
+    reloaded = sum(plan.placement(name).reloaded_nbytes(Tier.NVME) for name in plan.step.ahead)
     read, written = plan.step.nbytes_read - reloaded, plan.step.nbytes_written - reloaded
     return replace(plan, step=replace(plan.step, ahead=(), nbytes_read=read, nbytes_written=written), tiers=tiers)
 
@@ -140,75 +138,3 @@ def test_plans_that_lie_are_refused(plans: dict[int, Plan]) -> None:
         verify_plan(changed(ahead=(*plan.step.ahead, "nobody")))
     with pytest.raises(VerifyError, match="those of this plan are synchronous"):
         verify_plan(changed(timing=StepTiming.SYNCHRONOUS))
-
-
-# Beside a GPU, whose link needs about as long for updates as it computes.
-
-
-def gpu_request_of(seed: int, **options: Any) -> Request:
-    request = make_request(seed, nvme=False)
-    hardware = replace(
-        request.hardware,
-        unified=False,
-        flops=tuple(Rate(name=dtype, per_second=5e9) for dtype in ("float32", "bfloat16")),
-        routes=(make_route(Tier.HOST, Tier.DEVICE, 1.5e8), make_route(Tier.DEVICE, Tier.HOST, 1.5e8)),
-        optimizer_elements_per_second=1.5e6,
-        updates_take_of_compute=0.0,
-    )
-    request = replace(request, hardware=hardware, config=replace(request.config, unified=False))
-    little = int(1.2 * minimum_device_memory(request))
-    return replace(request, config=replace(request.config, device_memory=little, **options))
-
-
-@pytest.fixture(scope="module")
-def gpu_plans() -> dict[int, Plan]:
-    return {seed: make_plan(gpu_request_of(seed)) for seed in SEEDS}
-
-
-def test_a_gpu_makes_them_where_the_step_is_shorter(gpu_plans: dict[int, Plan]) -> None:
-    """In backward, while the link rests: what they write goes to host memory, and the rest is the host's."""
-    num_better = 0
-    for seed, plan in gpu_plans.items():
-        verify_plan(plan)
-        assert least_seconds(plan) <= seconds(plan)
-        never = make_plan(gpu_request_of(seed, speculate=False))
-        assert never.step.ahead == ()
-        assert seconds(plan) <= EQUALLY_FAST * seconds(never)
-        if plan.step.ahead:
-            num_better += 1
-            assert EQUALLY_FAST * seconds(plan) < seconds(never)
-            assert plan.step.device_share == 0 < never.step.device_share < 1
-            homes = [plan.placement(name) for name in plan.step.ahead]
-            assert all(not home.nbytes_on(Tier.NVME) and not home.has_device_state for home in homes)
-            assert plan.tier(Tier.HOST).nbytes_of(TierPart.SHADOWS) == sum(home.shadow_nbytes for home in homes) > 0
-            moved = sum(home.update_nbytes_to_device + home.reloaded_nbytes(Tier.HOST) for home in homes)
-            assert plan.device_updates.nbytes_in >= moved
-    assert 5 <= num_better < len(gpu_plans)
-
-
-def test_bits_of_the_device_stay_its_own(gpu_plans: dict[int, Plan]) -> None:
-    """Where results are to be the device's, what does not begin ahead is updated there too."""
-    seed = next(seed for seed, plan in gpu_plans.items() if plan.step.ahead)
-    assert make_plan(gpu_request_of(seed, update_on="device", speculate=True)).step.device_share == 1.0
-    on_host = make_plan(gpu_request_of(seed, update_on="host", speculate=True))
-    assert (on_host.step.ahead, on_host.step.device_share) == ((), 0.0)
-
-
-def test_host_memory_limits_them(gpu_plans: dict[int, Plan]) -> None:
-    seed, plan = next((seed, plan) for seed, plan in gpu_plans.items() if plan.step.ahead)
-    shadows = plan.tier(Tier.HOST).nbytes_of(TierPart.SHADOWS)
-    budget = 2 * (plan.tier(Tier.HOST).nbytes_of(TierPart.HOMES) + shadows // 2)  # half of it is staging
-    limited = make_plan(gpu_request_of(seed, host_memory=budget))
-    assert limited.tier(Tier.HOST).nbytes_of(TierPart.SHADOWS) < shadows
-    assert limited.tier(Tier.HOST).predicted_peak <= budget
-    verify_plan(limited)
-    bare = without(plan)
-    bare = replace(bare, step=replace(bare.step, device_share=0.5))
-    full = tuple(
-        replace(tier, capacity=tier.predicted_peak + 4096) if tier.tier is Tier.HOST else tier for tier in bare.tiers
-    )
-    asked = gpu_request_of(seed, speculate=True).config
-    with pytest.raises(
-        CapacityError, match=r"of host memory, and host_memory leaves .*; raise it to \d+MiB, or say speculate='auto'"
-    ):
-        updates_to_compare(replace(bare, tiers=full), asked)
