@@ -1,7 +1,6 @@
 """Updates ahead of ``step()`` give the bits of plain PyTorch, whatever happens between backward and step."""
 
 import gc
-import itertools
 import threading
 import time
 import weakref
@@ -477,7 +476,7 @@ def let_disk_fail(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> _Failing
 
 
 class _FailingGpu:
-    """Updates on a GPU that fail if they are ahead of their step."""
+    """Updates on a GPU, of which those of one parameter fail if they are ahead of their step."""
 
     def __init__(self, updates: DeviceUpdates) -> None:
         self._run = updates.run
@@ -492,7 +491,7 @@ class _FailingGpu:
         *of: Any,
         **by: Any,
     ) -> Any:
-        if host[MASTER].data_ptr() != written[MASTER].data_ptr():
+        if name == "layers.4.weight" and host[MASTER].data_ptr() != written[MASTER].data_ptr():
             self.num_failed += 1
             raise CapacityError("the GPU has no memory left")
         return self._run(name, host, read, written, *of, **by)
@@ -506,11 +505,7 @@ def test_an_update_ahead_that_fails_is_made_again(model: nn.Module, monkeypatch:
         failing.may_go.set()
     else:
         failing = _FailingGpu(store.device_updates)
-        names = iter(itertools.cycle([True, False, False]))
-        run = store.device_updates.run
-        monkeypatch.setattr(
-            store.device_updates, "run", lambda *of, **by: (failing.run if next(names) else run)(*of, **by)
-        )
+        monkeypatch.setattr(store.device_updates, "run", failing.run)
     loop = Loop(before_step=lambda step, *of: store_and_ahead(model)[0].updates.wait())
     counts = check(loop, model, waits=False)
     assert failing.num_failed > 0
