@@ -396,7 +396,8 @@ class _Rung:
     def __init__(self, request: Request, front: Front) -> None:
         self._request = request
         self._front = front
-        self._fastest: tuple[int, Choice, Sequence[Plan]] | None = None  # its ns, and its plans with updates ahead
+        # Its nanoseconds, or a lower bound, and its plans without and with updates ahead.
+        self._fastest: tuple[int, Choice, Plan, Sequence[Plan]] | None = None
 
     def compare(self, choice: Choice, plan: Plan | None) -> None:
         """Add a plan to the front, unless its lower bound says that others there are better.
@@ -407,14 +408,15 @@ class _Rung:
             plan, *ahead = updates_to_compare(plan, self._request.config)
             nanoseconds = self._add(choice, plan)
             if ahead and (self._fastest is None or nanoseconds < self._fastest[0]):
-                self._fastest = nanoseconds, choice, ahead
+                self._fastest = nanoseconds, choice, plan, ahead
 
     def compare_ahead(self) -> None:
         """Add the fastest plan with updates ahead of ``step()``, if these make it faster: they take memory or disk."""
         if self._fastest is not None:
-            without, choice, ahead = self._fastest
+            _, choice, without, ahead = self._fastest
+            below = score_plan(without).nanoseconds / EQUALLY_FAST
             for plan in ahead:
-                self._add(choice, plan, below=without / EQUALLY_FAST)
+                self._add(choice, plan, below=below)
 
     def _add(self, choice: Choice, plan: Plan, *, below: float = math.inf) -> int:
         """Add a plan of fewer nanoseconds than ``below``; return how many, or their lower bound if that rules it out."""

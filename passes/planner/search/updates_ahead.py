@@ -110,10 +110,10 @@ def _with(plan: Plan, ahead: Sequence[Placement]) -> Plan:
         for tier in plan.tiers
     )
     on_disk = sum(item.reloaded_nbytes(shadows) for item in ahead) if shadows is Tier.NVME else 0
-    device_share = plan.step.device_share
     step = replace(
         plan.step,
-        device_share=device_share if device_share in (0.0, 1.0) else 0.0,
+        # The host's processors have the rest, unless results are to be the device's.
+        device_share=1.0 if plan.step.device_share == 1.0 else 0.0,
         ahead=tuple(sorted(item.parameter for item in ahead)),
         nbytes_read=plan.step.nbytes_read + on_disk,
         nbytes_written=plan.step.nbytes_written + on_disk,
