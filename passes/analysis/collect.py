@@ -196,6 +196,11 @@ def _collect_values(
     return tuple(sorted(values, key=lambda value: (value.live.start, value.name)))
 
 
+def workspace_name(node: fx.Node) -> str:
+    """Return the name of the value that stands for what a node allocates and frees again while it runs."""
+    return f"{node.name}_workspace"
+
+
 def _workspaces(nodes: list[fx.Node], shapes: GraphShapes) -> list[ValueFact[Size]]:
     """Return the memory that nodes allocate and free again while they run.
 
@@ -208,7 +213,7 @@ def _workspaces(nodes: list[fx.Node], shapes: GraphShapes) -> list[ValueFact[Siz
     counted |= {node: shapes.size(count_workspace(node)) for node in nodes if node.target in REORDERING}
     return [
         ValueFact(
-            name=f"{node.name}_workspace",
+            name=workspace_name(node),
             nbytes=nbytes,
             live=LiveRange(start=_tick(node), end=_tick(node) + 1),
             saved=False,

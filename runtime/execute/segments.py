@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from zinf_compile.ir.glossary import printable
+from zinf_compile.runtime.execute.compiled_memory import collecting_code, count_compiled_workspace
 from zinf_compile.runtime.execute.layouts import Layouts
 from zinf_compile.runtime.observe.progress import say
 
@@ -100,7 +101,10 @@ def compile_segment(number: int) -> None:
     with _lock:
         if key not in _compiled:
             segment = _segment(number)
-            _compiled[key] = _Compiled(number, segment, _compile(number, segment))
+            with collecting_code() as code:
+                run = _compile(number, segment)
+            workspace = count_compiled_workspace(code[0], segment.graph) if run and len(code) == 1 else None
+            _compiled[key] = _Compiled(number, segment, run, workspace)
 
 
 def run_segment(inputs: Sequence[Tensor], sizes: Sequence[int], segment: int) -> list[Tensor]:
@@ -112,6 +116,12 @@ def run_segment(inputs: Sequence[Tensor], sizes: Sequence[int], segment: int) ->
     return _compiled[key].run(inputs, tuple(sizes))
 
 
+def compiled_workspace(number: int) -> int | None:
+    """Return the bytes that the compiled code of a segment allocates at once beside its results; None if unknown."""
+    compiled = _compiled.get(_key(number))
+    return None if compiled is None else compiled.workspace
+
+
 def remarks_on(number: int) -> tuple[str, ...]:
     """Return, as text, which parts of a segment do not run as compiled, and why."""
     return tuple(_remarks.get(number, ()))
@@ -120,13 +130,13 @@ def remarks_on(number: int) -> tuple[str, ...]:
 class _Compiled:
     """A segment for one setting of torch: the layouts of its inputs and results, and its compiled code."""
 
-    def __init__(self, number: int, segment: fx.GraphModule, run: _Run | None) -> None:
-        """``run`` is None for one that runs op by op."""
+    def __init__(self, number: int, segment: fx.GraphModule, run: _Run | None, workspace: int | None) -> None:
+        """``run`` is None for one that runs op by op, and ``workspace`` if it is not known."""
         placeholders = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
         (results,) = segment.graph.output_node().args
         assert isinstance(results, tuple | list)
         sizes = [value for value in placeholders if isinstance(value, torch.SymInt)]
-        self._number, self._run = number, run
+        self._number, self._run, self.workspace = number, run, workspace
         self._inputs = Layouts(sizes, [value for value in placeholders if isinstance(value, Tensor)])
         self._results = Layouts(sizes, [node.meta["val"] for node in results if isinstance(node, fx.Node)])
         self._checked: tuple[int, ...] | None = None  # the sizes at which results were last checked

@@ -16,13 +16,14 @@ from zinf_compile.driver.segmented import (
     describe_missing_compiler,
     find_fallbacks,
     number_of_segment,
+    with_compiled_workspaces,
 )
 from zinf_compile.driver.store_catalog import StoreCatalog
 from zinf_compile.driver.tile_search import TiledGraph
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.inspect.what_if import describe_largest
 from zinf_compile.ir.errors import CapacityError, StoreError
-from zinf_compile.ir.facts import GraphFacts
+from zinf_compile.ir.facts import GraphFacts, at_sizes
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.ir.plan_io import plan_to_json
@@ -33,6 +34,7 @@ from zinf_compile.passes.capture.splits import JointGraph
 from zinf_compile.passes.contract import LowerInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import lower_graph
+from zinf_compile.passes.planner.memory.activations import plan_activations
 from zinf_compile.passes.planner.search.planner import Request
 from zinf_compile.passes.planner.search.remake import remake_plan, with_open_forwards
 from zinf_compile.passes.planner.search.verify import verify_plan
@@ -47,6 +49,7 @@ from zinf_compile.runtime.ranks.ranks import hash_of
 
 _log = logging.getLogger(__name__)
 _PAGE_NBYTES = 4096  # smaller growth, such as a loss that the caller holds during backward, causes no replanning
+_LEAST_FREED = 1 / 16  # of the memory of activations: planning again for less is not worth its seconds
 
 
 class Backward(NamedTuple):
@@ -162,7 +165,25 @@ class Program:
         else:
             assert computed.form.captured is not None
             compile_segments(computed.form.captured)
+            computed = self._plan_as_compiled(computed)
         return computed
+
+    def _plan_as_compiled(self, computed: Chosen) -> Chosen:
+        """Plan again with the memory that compiled segments need, which is less than their ops would.
+
+        On a CPU it stays theirs: the system's allocator keeps what is freed. So it does on several ranks, whose Inductor
+        might decide differently.
+        """
+        if self._store.device.memory.unified or not self._store.ranks.is_alone:
+            return computed
+        assert computed.form.captured is not None
+        facts = with_compiled_workspaces(computed.form.captured, computed.form.facts)
+        before, now = (plan_activations(at_sizes(each)).peak_nbytes for each in (computed.form.facts, facts))
+        if now > (1 - _LEAST_FREED) * before:
+            return computed
+        say(f"planning {self._name} again: compiled, its ops need {format_bytes(now)} instead of {format_bytes(before)}")
+        form = replace(computed.form, facts=facts)
+        return replace(computed, form=form, forms=(form,), planned=self._planner.plan_for([facts]))
 
     def compile_forward(self, graph_module: fx.GraphModule) -> BoxedCallable:
         """Return the forward as a callable that replans when parameters have moved or inputs have grown."""

@@ -3,14 +3,23 @@
 import functools
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import fx
 
+from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.ops import RUN_SEGMENT
-from zinf_compile.passes.analysis.collect import CapturedGraph
+from zinf_compile.ir.sizes import Size
+from zinf_compile.passes.analysis.collect import CapturedGraph, workspace_name
 from zinf_compile.passes.contract import BLOCK
 from zinf_compile.passes.transforms.segments.structure import describe_structure
-from zinf_compile.runtime.execute.segments import compile_segment, is_compiled, number_of, remarks_on
+from zinf_compile.runtime.execute.segments import (
+    compile_segment,
+    compiled_workspace,
+    is_compiled,
+    number_of,
+    remarks_on,
+)
 from zinf_compile.runtime.native.compiled import find_compiler
 from zinf_compile.runtime.observe.progress import say
 
@@ -40,6 +49,18 @@ def compile_segments(captured: CapturedGraph) -> None:
     for position, number in enumerate(new, start=1):
         say(f"compiling segment {position} of {len(new)}")
         compile_segment(number)
+
+
+def with_compiled_workspaces(captured: CapturedGraph, facts: GraphFacts[Size]) -> GraphFacts[Size]:
+    """Return facts in which compiled segments need the memory that their code allocates, where that is known."""
+    known: dict[str, int] = {}
+    for node in _calls(captured):
+        if (nbytes := compiled_workspace(_number(node))) is not None:
+            known[workspace_name(node)] = nbytes
+    values = tuple(
+        replace(value, nbytes=known[value.name]) if value.name in known else value for value in facts.values
+    )
+    return replace(facts, values=values)
 
 
 def find_fallbacks(captured: CapturedGraph) -> list[str]:
