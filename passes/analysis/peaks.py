@@ -1,6 +1,7 @@
 """Estimates the bytes that a segment needs besides its inputs and results: what it would need op by op.
 
-A compiled segment fuses ops and frees inputs early. It was never observed to need more, but this is not proven.
+A compiled segment fuses ops and frees inputs early, so it usually needs less, and a little more where it computes a
+result early. What it allocates is known once it is compiled: see ``execute/compiled_memory.py``.
 """
 
 from collections import Counter

@@ -165,11 +165,14 @@ class Program:
         else:
             assert computed.form.captured is not None
             compile_segments(computed.form.captured)
-            computed = self._plan_as_compiled(computed)
+            try:
+                computed = self._plan_as_compiled(computed)
+            except CapacityError as error:
+                return replace(ops, op_by_op=f"compiled, it does not fit: {error}")
         return computed
 
     def _plan_as_compiled(self, computed: Chosen) -> Chosen:
-        """Plan again with the memory that compiled segments need, which is less than their ops would.
+        """Plan again with the memory that compiled segments need, instead of that of their ops, where it is known.
 
         On a CPU it stays theirs: the system's allocator keeps what is freed. So it does on several ranks, whose Inductor
         might decide differently.
@@ -179,9 +182,11 @@ class Program:
         assert computed.form.captured is not None
         facts = with_compiled_workspaces(computed.form.captured, computed.form.facts)
         before, now = (plan_activations(at_sizes(each)).peak_nbytes for each in (computed.form.facts, facts))
-        if now > (1 - _LEAST_FREED) * before:
+        if (1 - _LEAST_FREED) * before < now <= before:
             return computed
-        say(f"planning {self._name} again: compiled, its ops need {format_bytes(now)} instead of {format_bytes(before)}")
+        say(
+            f"planning {self._name} again: compiled, its ops need {format_bytes(now)} instead of {format_bytes(before)}"
+        )
         form = replace(computed.form, facts=facts)
         return replace(computed, form=form, forms=(form,), planned=self._planner.plan_for([facts]))
 

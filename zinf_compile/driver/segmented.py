@@ -57,9 +57,7 @@ def with_compiled_workspaces(captured: CapturedGraph, facts: GraphFacts[Size]) -
     for node in _calls(captured):
         if (nbytes := compiled_workspace(_number(node))) is not None:
             known[workspace_name(node)] = nbytes
-    values = tuple(
-        replace(value, nbytes=known[value.name]) if value.name in known else value for value in facts.values
-    )
+    values = tuple(replace(value, nbytes=known[value.name]) if value.name in known else value for value in facts.values)
     return replace(facts, values=values)
 
 
