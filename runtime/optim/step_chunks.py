@@ -36,7 +36,7 @@ class Chunk:
         stored = slot.stored(self.slice)
         if key in self.views:
             return torch.frombuffer(self.views[key], dtype=slot.tensor.dtype, count=stored.num_elements)
-        return slot.elements(stored)
+        return self.job.elements_of(slot, stored)
 
     def reload(self) -> Mapping[CopyKey, Future[None]]:
         """Copy what was read of shadows into the copies in memory; nothing has to come back."""

@@ -4,11 +4,12 @@
     update              arrived -> the user's optimizer on chunk 1 | ...
     to_host                        done -> master copy, moments, compute copy of chunk 1 | ...
 
-A few sets of buffers take turns: the next chunk arrives while one is updated and the previous one is copied back.
+A few sets of buffers take turns: the next chunk arrives while one is updated and the previous one is copied back. Small
+chunks, as of norms, take turns of their own: else a large one behind two of them would wait for its predecessor to leave.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from zinf_compile.ir.copies import CopyKey
 from zinf_compile.ir.glossary import Tier
-from zinf_compile.ir.plan import UPDATE_SETS
-from zinf_compile.runtime.device.device import Device, Event, Timing
+from zinf_compile.ir.plan import SMALL_UPDATE_PART, SMALL_UPDATE_SETS, UPDATE_SETS
+from zinf_compile.runtime.device.device import Device, Event
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.transfer.link import Copy, Link
@@ -30,6 +31,18 @@ class _Buffers:
 
     memory: Tensor
     free: Event
+    layout: tuple[tuple[torch.dtype, int], ...] = ()  # dtypes and lengths of the tensors that it was last cut into
+    tensors: Sequence[Tensor] = ()
+
+    def cut(self, layout: tuple[tuple[torch.dtype, int], ...]) -> Sequence[Tensor]:
+        """Return flat tensors of these dtypes and lengths in the memory, each from a sector on."""
+        if layout != self.layout:  # most chunks are alike, and a view costs as much as enqueueing a copy
+            tensors, cursor = [], 0
+            for dtype, length in layout:
+                tensors.append(self.memory[cursor : cursor + length * dtype.itemsize].view(dtype))
+                cursor += whole_sectors(length * dtype.itemsize)
+            self.layout, self.tensors = layout, tensors
+        return self.tensors
 
 
 class DeviceUpdates:
@@ -39,7 +52,9 @@ class DeviceUpdates:
         self._device, self._meter = device, meter
         # Its own streams: behind a prefetch or a gradient that waits for compute, updates would wait too.
         self._link = Link(device, for_updates=True)
-        self._sets: deque[_Buffers] = deque()
+        self._large: deque[_Buffers] = deque()
+        self._small: deque[_Buffers] = deque()  # each at most a small part of a large one
+        self._sets = self._large  # those of the next chunk
 
     def run(
         self,
@@ -60,19 +75,13 @@ class DeviceUpdates:
         back in host memory. Until then no host tensor may be read or written by others.
         """
         buffers = self._sets.popleft()
-        there: dict[CopyKey, Tensor] = {}
+        there = dict(zip(host, buffers.cut(tuple((each.dtype, each.numel()) for each in host.values())), strict=True))
         if here:
             # Hazard: compute enqueued earlier may still read a resident copy that is updated in place.
             self._device.update.wait(before)
-        cursor = 0
-        arriving: list[Copy] = []
-        for key, tensor in host.items():
-            room = buffers.memory[cursor : cursor + tensor.numel() * tensor.dtype.itemsize]
-            there[key] = room.view(tensor.dtype)
-            cursor += _room(tensor)
-            if key in read:
-                timing = self._count(Tier.HOST, Tier.DEVICE, tensor, f"{name} ({key.label})")
-                arriving.append(Copy(_as_bytes(tensor), room, timing))
+        arriving = self._copies(
+            name, {key: (host[key], there[key]) for key in host if key in read}, Tier.HOST, Tier.DEVICE
+        )
         if arriving:
             # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
             # Hazard: the update reads the copied tensors.
@@ -87,14 +96,7 @@ class DeviceUpdates:
             raise
         # Hazard: the copies back read what the update writes.
         done = self._device.update.record()
-        leaving = [
-            Copy(
-                _as_bytes(there[key]),
-                _as_bytes(home),
-                self._count(Tier.DEVICE, Tier.HOST, home, f"{name} ({key.label})"),
-            )
-            for key, home in written.items()
-        ]
+        leaving = self._copies(name, {key: (there[key], home) for key, home in written.items()}, Tier.DEVICE, Tier.HOST)
         buffers.free = done  # of what lives on the device nothing is copied back
         back: dict[CopyKey, Future[None]] = {}
         if leaving:
@@ -108,21 +110,32 @@ class DeviceUpdates:
         self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], *, before: Event
     ) -> dict[CopyKey, Future[None]]:
         """Start copying flat host tensors to flat tensors on the device, behind ``before``; return when that is done."""
-        arriving = [
-            Copy(_as_bytes(host), _as_bytes(there), self._count(Tier.HOST, Tier.DEVICE, host, f"{name} ({key.label})"))
-            for key, (host, there) in copies.items()
-        ]
+        arriving = self._copies(name, copies, Tier.HOST, Tier.DEVICE)
         return dict.fromkeys(copies, self._link.bring_all(arriving, behind=before).done)
 
-    def _count(self, source: Tier, destination: Tier, tensor: Tensor, name: str) -> Timing | None:
-        nbytes = tensor.numel() * tensor.dtype.itemsize
-        self._meter.add_moved(source, destination, nbytes)
-        return self._meter.copying(source, destination, nbytes, name)
+    def _copies(
+        self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], source: Tier, destination: Tier
+    ) -> list[Copy]:
+        """Return copies from one tier to another, which are counted, and timed while something is recorded."""
+        sizes = {key: tensor.numel() * tensor.dtype.itemsize for key, (tensor, _) in copies.items()}
+        self._meter.add_moved(source, destination, sum(sizes.values()))
+        return [
+            Copy(
+                *pair,
+                None
+                if self._meter.recorder is None
+                else self._meter.copying(source, destination, sizes[key], f"{name} ({key.label})"),
+            )
+            for key, pair in copies.items()
+        ]
 
     def make_room(self, sizes: Iterable[int]) -> None:
         """Prepare buffers of these sizes, in bytes, for the next chunk. CapacityError if the device has no room."""
         needed = sum(map(whole_sectors, sizes))
-        if len(self._sets) >= UPDATE_SETS:
+        largest = max((buffers.memory.numel() for buffers in self._large), default=0)
+        is_small = needed * SMALL_UPDATE_PART <= largest
+        self._sets = self._small if is_small else self._large
+        if len(self._sets) >= (SMALL_UPDATE_SETS if is_small else UPDATE_SETS):
             if self._sets[0].memory.numel() >= needed:
                 return
             self._sets.popleft().free.wait()  # their memory returns to the allocator, which does not track these copies
@@ -133,7 +146,7 @@ class DeviceUpdates:
     @property
     def nbytes(self) -> int:
         """Return the device bytes of the buffers."""
-        return sum(buffers.memory.numel() for buffers in self._sets)
+        return sum(buffers.memory.numel() for buffers in (*self._large, *self._small))
 
     def close(self) -> None:
         """Wait for all copies, and end the threads that watch them."""
@@ -142,13 +155,6 @@ class DeviceUpdates:
 
     def drop(self) -> None:
         """Free the buffers, once nothing uses them."""
-        while self._sets:
-            self._sets.popleft().free.wait()
-
-
-def _room(tensor: Tensor) -> int:
-    return whole_sectors(tensor.numel() * tensor.dtype.itemsize)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
+        for sets in (self._large, self._small):
+            while sets:
+                sets.popleft().free.wait()

@@ -20,6 +20,9 @@ PLAN_VERSION = 7
 UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
 BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
 UPDATE_SETS = 3  # sets of device buffers for updates: one chunk arrives, one is updated, one is copied back
+# Chunks of norms and biases would each take the turn of a large one. They have further sets, each a small part of one.
+SMALL_UPDATE_SETS = 4
+SMALL_UPDATE_PART = 64
 
 
 REDUCED_NBYTES = 32 * 2**20  # of gradients that pass between ranks at once: buffers of a constant size

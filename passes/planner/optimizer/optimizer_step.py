@@ -8,7 +8,7 @@ from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import StepTiming, Tier, format_bytes
 from zinf_compile.ir.hardware import Hardware
-from zinf_compile.ir.plan import UPDATE_SETS, Placement, StepPlan
+from zinf_compile.ir.plan import SMALL_UPDATE_PART, SMALL_UPDATE_SETS, UPDATE_SETS, Placement, StepPlan
 
 # 1 Mi elements are 4 MiB of fp32: large enough for full disk speed, small enough that moments stay in the cache.
 _MAX_CHUNK_ELEMENTS = 2**20
@@ -57,7 +57,8 @@ def device_chunk_elements(config: Config, parameters: Sequence[ParameterFact]) -
 def device_updates_nbytes(config: Config, parameters: Sequence[ParameterFact]) -> int:
     """Return the device bytes of updates on the device: buffers of the chunks in flight, and temporaries of one."""
     largest = max((parameter.num_elements for parameter in parameters if parameter.trainable), default=0)
-    return min(device_chunk_elements(config, parameters), largest) * _device_nbytes_per_element(parameters)
+    nbytes = min(device_chunk_elements(config, parameters), largest) * _device_nbytes_per_element(parameters)
+    return nbytes + SMALL_UPDATE_SETS * nbytes // (UPDATE_SETS * SMALL_UPDATE_PART)
 
 
 def _device_nbytes_per_element(parameters: Sequence[ParameterFact]) -> int:

@@ -17,7 +17,7 @@ from tests.support.fake_device import FakeDevice, FakeEvent, on_fake_device
 from tests.support.memory_engine import MemoryEngine
 from tests.support.races import Races, watching_races
 from tests.support.small_training import Net, train
-from zinf_compile.ir.copies import GRADIENT
+from zinf_compile.ir.copies import GRADIENT, MASTER
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.observe.meter import Meter
@@ -394,3 +394,41 @@ def test_buffers_of_updates_that_are_filled_before_they_are_free_are_found(tmp_p
     with patched(DeviceUpdates, "run", run):
         found = races_with(tmp_path, update_on="device").found
     assert any("the update-to-device stream, writing and the update-to-host stream, reading" in race for race in found)
+
+
+def test_small_updates_do_not_take_the_turns_of_large_ones() -> None:
+    """A large one behind two small ones is copied in while the large one before them is copied back."""
+    most, least = 2**20, 2**10
+    with on_fake_device() as device:
+        updates = DeviceUpdates(device, Meter())
+        left: list[Future[None]] = []
+        masters: list[Tensor] = []
+
+        def update(length: int) -> None:
+            host = {GRADIENT: torch.zeros(length), MASTER: torch.zeros(length)}
+            updates.make_room([4 * length] * 2)
+            back = updates.run(
+                "weight",
+                host,
+                host.keys(),
+                {MASTER: host[MASTER]},
+                lambda there: there[MASTER].add_(1),
+                here={},
+                before=device.compute.record(),
+            )
+            left.append(back[MASTER])
+            masters.append(host[MASTER])
+
+        in_use = []
+        for length in (most, least, least, most, least, least, most, least, least, most):
+            update(length)
+            in_use.append(updates._sets[-1].memory.data_ptr())
+        for each in left:
+            each.result(timeout=10)
+        assert all(torch.equal(each, torch.ones_like(each)) for each in masters)
+        large = in_use[::3]
+        assert len(set(large[:3])) == 3
+        assert large[3] == large[0]
+        assert len({*in_use} - {*large}) == 4
+        assert updates.nbytes == 3 * 8 * most + 4 * 8 * least
+        updates.close()
