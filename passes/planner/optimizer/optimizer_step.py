@@ -1,6 +1,7 @@
 """The streamed step: the size and number of its chunks, and the bytes they move."""
 
 from collections.abc import Sequence
+from math import ceil
 
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.copies import Code, chunk_multiple
@@ -57,13 +58,13 @@ def device_chunk_elements(config: Config, parameters: Sequence[ParameterFact]) -
 def device_updates_nbytes(config: Config, parameters: Sequence[ParameterFact]) -> int:
     """Return the device bytes of updates on the device: buffers of the chunks in flight, and temporaries of one."""
     largest = max((parameter.num_elements for parameter in parameters if parameter.trainable), default=0)
-    nbytes = min(device_chunk_elements(config, parameters), largest) * _device_nbytes_per_element(parameters)
-    return nbytes + SMALL_UPDATE_SETS * nbytes // (UPDATE_SETS * SMALL_UPDATE_PART)
+    return min(device_chunk_elements(config, parameters), largest) * _device_nbytes_per_element(parameters)
 
 
 def _device_nbytes_per_element(parameters: Sequence[ParameterFact]) -> int:
     trained = [parameter for parameter in parameters if parameter.trainable and parameter.num_elements]
-    sizes = (chunk_nbytes_per_element(item) * UPDATE_SETS for item in trained)
+    num_sets = UPDATE_SETS + SMALL_UPDATE_SETS / SMALL_UPDATE_PART
+    sizes = (ceil(chunk_nbytes_per_element(item) * num_sets) for item in trained)
     masters = (-(-item.master_nbytes // item.num_elements) for item in trained)
     return max(1, max(sizes, default=0) + _TEMPORARIES * max(masters, default=0))
 
