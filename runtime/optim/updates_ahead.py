@@ -5,7 +5,8 @@ the old copies and writes *shadows*: other extents of the store file, or, of wha
 these updates run, other host memory::
 
     a gradient is complete  as many have arrived as in the last step: a job for it is queued for the update thread
-    the update thread       reads the gradient, the master copy and the states; writes their successors to shadows
+    the update thread       takes the newest; reads the gradient, the master copy and the states; writes their successors
+                            to shadows
     optimizer.step()        if all is still as the job assumed, the bytes of copies and shadows are exchanged, and nothing
                             moves but what lives elsewhere; if not, the job is dropped, and the parameter updated as ever
                             what has not begun by then is updated as ever too
@@ -243,7 +244,7 @@ class UpdatesAhead:
         unended: deque[Begun] = deque()
         while True:
             with self._lock:
-                begun = self._queue.popleft() if self._queue else None
+                begun = self._next()
                 self._is_running = begun is not None or bool(unended)
                 if begun is not None:
                     begun.job.is_begun = True  # from here on step() takes it
@@ -254,6 +255,20 @@ class UpdatesAhead:
                 self._end(unended.popleft())
             elif begun is None:
                 return
+
+    def _next(self) -> Begun | None:
+        """Remove from the queue what to begin next: the newest of those whose gradients are home. The lock is held.
+
+        What has not begun by ``step()`` is then of the parameters that the next forward needs last.
+        """
+        if not self._queue:
+            return None
+        newest_first = range(len(self._queue) - 1, -1, -1)
+        ready = (number for number in newest_first if all(each.done() for each in self._queue[number].job.after))
+        number = next(ready, 0)  # the oldest gradient arrives first
+        begun = self._queue[number]
+        del self._queue[number]
+        return begun
 
     def _update(self, begun: Begun) -> None:
         store = self._store()

@@ -45,6 +45,7 @@ class Updates:
         # Of gradients, of the updates queued so far that share out the device, and of those that run there.
         self._nbytes = self._nbytes_on_device = 0
         self._queued: deque[_Update] = deque()
+        self._early: list[_Update] = []  # ahead of step(): the newest begins first, once the others have begun
         self._unwritten: deque[_Update] = deque()
         self._unfinished: set[str] = set()
         self._ends: dict[str, tuple[int, ...]] = {}  # by parameter: the nodes after which its update is written
@@ -66,9 +67,10 @@ class Updates:
                 read -= placement.gradient_nbytes
             if self._goes_to_device(placement):
                 there, back = placement.update_nbytes_to_device, placement.update_nbytes_to_host + away
-                self._append(_Update(placement, after, read, written, nbytes_in=there, nbytes_out=back))
+                update = _Update(placement, after, read, written, nbytes_in=there, nbytes_out=back)
             else:
-                self._append(_Update(placement, after, read, written + away, placement.gradient_nbytes))
+                update = _Update(placement, after, read, written + away, placement.gradient_nbytes)
+            self._append(update, is_ahead=is_ahead)
 
     def _goes_to_device(self, placement: Placement) -> bool:
         """Return whether an update runs on the device, as ``StreamedStep`` decides."""
@@ -89,8 +91,8 @@ class Updates:
                 _Update(placement, (), nbytes_read=nbytes if is_read else 0, nbytes_in=0 if is_read else nbytes)
             )
 
-    def _append(self, update: _Update) -> None:
-        self._queued.append(update)
+    def _append(self, update: _Update, *, is_ahead: bool = False) -> None:
+        (self._early if is_ahead else self._queued).append(update)
         self._unfinished.add(update.placement.parameter)
         self._idle_until = 0.0
 
@@ -124,26 +126,40 @@ class Updates:
         """Start the write or the update that can start first, if that is ``before`` a moment; return whether one was."""
         write = self._lanes.start_of(Tier.HOST, Tier.NVME, self._unwritten[0].after) if self._unwritten else math.inf
         begin = math.inf
-        if self._queued and len(self._unwritten) < _MAX_UNDER_WAY:
-            update = self._queued[0]
+        update = None
+        if (self._queued or self._early) and len(self._unwritten) < _MAX_UNDER_WAY:
+            update = self._queued[0] if self._queued else self._newest_ready()
             after = (*update.after, *self._last_ends[0])
-            if update.nbytes_read:
-                begin = self._lanes.start_of(Tier.NVME, Tier.HOST, after)
-            elif (
-                update.nbytes_in
-            ):  # when the link is free: copies that are asked for meanwhile wait for one update only
-                begin = self._lanes.start_of(Tier.HOST, Tier.DEVICE, after)
-            else:
-                begin = self._lanes.end_of(after)
+            begin = self._may_begin(update, after)
         if min(write, begin) >= before:
             self._idle_until = min(write, begin)
             return False
         self._idle_until = 0.0
-        if write <= begin:
+        if update is None or write <= begin:
             self._write(self._unwritten.popleft())
         else:
-            self._begin(self._queued.popleft(), after)
+            self._queued.popleft() if self._queued else self._early.remove(update)
+            self._begin(update, after)
         return True
+
+    def _may_begin(self, update: _Update, after: tuple[int, ...]) -> float:
+        """Return the seconds at which an update may begin after some nodes."""
+        if update.nbytes_read:
+            return self._lanes.start_of(Tier.NVME, Tier.HOST, after)
+        if update.nbytes_in:  # when the link is free: copies that are asked for meanwhile wait for one update only
+            return self._lanes.start_of(Tier.HOST, Tier.DEVICE, after)
+        return self._lanes.end_of(after)
+
+    def _newest_ready(self) -> _Update:
+        """Return the newest update ahead of ``step()`` that need not wait for its gradient; if all must, the first."""
+        earliest = math.inf
+        for update in reversed(self._early):
+            home = self._lanes.end_of(update.after)
+            if home <= self._may_begin(update, self._last_ends[0]):
+                return update
+            if home <= earliest:
+                earliest, first = home, update
+        return first
 
     def _begin(self, update: _Update, after: tuple[int, ...]) -> None:
         """Append the read of an update and, chunk by chunk beside it, its computation."""

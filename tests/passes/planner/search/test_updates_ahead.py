@@ -138,3 +138,28 @@ def test_plans_that_lie_are_refused(plans: dict[int, Plan]) -> None:
         verify_plan(changed(ahead=(*plan.step.ahead, "nobody")))
     with pytest.raises(VerifyError, match="those of this plan are synchronous"):
         verify_plan(changed(timing=StepTiming.SYNCHRONOUS))
+
+
+def test_the_newest_whose_gradient_is_home_begins_first() -> None:
+    """So what is late is of parameters that the next forward needs last."""
+    num_overtaken = 0
+    for seed in SEEDS:
+        plan = make_plan(request_of(seed, speculate=True))
+        timeline = simulate(plan)
+        forward = dict(timeline.phase_seconds)[Phase.FORWARD]
+        homes = {
+            sink.name: max((node.end_seconds for node in timeline.nodes if node.name == sink.label), default=0.0)
+            for sink in sorted(plan.sinks, key=lambda sink: sink.issue)
+            if sink.name in plan.step.ahead
+        }
+        begins: dict[str, float] = {}
+        for node in timeline.nodes:
+            if node.name.startswith("update of ") and node.start_seconds >= forward:
+                begins.setdefault(node.name.removeprefix("update of "), node.start_seconds)
+        begun = [name for name in homes if name in begins and homes[name] > 0.0]  # the oldest gradient first
+        for number, older in enumerate(begun):
+            for newer in begun[number + 1 :]:
+                if homes[newer] < begins[older]:
+                    assert begins[newer] <= begins[older], (seed, older, newer)
+                num_overtaken += begins[newer] < begins[older]
+    assert num_overtaken > 0
