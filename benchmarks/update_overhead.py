@@ -78,7 +78,7 @@ def measure(rounds: int) -> list[float]:
         x = torch.randn(4, _WIDTH, dtype=torch.bfloat16)
         for number in range(rounds + 2):
             model(x).sum().backward()
-            if number == 1:  # what is prepared once is
+            if number == 1:  # what is prepared once has been
                 store.device_share, store.chunk_elements = 1.0, _CHUNK
             with mock.patch.object(StreamedStep, "run", timed):
                 optimizer.step()

@@ -10,7 +10,8 @@ Python that allocates, launches kernels, and deletes::
     buf4 = buf3[0]
     return (buf2, )
 
-What is not understood, such as sizes that are known only when it runs, makes the answer None.
+What is not understood, such as sizes that are known only when it runs, makes the answer None. Inductor estimates a peak
+itself while it schedules, but not for code that it finds in its cache.
 """
 
 import ast
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import compute_required_storage_length
 
 _ALLOCATIONS = ("empty_strided_cuda", "empty_strided_cpu")
 _NO_ALLOCATION = ("get_raw_stream",)
@@ -100,9 +102,7 @@ class _Allocations:
                         return returned
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._name(name, self._block_of(value))
-                case ast.Assign(targets=[ast.Tuple(elts=inputs)], value=ast.Name(id="args")):
-                    self._names.update((each.id, None) for each in inputs if isinstance(each, ast.Name))
-                case ast.Assign(targets=[ast.List(elts=inputs)], value=ast.Name(id="args")):
+                case ast.Assign(targets=[ast.Tuple(elts=inputs) | ast.List(elts=inputs)], value=ast.Name(id="args")):
                     self._names.update((each.id, None) for each in inputs if isinstance(each, ast.Name))
                 case ast.Delete(targets=targets):
                     for target in targets:
@@ -178,18 +178,11 @@ def _empty_nbytes(shape: ast.expr, strides: ast.expr, dtype: ast.expr) -> int:
     kind = getattr(torch, dtype.attr, None) if isinstance(dtype, ast.Attribute) else None
     if not isinstance(kind, torch.dtype):
         raise _UnknownError
-    return _extent(sizes, steps) * kind.itemsize
+    return compute_required_storage_length(sizes, steps, 0) * kind.itemsize
 
 
 def _storage_nbytes(value: Tensor) -> int:
     sizes, strides = tuple(value.shape), tuple(value.stride())
     if not all(isinstance(each, int) for each in (*sizes, *strides)):
         raise _UnknownError
-    return _extent(sizes, strides) * value.dtype.itemsize
-
-
-def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements memory has for these sizes and strides."""
-    if 0 in sizes:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return compute_required_storage_length(sizes, strides, 0) * value.dtype.itemsize

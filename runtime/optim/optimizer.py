@@ -408,7 +408,7 @@ class StreamedStep:
     def _update_on_device(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
         """Enqueue the update of a chunk whose reads are done; return, for each copy, what is done when it has come back."""
         job, record = chunk.job, chunk.job.record
-        here = {key: job.elements_of(slot, chunk.slice) for key, slot in job.device_slots.items()}
+        here = {key: slot.elements(chunk.slice) for key, slot in job.device_slots.items()}
         away = {key: slot for key, slot in job.home_slots.items() if key != GRADIENT and key not in here}
         written = {key: chunk.tensor(key, job.shadows.get(key, slot)) for key, slot in away.items()}
         host = {key: chunk.tensor(key, slot) if job.reads(key) else written[key] for key, slot in away.items()}

@@ -36,7 +36,7 @@ class Chunk:
         stored = slot.stored(self.slice)
         if key in self.views:
             return torch.frombuffer(self.views[key], dtype=slot.tensor.dtype, count=stored.num_elements)
-        return self.job.elements_of(slot, stored)
+        return slot.elements(stored)
 
     def reload(self) -> Mapping[CopyKey, Future[None]]:
         """Copy what was read of shadows into the copies in memory; nothing has to come back."""

@@ -116,9 +116,6 @@ class Job:
     shadows: Mapping[CopyKey, Slot] = field(default_factory=dict)  # written in the place of what is read
     reloaded: Mapping[CopyKey, Slot] = field(default_factory=dict)  # all it does is copy shadows to these
     after: Sequence[Future[None]] = ()  # what is to end before anything is read
-    _flat: dict[int, tuple[Tensor, Slice]] = field(
-        default_factory=dict
-    )  # its slots in memory, by their id, as flat tensors
 
     def __post_init__(self) -> None:
         record = self.record
@@ -155,7 +152,7 @@ class Job:
     def reload(self) -> "Job":
         """Return the job that copies what this one, ahead of its step, has written elsewhere than home to these homes."""
         reload = copy.copy(self)
-        reload.update, reload.writes, reload._flat = Future(), [], {}
+        reload.update, reload.writes = Future(), []
         reload.is_begun = reload.is_updated = reload.changes_gradient = False
         reload.ahead, reload.shadows, reload.deferred, reload.next_state = None, {}, (), {}
         reload.is_on_device, reload.before = False, None
@@ -164,14 +161,6 @@ class Job:
         reload.home_slots = {key: self.shadows[key] for key in reload.reloaded}
         reload.staged_slots = {key: slot for key, slot in reload.home_slots.items() if not slot.in_memory}
         return reload
-
-    def elements_of(self, slot: Slot, part: Slice) -> Tensor:
-        """Return the elements of a flat slice in a slot of its own, as ``slot.elements``: a view is made once per slot."""
-        if id(slot) not in self._flat:
-            self._flat[id(slot)] = slot.tensor.view(-1), slot.slice.flat
-        tensor, held = self._flat[id(slot)]
-        first = part.offset_in(held)
-        return tensor[first : first + part.num_elements]
 
     def slot_written(self, key: CopyKey) -> Slot:
         """Return where its update writes a copy that passes through staging."""
@@ -186,7 +175,6 @@ class Job:
     def end(self, error: BaseException | None) -> None:
         """Wake whoever waits for the parameter: all of it is home, or the update has failed."""
         update = self.record.update
-        self._flat.clear()  # who counts the tensors over a home takes others for a user's
         if self.ahead is not None:
             self.ahead.end(self.record, error)
         elif error is None:

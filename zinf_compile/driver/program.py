@@ -160,15 +160,15 @@ class Program:
         if reason is not None:
             return replace(ops, op_by_op=reason)
         computed = self._planner.compute_in_segments(graph, ops)
-        if computed.op_by_op is not None:
-            _log.warning("%s computes op by op: %s", printable(self._name), printable(computed.op_by_op))
-        else:
+        if computed.op_by_op is None:
             assert computed.form.captured is not None
             compile_segments(computed.form.captured)
             try:
                 computed = self._plan_as_compiled(computed)
             except CapacityError as error:
-                return replace(ops, op_by_op=f"compiled, it does not fit: {error}")
+                computed = replace(ops, op_by_op=f"compiled, it does not fit: {error}")
+        if computed.op_by_op is not None:
+            _log.warning("%s computes op by op: %s", printable(self._name), printable(computed.op_by_op))
         return computed
 
     def _plan_as_compiled(self, computed: Chosen) -> Chosen:
@@ -182,7 +182,7 @@ class Program:
         assert computed.form.captured is not None
         facts = with_compiled_workspaces(computed.form.captured, computed.form.facts)
         before, now = (plan_activations(at_sizes(each)).peak_nbytes for each in (computed.form.facts, facts))
-        if (1 - _LEAST_FREED) * before < now <= before:
+        if 0 <= before - now <= _LEAST_FREED * before:
             return computed
         say(
             f"planning {self._name} again: compiled, its ops need {format_bytes(now)} instead of {format_bytes(before)}"

@@ -138,7 +138,10 @@ class Updates:
         if update is None or write <= begin:
             self._write(self._unwritten.popleft())
         else:
-            self._queued.popleft() if self._queued else self._early.remove(update)
+            if self._queued:
+                self._queued.popleft()
+            else:
+                self._early.remove(update)
             self._begin(update, after)
         return True
 

@@ -1,6 +1,7 @@
 """What compiled segments allocate, read from the code that Inductor generates."""
 
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import zinf_compile
 from tests.support.parity import on_streams
+from zinf_compile.ir.facts import GraphFacts
+from zinf_compile.ir.sizes import Size
 from zinf_compile.runtime.execute.compiled_memory import collecting_code, count_compiled_workspace
 
 MIB = 2**20
@@ -187,3 +190,20 @@ def test_beside_a_gpu_the_plan_counts_what_is_allocated():
         expected, before = train()
     assert losses == expected
     assert nbytes < before - 8 * MIB  # of scores
+
+
+def test_a_graph_whose_compiled_segments_do_not_fit_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_more(captured: object, facts: GraphFacts[Size]) -> GraphFacts[Size]:
+        more = (replace(value, nbytes=2**30) if value.name.endswith("_workspace") else value for value in facts.values)
+        return replace(facts, values=tuple(more))
+
+    monkeypatch.setattr("zinf_compile.driver.program.with_compiled_workspaces", with_more)
+    torch.manual_seed(0)
+    x, targets, model = torch.randn(512, 256), torch.randint(4096, (512,)), Classifier()
+    expected = model(x, targets).item()
+    with on_streams():
+        zinf_compile.optimize(model, device="cuda", compute="inductor", device_memory="512MiB", host_memory="256MiB")
+        assert model(x, targets).item() == expected
+        (fallback,) = zinf_compile.report(model).fallbacks
+        zinf_compile.close(model)
+    assert "runs op by op: compiled, it does not fit: " in fallback
