@@ -107,6 +107,7 @@ def search_for_tiles(options: Mapping[str, Any]) -> tuple[int, Plan]:
     return len(made), planned.plan
 
 
+@pytest.mark.long
 def test_the_search_for_tiles_plans_on_rank_0(two: RankPool, tmp_path: Path) -> None:
     budgets = {"device_memory": 1536 * KIB, "host_memory": 1024 * KIB, "reserve_memory": 0, "nvme": str(tmp_path)}
     (count, plan), (none, same) = two.run(search_for_tiles, {**budgets, "compute": "aten"})

@@ -265,6 +265,7 @@ def test_an_infinite_gradient_skips_the_step_of_all(
     assert four.run(scale_rows, eager[placement], 1023) == [(2.0, False)] * 4
 
 
+@pytest.mark.long
 def test_checkpoints_fit_one_process_and_other_meshes(
     four: RankPool, two: RankPool, eager: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -151,7 +151,7 @@ class Resumed(Loop):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2, 3), *(pytest.param(sizes, marks=pytest.mark.long) for sizes in ((2, 1, 2), (1, 3), (3, 2)))]
+    "sizes", [pytest.param(sizes, marks=pytest.mark.long) for sizes in ((2, 3), (2, 1, 2), (1, 3), (3, 2))]
 )
 def test_checkpoints_of_other_numbers_of_ranks(
     sizes: Sequence[int], pool_of: Callable[[int], RankPool], options: Mapping[str, Any], tmp_path: Path

@@ -69,7 +69,15 @@ def python_blocks(document: Path) -> list[Block]:
     return [block for block in blocks(document) if block.language == "python" and block.mark is None]
 
 
-@pytest.mark.parametrize("document", [each for each in DOCUMENTS if python_blocks(each)], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(each, marks=pytest.mark.long) if each.name == "large_models.md" else each
+        for each in DOCUMENTS
+        if python_blocks(each)
+    ],
+    ids=lambda path: path.name,
+)
 def test_python_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a document run in order, in one namespace and in an empty folder."""
     monkeypatch.chdir(tmp_path)

@@ -26,6 +26,7 @@ def measure(shape):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_peak_is_within_its_prediction(measure: Callable[..., Any]) -> None:
     predicted, measured, outside = measure(SCRIPT, [8, 65536])

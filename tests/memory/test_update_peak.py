@@ -86,7 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
     "beside-forward": {**LARGE, "optimizer": "Rprop", "dtype": "float32"},
 }
 # Of other cases: the same updates of other sizes, or at other times.
-VARIANTS = ("rprop", "whole-tensors-all-resident", "no-kernel-for-float64", "in-backward")
+VARIANTS = ("rprop", "whole-tensors-all-resident", "no-kernel-for-float64", "in-backward", "beside-forward")
 
 
 @pytest.mark.slow

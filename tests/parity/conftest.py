@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The placement that stays changes from combination to combination, and starts at a different one for each test. So each
     workload and each way to capture meets all placements, though not in the same test. Of a test's combinations in
-    compiled segments, which run a C++ compiler, one stays, and that in every twelfth test of the files of ``_COMPILED``.
+    compiled segments, which run a C++ compiler, one stays, and that in every 24th test of the files of ``_COMPILED``.
     """
     by_test: dict[tuple[Path, str], dict[Hashable, list[pytest.Item]]] = {}
     for item in items:
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for others, item in chosen.items()
             if ("way", "'inductor'") in others and not item.get_closest_marker("long")
         ]
-        stays = bool(compiled) and path.name in _COMPILED and compiled_tests[path] % 12 == 0
+        stays = bool(compiled) and path.name in _COMPILED and compiled_tests[path] % 24 == 0
         compiled_tests[path] += bool(compiled)
         surplus = {item for index, item in enumerate(compiled) if not stays or index != first % len(compiled)}
         for others, same in combinations.items():

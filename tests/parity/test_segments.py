@@ -247,6 +247,7 @@ def test_where_no_segments_fit_ops_run_and_the_log_says_why(parity, expected, mo
     assert_ops_run(parity, expected, caplog, "in segments it does not fit: Model graph 0 needs more")
 
 
+@pytest.mark.long
 @needs_compiler
 def test_tiles_are_not_read_together(parity, expected):
     tiles = {"layers.0.up.weight": 2, "layers.1.up.weight": 2, "embed.weight": 2}

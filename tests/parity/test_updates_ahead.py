@@ -111,7 +111,13 @@ CASES: dict[str, tuple[torch.dtype | None, str]] = {
     "gpu, streamed": (None, "1800KiB"),
     "gpu, resident": (None, "2300KiB"),
 }
-PARAMS = [name if name in ("mixed", "gpu, resident") else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+PARAMS = [name if name == "mixed" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+# For tests that show the most of a GPU.
+WITH_GPU = pytest.mark.parametrize(
+    "optimized",
+    [name if name in ("mixed", "gpu, resident") else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+    indirect=True,
+)
 
 
 def make_optimized(case: str, folder: Path, *, speculate: bool | str = True) -> nn.Module:
@@ -210,6 +216,7 @@ def clip(limit: float) -> Callable[[int, nn.Module, torch.optim.Optimizer], obje
     return lambda step, model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
+@WITH_GPU
 @BOTH
 def test_an_ordinary_loop_takes_every_update(model: nn.Module, waits: bool) -> None:
     counts = check(Loop(), model, waits=waits)
@@ -232,6 +239,7 @@ def test_clipping_that_always_bites_pauses(model: nn.Module, waits: bool) -> Non
     assert not waits or counts.dropped == {"the gradient was changed": num_planned(model)}  # of the second step only
 
 
+@WITH_GPU
 @BOTH
 def test_clipping_that_bites_at_times(model: nn.Module, waits: bool) -> None:
     loop = Loop(before_step=lambda step, *of: clip(1e-3 if step in (2, 3) else 1e6)(step, *of))
@@ -369,6 +377,7 @@ def test_two_optimizers(model: nn.Module, waits: bool, monkeypatch: pytest.Monke
     assert not waits or counts.num_taken == num_planned(model) * (NUM_STEPS - 1)
 
 
+@WITH_GPU
 @pytest.mark.parametrize("what", ["parameter", "state", "data", "load"])
 def test_what_an_update_reads_was_written(model: nn.Module, what: str) -> None:
     def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -497,6 +506,7 @@ class _FailingGpu:
         return self._run(name, host, read, written, *of, **by)
 
 
+@WITH_GPU
 def test_an_update_ahead_that_fails_is_made_again(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     failing: _FailingGpu | _FailingDisk
     store, _ = store_and_ahead(model)

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 from zinf_compile.hardware.world import Leg
 from zinf_compile.ir.glossary import Phase, StepTiming, Tier
-from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.plan import Placement, Plan
 from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATE_LANE
+from zinf_compile.passes.planner.simulator.updates import DeviceShare, in_order_of_use
 from zinf_compile.passes.planner.simulator.ways import Ways
 
 # Relative to a step: the simulator adds up seconds in another order, and rounds differently.
@@ -63,11 +64,15 @@ class _BusyLanes:
 
     def _add_updates(self, timing: StepTiming) -> None:
         plan = self._plan
+        update_seconds = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
         if timing is StepTiming.SYNCHRONOUS:
-            step = self.phases[Phase.STEP]
-            on_host = plan.step.num_elements * (1 - plan.device_updates.share)
-            step[UPDATE_LANE] = on_host / plan.hardware.optimizer_elements_per_second
-            self._add_update(step, plan.step.nbytes_read, plan.step.nbytes_written)
+            step, on_device = self.phases[Phase.STEP], plan.device_updates
+            step[UPDATE_LANE] = (1 - on_device.share) * update_seconds
+            self._move(step, Tier.NVME, Tier.HOST, plan.step.nbytes_read)
+            self._move(step, Tier.HOST, Tier.NVME, plan.step.nbytes_written)
+            if on_device.share:
+                self._move(step, Tier.HOST, Tier.DEVICE, on_device.nbytes_in)
+                self._move(step, Tier.DEVICE, Tier.HOST, on_device.nbytes_out)
             return
         within, phase = {sink.name for sink in plan.sinks}, self.phases[Phase.BACKWARD]
         if timing is StepTiming.OVERLAPPED:
@@ -75,18 +80,33 @@ class _BusyLanes:
             ahead = frozenset(plan.step.ahead)  # begun in one backward, and ended by the next forward
             in_forward = {use.parameter for use in plan.uses if use.ticks[0] in forward} - ahead
             within, phase = in_forward, self.phases[Phase.FORWARD]
-        for placement in plan.placements:
+        nbytes, device = sum(placement.gradient_nbytes for placement in plan.placements), DeviceShare(plan)
+        for placement in self._placements_in_order(timing):
             is_within = placement.parameter in within
             if placement.gradient_nbytes and (is_within or timing is StepTiming.OVERLAPPED):
+                busy = phase if is_within else self.beside
                 read = placement.update_nbytes_read
                 if timing is StepTiming.IN_BACKWARD and placement.gradient is Tier.NVME:
                     read -= placement.gradient_nbytes
-                self._add_update(phase if is_within else self.beside, read, placement.update_nbytes_written)
+                self._move(busy, Tier.NVME, Tier.HOST, read)
+                self._move(busy, Tier.HOST, Tier.NVME, placement.update_nbytes_written)
+                if device.takes(placement):
+                    self._move(busy, Tier.HOST, Tier.DEVICE, placement.update_nbytes_to_device)
+                    self._move(busy, Tier.DEVICE, Tier.HOST, placement.update_nbytes_to_host)
+                else:
+                    busy[UPDATE_LANE] += update_seconds * placement.gradient_nbytes / nbytes
 
-    def _add_update(self, busy: dict[str, float], read: int, written: int) -> None:
-        for way, nbytes in (((Tier.NVME, Tier.HOST), read), ((Tier.HOST, Tier.NVME), written)):
-            if nbytes:
-                _add(busy, (Leg(self._routes[way], nbytes),))
+    def _placements_in_order(self, timing: StepTiming) -> Iterable[Placement]:
+        """Return the placements in the order in which their updates are queued."""
+        if timing is StepTiming.OVERLAPPED:
+            return in_order_of_use(self._plan)
+        placement_of = {placement.parameter: placement for placement in self._plan.placements}
+        return (placement_of[sink.name] for sink in self._plan.sinks)
+
+    def _move(self, busy: dict[str, float], source: Tier, destination: Tier, nbytes: int) -> None:
+        """Add a transfer between two tiers."""
+        if nbytes:
+            _add(busy, (Leg(self._routes[source, destination], nbytes),))
 
 
 def _add(busy: dict[str, float], legs: Iterable[Leg]) -> None:

@@ -27,7 +27,7 @@ from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATED_RESIDENTS, Event, Mem
 from zinf_compile.ir.transfers import Moved, Transfer
 from zinf_compile.passes.planner.simulator.journeys import Journeys
 from zinf_compile.passes.planner.simulator.lanes import Lanes
-from zinf_compile.passes.planner.simulator.updates import Updates
+from zinf_compile.passes.planner.simulator.updates import Updates, in_order_of_use
 from zinf_compile.passes.planner.simulator.ways import Ways
 
 __all__ = ["COMPUTE_LANE", "Event", "MemoryPoint", "Timeline", "simulate"]
@@ -97,8 +97,7 @@ class _Walk:
         if self._timing is StepTiming.OVERLAPPED and not plan.may_update_beside_compute:
             self._timing = StepTiming.SYNCHRONOUS  # with nothing to move, updates would hide behind nothing
         if self._timing is StepTiming.OVERLAPPED and plan.schedule.is_training:
-            first_use = {use.parameter: use.ticks[0] for use in plan.uses}
-            for placement in sorted(plan.placements, key=lambda item: first_use.get(item.parameter, plan.num_ticks)):
+            for placement in in_order_of_use(plan):
                 if placement.parameter not in self._ahead or placement.parameter in left:
                     self._updates.queue(placement, (), with_gradient=True)
                 else:

@@ -29,6 +29,33 @@ class _Update(NamedTuple):
     nbytes_out: int = 0
 
 
+class DeviceShare:
+    """Which updates run on a device with memory of its own, as ``StreamedStep`` decides: asked in the order queued."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._has_device, self._share = plan.updates_on_device, plan.step.device_share
+        self._ahead = frozenset(plan.step.ahead)
+        # Of gradients: of the updates asked for so far that share out the device, and of those that run there.
+        self._nbytes = self._nbytes_on_device = 0
+
+    def takes(self, placement: Placement) -> bool:
+        """Return whether the next update queued, of a placement, runs on the device."""
+        if not self._has_device:
+            return False
+        if placement.has_device_state or placement.parameter in self._ahead:
+            return True
+        self._nbytes += placement.gradient_nbytes
+        wanted = self._nbytes_on_device + placement.gradient_nbytes <= self._share * self._nbytes
+        self._nbytes_on_device += placement.gradient_nbytes if wanted else 0
+        return wanted
+
+
+def in_order_of_use(plan: Plan) -> list[Placement]:
+    """Return the placements of a plan in the order in which their updates are queued at ``step()``."""
+    first_use = {use.parameter: use.ticks[0] for use in plan.uses}
+    return sorted(plan.placements, key=lambda item: first_use.get(item.parameter, plan.num_ticks))
+
+
 class Updates:
     """The thread that runs the updates of one step: those that are queued, and the nodes that end the others."""
 
@@ -39,11 +66,8 @@ class Updates:
         nbytes = sum(placement.gradient_nbytes for placement in plan.placements)
         seconds = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
         self._seconds_per_nbyte = seconds / nbytes if nbytes else 0.0
-        self._has_device, self._device_share = plan.updates_on_device, plan.step.device_share
+        self._device = DeviceShare(plan)
         self._shadows = plan.shadow_tier
-        self._ahead = frozenset(plan.step.ahead)
-        # Of gradients, of the updates queued so far that share out the device, and of those that run there.
-        self._nbytes = self._nbytes_on_device = 0
         self._queued: deque[_Update] = deque()
         self._early: list[_Update] = []  # ahead of step(): the newest begins first, once the others have begun
         self._unwritten: deque[_Update] = deque()
@@ -65,23 +89,12 @@ class Updates:
             written, read = placement.update_nbytes_written, placement.update_nbytes_read
             if not with_gradient and placement.gradient is Tier.NVME:
                 read -= placement.gradient_nbytes
-            if self._goes_to_device(placement):
+            if self._device.takes(placement):
                 there, back = placement.update_nbytes_to_device, placement.update_nbytes_to_host + away
                 update = _Update(placement, after, read, written, nbytes_in=there, nbytes_out=back)
             else:
                 update = _Update(placement, after, read, written + away, placement.gradient_nbytes)
             self._append(update, is_ahead=is_ahead)
-
-    def _goes_to_device(self, placement: Placement) -> bool:
-        """Return whether an update runs on the device, as ``StreamedStep`` decides."""
-        if not self._has_device:
-            return False
-        if placement.has_device_state or placement.parameter in self._ahead:
-            return True
-        self._nbytes += placement.gradient_nbytes
-        wanted = self._nbytes_on_device + placement.gradient_nbytes <= self._device_share * self._nbytes
-        self._nbytes_on_device += placement.gradient_nbytes if wanted else 0
-        return wanted
 
     def queue_reload(self, placement: Placement) -> None:
         """Queue what is copied home from shadows, of an update ahead of ``step()``, if there is anything."""

@@ -26,6 +26,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in data.glob("*.safetensors")}
 
 
+@pytest.mark.long
 def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(
     tiny: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

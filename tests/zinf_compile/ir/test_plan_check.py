@@ -59,6 +59,7 @@ def look_at(plan: Plan, other: Plan, folder: Path) -> None:
     save_memory_viz(plan, folder / "memory.pickle")
 
 
+@pytest.mark.long
 def test_no_change_of_a_file_does_harm(swapping_plan: Plan, tmp_path: Path) -> None:
     """Any field of any record gets values of all kinds: PlanFileError, or a plan that all views can show."""
     generator = random.Random(0)
