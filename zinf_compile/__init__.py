@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from zinf_compile.frontend.api import report as report
     from zinf_compile.frontend.api import synchronize as synchronize
     from zinf_compile.frontend.offline import plan as plan
+    from zinf_compile.frontend.verification import Verdict as Verdict
+    from zinf_compile.frontend.verification import verify as verify
     from zinf_compile.inspect.plan_view import PlanView
     from zinf_compile.inspect.recordings import Recording as Recording
     from zinf_compile.inspect.reports import Report as Report
@@ -43,6 +45,8 @@ _HOMES = {
     "full_parameters": "zinf_compile.frontend.api",
     "export": "zinf_compile.weights.export",
     "plan": "zinf_compile.frontend.offline",
+    "verify": "zinf_compile.frontend.verification",
+    "Verdict": "zinf_compile.frontend.verification",
     "synchronize": "zinf_compile.frontend.api",
     "save": "zinf_compile.checkpoint.save",
     "load": "zinf_compile.checkpoint.load",

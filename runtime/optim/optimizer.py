@@ -295,8 +295,14 @@ class StreamedStep:
         if not job.staged_slots:  # a kernel allocates nothing per element, and splits a chunk among its threads
             kernel = self._kernels.get(job)
             return max(multiple, wanted - wanted % multiple) if kernel is None else max(1, job.num_elements)
+        if self._shares_staging(job):
+            wanted //= 2
         fitting = min(wanted, self._store.staging.capacity * multiple // job.lease_nbytes(multiple))
         return max(multiple, fitting - fitting % multiple)
+
+    def _shares_staging(self, job: Job) -> bool:
+        """Return whether an update leaves half of staging to gradients on their way to the disk."""
+        return job.ahead is not None and self._store.device.memory.unified
 
     def _check_fits(self, job: Job) -> None:
         needed = job.lease_nbytes(min(job.num_elements, self._chunk_elements(job)))
@@ -322,16 +328,18 @@ class StreamedStep:
                 f"device_memory to {-(-(everything + needed) // 2**20)}MiB, beside which all parameters can reside"
             )
 
-    def _lease(self, nbytes: int, pending: deque[Chunk]) -> StagingBuffer:
+    def _lease(self, job: Job, nbytes: int, pending: deque[Chunk]) -> StagingBuffer:
         """Lease staging for a chunk; while there is none, update chunks that have been read, which returns theirs."""
+        is_shared = self._shares_staging(job)
+        leaves = self._store.staging.capacity // 2 if is_shared else 0
         while True:
-            lease = self._store.staging.try_lease(nbytes)
+            lease = self._store.staging.try_lease(nbytes, leaves=leaves, in_shares=is_shared)
             if lease is not None:
                 return lease
             if not pending:
                 break
             self._update(pending.popleft())
-        return self._store.io_pool.lease(nbytes, "optimizer state on its way home")
+        return self._store.io_pool.lease(nbytes, "optimizer state on its way home", leaves=leaves, in_shares=is_shared)
 
     def _update_all(self, pending: deque[Chunk]) -> None:
         while pending:
@@ -342,7 +350,7 @@ class StreamedStep:
         nbytes = job.lease_nbytes(part.num_elements)
         if nbytes == 0:
             return chunk
-        chunk.lease = self._lease(nbytes, pending)
+        chunk.lease = self._lease(job, nbytes, pending)
         cursor = 0
         try:
             for key, slot in job.staged_slots.items():

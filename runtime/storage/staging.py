@@ -11,11 +11,22 @@ from zinf_compile.ir.errors import CapacityError, StoreError, VerifyError
 from zinf_compile.runtime.device.host_mapping import map_memory
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.process.waiting import wait_until
-from zinf_compile.runtime.storage.engine import whole_sectors
+from zinf_compile.runtime.storage.engine import ALIGN, whole_sectors
 from zinf_compile.runtime.storage.host_memory import Allocate, Memory
 
 _MIB = 1 << 20
 _RETURN_SECONDS = 1.0
+# Leases of a 32nd of the capacity or more take one of these parts of it. Chunks and pieces are planned as such.
+_LEAST_SHARED, _SHARES = 32, (16, 8, 4, 2)
+
+
+class _Ticket:
+    """A place in the queue for leases."""
+
+    __slots__ = ("leaves",)
+
+    def __init__(self, leaves: int) -> None:
+        self.leaves = leaves  # bytes that the lease leaves to others
 
 
 class StagingBuffer:
@@ -63,7 +74,8 @@ class StagingPool:
 
     A lease takes whole pages. Returned buffers are kept and given to the next lease with the same number of pages,
     since the first touch of fresh memory costs more than a copy into it; the longest unused are dropped when room is
-    needed. Leases are served in the order they were asked for, so a big one is not starved by small ones.
+    needed. Leases are served in the order they were asked for, so a big one is not starved by small ones. Those that leave
+    some of the capacity to others let these go first.
     """
 
     def __init__(self, capacity: int, allocate: Allocate = map_memory) -> None:
@@ -72,7 +84,7 @@ class StagingPool:
         self._condition = threading.Condition()  # guards everything below
         self._leased: dict[StagingBuffer, Memory] = {}
         self._idle: deque[Memory] = deque()  # the longest unused first
-        self._waiting: deque[object] = deque()
+        self._waiting: deque[_Ticket] = deque()
         self._leased_nbytes = 0
         self._idle_nbytes = 0
         self._peak_nbytes = 0
@@ -89,21 +101,26 @@ class StagingPool:
         return self._leased_nbytes + self._idle_nbytes
 
     @without_interrupts
-    def lease(self, nbytes: int, *, timeout_seconds: float | None = None) -> StagingBuffer:
-        """A buffer of ``nbytes``; blocks until it fits.
+    def lease(
+        self, nbytes: int, *, leaves: int = 0, in_shares: bool = False, timeout_seconds: float | None = None
+    ) -> StagingBuffer:
+        """A buffer of ``nbytes``; blocks until it fits, and ``leaves`` as many bytes of the capacity as can be besides it.
+
+        With ``in_shares`` a large one takes the smallest share of the capacity that holds it, so that buffers of nearly
+        the same size reuse memory. Not for who holds several at once and counts on their sum.
 
         Raises CapacityError when it can never fit or did not within ``timeout_seconds``, StoreError when the pool is
         closed, before or meanwhile.
         """
         if nbytes <= 0:
             raise VerifyError(f"cannot lease {nbytes} bytes: a staging buffer has at least one")
-        reserved = whole_sectors(nbytes)
+        reserved = self._room_for(nbytes, in_shares=in_shares)
         if reserved > self.capacity:
             raise CapacityError(
                 f"a staging buffer of {reserved / _MIB:.2f} MiB does not fit in a pool of {self.capacity / _MIB:.2f} "
                 f"MiB; raise the pool's capacity to {reserved} bytes"
             )
-        ticket = object()
+        ticket = _Ticket(min(leaves, self.capacity - reserved))
         with self._condition:
             self._waiting.append(ticket)
             try:
@@ -128,14 +145,16 @@ class StagingPool:
                 self._condition.notify_all()  # the next in line may fit as well
 
     @without_interrupts
-    def try_lease(self, nbytes: int) -> StagingBuffer | None:
-        """A buffer of ``nbytes``; None if there is none at once, or others wait. StoreError when the pool is closed."""
-        reserved = whole_sectors(nbytes)
+    def try_lease(self, nbytes: int, *, leaves: int = 0, in_shares: bool = False) -> StagingBuffer | None:
+        """A buffer as of ``lease``; None if there is none at once, or others wait. StoreError when the pool is closed."""
+        reserved = self._room_for(nbytes, in_shares=in_shares)
+        leaves = max(0, min(leaves, self.capacity - reserved))
         with self._condition:
             if self._closed:
                 raise StoreError(f"cannot lease {nbytes} bytes: the staging pool is closed")
-            has_room = self._leased_nbytes + reserved <= self.capacity
-            return self._grant(nbytes, reserved) if has_room and not self._waiting else None
+            has_room = self._leased_nbytes + reserved + leaves <= self.capacity
+            is_first = all(other.leaves > leaves for other in self._waiting)
+            return self._grant(nbytes, reserved) if has_room and is_first else None
 
     @without_interrupts
     def return_(self, buffer: StagingBuffer) -> None:
@@ -222,6 +241,14 @@ class StagingPool:
     ) -> None:
         self.close()
 
+    def _room_for(self, nbytes: int, *, in_shares: bool) -> int:
+        """Return the bytes that a lease takes: whole pages, or the smallest share of the capacity that holds them."""
+        wanted = whole_sectors(nbytes)
+        if not in_shares or wanted < self.capacity // _LEAST_SHARED:
+            return wanted
+        shares = (self.capacity // share // ALIGN * ALIGN for share in _SHARES)
+        return next((share for share in shares if wanted <= share), wanted)
+
     def _grant(self, nbytes: int, reserved: int) -> StagingBuffer:
         memory = self._take_memory(reserved)
         buffer = StagingBuffer(self, memory, nbytes)
@@ -230,8 +257,9 @@ class StagingPool:
         self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes + self._idle_nbytes)
         return buffer
 
-    def _may_lease(self, ticket: object, reserved: int) -> bool:
-        return self._waiting[0] is ticket and self._leased_nbytes + reserved <= self.capacity
+    def _may_lease(self, ticket: _Ticket, reserved: int) -> bool:
+        first = min(self._waiting, key=lambda each: each.leaves)  # of those that leave the least, the longest waiting
+        return first is ticket and self._leased_nbytes + reserved + ticket.leaves <= self.capacity
 
     def _take_memory(self, reserved: int) -> Memory:
         """Idle memory of exactly this size, the last used first, else new, after dropping idle memory for room."""

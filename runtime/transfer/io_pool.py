@@ -1,7 +1,15 @@
-"""The I/O pool: disk reads and writes on one pool of background threads, and copies there or over the device's link."""
+"""The I/O pool: disk reads and writes on one pool of background threads, and copies there or over the device's link.
 
+What compute waits for goes first: values on their way to the device, then those that leave it, whose memory is wanted, and
+then the reads and writes of optimizer updates. These would otherwise hold up a gather by as much as staging holds.
+"""
+
+import heapq
+import itertools
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +31,13 @@ _NUM_THREADS = 4  # enough calls in flight for a disk's full bandwidth; more wou
 _BLOCK_NBYTES = 4 * 2**20  # one call: long enough for full bandwidth, short enough to spread a parameter over threads
 
 
+def _urgency(source: Tier, destination: Tier) -> int:
+    """Return the rank of a movement among those that wait for a thread: the lowest goes first."""
+    if destination is Tier.DEVICE:
+        return 0
+    return 1 if source is Tier.DEVICE else 2
+
+
 class IOPool:
     """Reads, writes and copies of one store."""
 
@@ -34,12 +49,15 @@ class IOPool:
         self.link = link
         self.uses = UseCount()  # of homes, for children that are forked
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zinf-transfer", initializer=run_alone)
+        self._lock = threading.Lock()  # guards what follows
+        self._waiting: list[tuple[int, int, Callable[[], None], Future[None]]] = []  # a heap: by urgency, then by age
+        self._ages = itertools.count()
 
     def copy(self, source: list[Tensor], destination: Tensor, home: Tier, goal: Tier, name: str) -> Future[None]:
         """Start copying the one tensor in ``source``. It is removed from the list, and freed after the copy."""
         nbytes = destination.numel() * destination.dtype.itemsize
         self._meter.add_moved(home, goal, nbytes)
-        return self._pool.submit(self._copy, source, destination, home, goal, name)
+        return self._enqueue(_urgency(home, goal), partial(self._copy, source, destination, home, goal, name))
 
     def _copy(self, source: list[Tensor], destination: Tensor, home: Tier, goal: Tier, name: str) -> None:
         with self._meter.moving(home, goal, destination.numel() * destination.dtype.itemsize, name):
@@ -64,12 +82,12 @@ class IOPool:
     def _why_gone(self) -> str | None:
         return why_pool_is_gone(self._pool)
 
-    def lease(self, nbytes: int, name: str) -> StagingBuffer:
-        """Lease staging memory; a stall with this name if it has to wait. Raises as ``StagingPool.lease`` does."""
-        lease = self.staging.try_lease(nbytes)
+    def lease(self, nbytes: int, name: str, *, leaves: int = 0, in_shares: bool = False) -> StagingBuffer:
+        """Lease staging memory; a stall with this name if it has to wait. Arguments and errors of ``StagingPool.lease``."""
+        lease = self.staging.try_lease(nbytes, leaves=leaves, in_shares=in_shares)
         if lease is None:
             with self._meter.stall(name):
-                lease = self.staging.lease(nbytes)
+                lease = self.staging.lease(nbytes, leaves=leaves, in_shares=in_shares)
         return lease
 
     def read(self, slot: Named, offset: int, buffer: memoryview, destination: Tier = Tier.HOST) -> list[Future[None]]:
@@ -120,9 +138,38 @@ class IOPool:
         way: tuple[Tier, Tier],
     ) -> list[Future[None]]:
         return [
-            self._pool.submit(self._call, call, slot.name, offset + start, buffer[start : start + _BLOCK_NBYTES], way)
+            self._enqueue(
+                _urgency(*way),
+                partial(self._call, call, slot.name, offset + start, buffer[start : start + _BLOCK_NBYTES], way),
+            )
             for start in range(0, len(buffer), _BLOCK_NBYTES)
         ]
+
+    def _enqueue(self, urgency: int, call: Callable[[], None]) -> Future[None]:
+        """Let a thread run a call, once nothing more urgent waits. RuntimeError if the pool was shut down."""
+        future: Future[None] = Future()
+        with self._lock:
+            self._pool.submit(
+                self._run_next
+            )  # first: an interrupt behind it leaves a thread without a call, which is well
+            heapq.heappush(self._waiting, (urgency, next(self._ages), call, future))
+        return future
+
+    def _run_next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return
+            _, _, call, future = heapq.heappop(self._waiting)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  # whoever waits for the future raises it
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        finally:
+            del call, future  # an error refers to this frame
 
     def _call(
         self,
@@ -149,8 +196,8 @@ class IOPool:
         return self._engine
 
     def submit(self, call: Callable[..., None], *args: object) -> Future[None]:
-        """Submit a call to the pool."""
-        return self._pool.submit(call, *args)
+        """Let a thread run a call on what has left the device."""
+        return self._enqueue(_urgency(Tier.DEVICE, Tier.HOST), partial(call, *args))
 
     def piece_elements(self, dtype: torch.dtype) -> int:
         """Return the elements per staging buffer: a quarter of staging, in whole sectors, at most 16 MiB."""

@@ -100,7 +100,7 @@ class TensorIO:
     def _leases(self, slot: Slot | SlotPart) -> Iterator[tuple[Slice, StagingBuffer]]:
         """Yield the parts of a slot, each with a staging buffer for it."""
         for part in self._pieces(slot):
-            yield part, self.pool.lease(slot.byte_range(part)[1], f"room for {slot.name}")
+            yield part, self.pool.lease(slot.byte_range(part)[1], f"room for {slot.name}", in_shares=True)
 
     def add_value(
         self,

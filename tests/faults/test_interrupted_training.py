@@ -140,7 +140,7 @@ def test_the_state_of_a_step_that_raised_before_it_began_is_that_of_before(tmp_p
     pool = training.store.staging
     refuse = pytest.MonkeyPatch()
 
-    def interrupted(nbytes: int) -> None:
+    def interrupted(nbytes: int, **options: Any) -> None:
         raise KeyboardInterrupt
 
     refuse.setattr(pool, "try_lease", interrupted)
@@ -239,7 +239,7 @@ def test_interrupts_anywhere_in_the_first_call(compute: str, monkeypatch: pytest
         seconds = min(seconds, time.perf_counter() - start)
 
 
-def lease_interrupted(pool: IOPool, nbytes: int, name: str) -> StagingBuffer:
+def lease_interrupted(pool: IOPool, nbytes: int, name: str, **options: Any) -> StagingBuffer:
     leased = pool.staging.lease(nbytes)
     signal.raise_signal(signal.SIGINT)
     return leased
@@ -335,7 +335,9 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(("handler", "code"), [("raises", 7), ("none", -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("handler", "code"), [pytest.param("raises", 7, marks=pytest.mark.long), ("none", -signal.SIGTERM)]
+)
 def test_a_process_that_is_told_to_end_ends_with_all_its_threads(handler: str, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), handler]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=80)

@@ -115,6 +115,7 @@ def test_autocast_inside_of_the_model(parity, way):
     parity.check(net_with_autocast_inside, "nvme", **way, rounding=ROUNDING)
 
 
+@pytest.mark.long
 def test_autocast_on_and_off(parity, way):
     """Evaluate without autocast between steps, and take one step without it: each has its own graph."""
 
@@ -250,6 +251,7 @@ def frozen_blocks():
     return model, batches
 
 
+@pytest.mark.long
 def test_frozen_weights_keep_both_copies_and_unfreeze(parity):
     def loop(model, batches, trace):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

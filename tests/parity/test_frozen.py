@@ -103,7 +103,7 @@ def test_frozen_between_forward_and_backward(parity, way):
     parity.check_loop(loop, net, **way)
 
 
-@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("captured", [pytest.param(True, marks=pytest.mark.long), False])
 def test_unfrozen_with_a_compute_copy(parity, captured):
     """Its master copy starts as the widened compute copy; from then on it trains as if it had never been frozen."""
 
@@ -163,7 +163,7 @@ def test_groups_added_later(parity, way):
     parity.check_loop(loop, net, **way)
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("overlapping", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_two_optimizers(parity, way, overlapping):
     """Two optimizers on disjoint parameters, or sharing some: each has its own state for them."""
 

@@ -441,7 +441,7 @@ def test_what_is_written_counts_in_the_next_step(optimize: Callable[..., nn.Sequ
     assert torch.equal(run(optimize(Code.INT8)), run(make_model()))  # each step starts from zeros
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", MOSTLY_INT8)
 @pytest.mark.parametrize("way", ["save", "state_dict"])
 def test_training_goes_on_from_what_was_saved(
     code: Code, way: str, optimize: Callable[..., nn.Sequential], tmp_path: Path
@@ -522,6 +522,7 @@ def test_a_state_that_is_not_finite_spoils_its_block_only(optimize: Callable[...
     assert buffer.view(-1)[256:].isfinite().all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budgets", BUDGETS)
 @pytest.mark.parametrize("timing", ["beside forward", "in backward"])
 def test_a_device_with_memory_of_its_own(budgets: str, timing: str, optimize: Callable[..., nn.Sequential]) -> None:
@@ -551,6 +552,7 @@ def test_plans_for_other_hardware() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_plan_knows_it(tmp_path: Path) -> None:
     exact, coded = (
         zinf_compile.plan(

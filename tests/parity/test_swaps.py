@@ -165,6 +165,7 @@ def test_whatever_is_done_with_the_graph(parity, tmp_path, backward):
         parity.check_loop_within(loop_of(backward), gpt, budgets(tmp_path))
 
 
+@pytest.mark.long
 def test_plans_that_let_other_values_leave(parity, tmp_path):
     """A forward offloads what its own plan says, even if its backward runs under a later plan."""
     with swapped("mixed"):

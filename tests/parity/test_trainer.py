@@ -151,6 +151,7 @@ def wide_llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+@pytest.mark.long
 def test_bf16_where_attention_is_traced_as_it_runs():
     """While traced, transformers passes a mask, and fused attention with shared heads rounds differently; see the docs."""
     gradients = []

@@ -275,7 +275,22 @@ def _watch_order(races: Races, replace: Replace) -> None:
 
         return call
 
+    def enqueue(original: Any) -> Any:
+        """A thread that was submitted for one call of an I/O pool may run another, which knows nothing of the first."""
+
+        def call(owner: IOPool, urgency: int, task: Any) -> Any:
+            clock = races.fork()
+
+            def run() -> None:
+                races.begin(clock)
+                task()
+
+            return original(owner, urgency, run)
+
+        return call
+
     replace(ThreadPoolExecutor, "submit", submit)
+    replace(IOPool, "_enqueue", enqueue)
     for name in ("set_result", "set_exception"):
         replace(Future, name, publishing)
     for name in ("result", "exception", "done"):

@@ -12,6 +12,7 @@ from zinf_compile.ir.errors import ZinfError
 _COMMANDS = {
     "train": "train a GPT or a transformers model on text within memory budgets, and show predicted beside measured",
     "plan": "say whether a model fits some hardware, how fast it would train there, and what lives where",
+    "verify": "train a model within memory budgets and in memory, and say whether the numbers are the same",
     "show": "print a saved plan, and write views of it for a browser if asked to",
     "diff": "compare two saved plans",
     "doctor": "measure this machine, and report limits, missing features and their impact",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zinf_compile
 from zinf_compile.cli.text import Batch
-from zinf_compile.cli.training import InComputeDtype
+from zinf_compile.frontend.verification import InComputeDtype
 
 TEMPERATURE = 0.8  # for samples: at 1.0 a model trained for minutes rambles
 

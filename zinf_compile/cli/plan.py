@@ -11,7 +11,7 @@ from rich.console import Console
 
 import zinf_compile
 from zinf_compile.cli.optimizers import find_optimizer
-from zinf_compile.cli.planned_models import Sizes, find_model
+from zinf_compile.cli.planned_models import add_model_arguments, find_model, sizes_of
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.inspect.printing import dump_plan
 from zinf_compile.inspect.purchases import NAMES, PER_GIB, check_prices
@@ -31,20 +31,7 @@ _LEARNING_RATE = 1e-3  # of no consequence: nothing is updated
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zinf plan``."""
-    parser.add_argument(
-        "model",
-        help="gpt; hf:PATH with a config.json of transformers; or MODULE:FUNCTION, which returns a model and its inputs",
-    )
-    size = parser.add_argument_group("model options (gpt and hf: only)")
-    for name, what in (
-        ("layers", "number of layers"),
-        ("hidden", "hidden size"),
-        ("heads", "number of attention heads"),
-        ("vocab", "vocabulary size (default: 50257)"),
-    ):
-        size.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}; gpt only")
-    size.add_argument("--batch", type=int, metavar="N", help="sequences per step, of each rank (default: 1)")
-    size.add_argument("--seq", type=int, metavar="N", help="tokens per sequence (default: 1024)")
+    add_model_arguments(parser)
     budget = parser.add_argument_group("where it runs")
     budget.add_argument(
         "--hardware", metavar="NAME", help="a preset, such as h200, or a file with a profile (default: this machine)"
@@ -109,10 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan and return 0; 1 if the model does not fit, with the smallest budget that works on stderr."""
     prices = _read_prices(args)
-    sizes = Sizes(**{name: getattr(args, name) for name in Sizes.__slots__})
     optimizer = find_optimizer(args.optimizer, _LEARNING_RATE)
     with _progress(f"building {args.model}"):
-        subject = find_model(args.model, sizes)
+        subject = find_model(args.model, sizes_of(args))
     budgets = ("device_memory", "host_memory", "nvme_memory", "nvme_write_budget", "reserve_memory")
     names = (*budgets, "compute_dtype", "state_dtype", "compute", "reduce")
     try:

@@ -1,5 +1,9 @@
-"""Models of `zinf plan`: the GPT of the model file, a transformers config, or the result of a user's function."""
+"""Models of `zinf plan` and `zinf verify`: the example GPT, one of transformers, or the result of a user's function.
 
+To be planned they are on meta, to be verified in memory, with random tokens.
+"""
+
+import argparse
 import difflib
 import importlib
 import os
@@ -11,11 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zinf_compile.cli.presets import load_example
 from zinf_compile.cli.transformers_model import import_transformers
 from zinf_compile.ir.errors import ConfigError
+from zinf_compile.weights.weight_files import INDEX_FILE, SINGLE_FILE
 
 _DEFAULT_BATCH, _DEFAULT_SEQ = 1, 1024
 _DEFAULT_VOCAB = 50257  # GPT-2's
@@ -43,28 +48,54 @@ class Sizes:
 
 
 class Planned(NamedTuple):
-    """A model on meta and its inputs."""
+    """A model and its inputs."""
 
     model: nn.Module
     inputs: Any
 
 
-def find_model(word: str, sizes: Sizes) -> Planned:
-    """Return the model for a command-line word; ConfigError if there is none, or if sizes do not apply to it."""
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that say which model, and its sizes."""
+    parser.add_argument(
+        "model",
+        help="gpt; hf:PATH with a config.json of transformers; or MODULE:FUNCTION, which returns a model and its inputs",
+    )
+    size = parser.add_argument_group("model options (gpt and hf: only)")
+    for name, what in (
+        ("layers", "number of layers"),
+        ("hidden", "hidden size"),
+        ("heads", "number of attention heads"),
+        ("vocab", "vocabulary size (default: 50257)"),
+    ):
+        size.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}; gpt only")
+    size.add_argument("--batch", type=int, metavar="N", help="sequences per step, of each rank (default: 1)")
+    size.add_argument("--seq", type=int, metavar="N", help="tokens per sequence (default: 1024)")
+
+
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    """Return the sizes among parsed arguments."""
+    return Sizes(**{name: getattr(args, name) for name in Sizes.__slots__})
+
+
+def find_model(word: str, sizes: Sizes, *, device: str = "meta") -> Planned:
+    """Return the model for a command-line word; ConfigError if there is none, or if sizes do not apply to it.
+
+    On "cpu" it has values: those of the safetensors of transformers if there are any, else random ones.
+    """
     for name in Sizes.__slots__:
         size = getattr(sizes, name)
         if size is not None and size < 1:
             raise ConfigError(f"--{name} must be at least 1, and is {size}")
     if word == "gpt":
-        return _make_gpt(sizes)
+        return _make_gpt(sizes, device)
     if word.startswith("hf:"):
-        return _make_transformers(Path(word.removeprefix("hf:")), sizes)
+        return _make_transformers(Path(word.removeprefix("hf:")), sizes, device)
     if ":" not in word:
         raise ConfigError(f"{word} is no model; give gpt, hf:PATH with a config.json, or MODULE:FUNCTION")
-    return _call_function(word, sizes)
+    return _call_function(word, sizes, device)
 
 
-def _make_gpt(sizes: Sizes) -> Planned:
+def _make_gpt(sizes: Sizes, device: str) -> Planned:
     missing = [f"--{name}" for name in ("layers", "hidden", "heads") if getattr(sizes, name) is None]
     if missing:
         raise ConfigError(f"gpt needs {', '.join(missing)}, for example: gpt --layers 24 --hidden 2048 --heads 16")
@@ -79,12 +110,12 @@ def _make_gpt(sizes: Sizes) -> Planned:
     seq = sizes.seq or _DEFAULT_SEQ
     example = load_example(None)
     config = example.GPTConfig(sizes.vocab or _DEFAULT_VOCAB, sizes.layers, sizes.hidden, sizes.heads, seq)
-    with torch.device("meta"):
-        tokens = torch.empty(sizes.batch or _DEFAULT_BATCH, seq, dtype=torch.int64)
+    with torch.device(device):
+        tokens = _make_tokens(config.vocab_size, sizes, device)
         return Planned(example.GPT(config), {"tokens": tokens, "targets": tokens})
 
 
-def _make_transformers(path: Path, sizes: Sizes) -> Planned:
+def _make_transformers(path: Path, sizes: Sizes, device: str) -> Planned:
     _refuse("a transformers model has them in its config", sizes.given("layers", "hidden", "heads", "vocab"))
     transformers = import_transformers()
     if not (path if path.suffix == ".json" else path / "config.json").is_file():
@@ -94,8 +125,13 @@ def _make_transformers(path: Path, sizes: Sizes) -> Planned:
         config.use_cache = False
         architecture = (config.architectures or [None])[0]
         kind = getattr(transformers, architecture or "", None)
-        with torch.device("meta"):
-            model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
+        if device != "meta" and any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+            model = (kind or transformers.AutoModelForCausalLM).from_pretrained(
+                path, config=config, dtype=torch.float32, local_files_only=True
+            )
+        else:
+            with torch.device(device):
+                model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"no model can be made from '{path}': {reason}") from error
@@ -104,12 +140,17 @@ def _make_transformers(path: Path, sizes: Sizes) -> Planned:
             f"{type(model).__name__} is not called with tokens, but with {model.main_input_name}; write a function that "
             "returns the model and its inputs, and give MODULE:FUNCTION"
         )
-    tokens = torch.empty(sizes.batch or _DEFAULT_BATCH, sizes.seq or _DEFAULT_SEQ, dtype=torch.int64, device="meta")
+    tokens = _make_tokens(config.get_text_config().vocab_size, sizes, device)
     return Planned(model, {"input_ids": tokens, "labels": tokens})
 
 
-def _call_function(word: str, sizes: Sizes) -> Planned:
-    """Return the result of ``MODULE:FUNCTION``, called under ``torch.device("meta")``."""
+def _make_tokens(num_different: int, sizes: Sizes, device: str) -> Tensor:
+    shape = (sizes.batch or _DEFAULT_BATCH, sizes.seq or _DEFAULT_SEQ)
+    return torch.randint(num_different, shape, device=device)
+
+
+def _call_function(word: str, sizes: Sizes, device: str) -> Planned:
+    """Return the result of ``MODULE:FUNCTION``, called under ``torch.device(device)``."""
     _refuse(f"{word} says how large its model and inputs are", sizes.given(*Sizes.__slots__))
     module_name, _, function_name = word.partition(":")
     sys.path.insert(0, os.getcwd())  # like python -m
@@ -123,7 +164,7 @@ def _call_function(word: str, sizes: Sizes) -> Planned:
         hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
         raise ConfigError(f"{module_name} has no function {function_name!r}{hint}")
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             returned = function()
     except _USERS_ERRORS as error:
         raise ConfigError(f"{word} failed: {_describe(error)}") from error

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.optim import Optimizer
 
 from zinf_compile.cli.progress import StepResult
@@ -58,18 +57,6 @@ class Training:
             if save is not None:
                 save()
             yield StepResult(self.step, total, seconds)
-
-
-class InComputeDtype(nn.Module):
-    """The plain counterpart of ``compute_dtype``: fp32 parameters, cast for every forward."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model, self.dtype, self.config = model, dtype, model.config
-
-    def forward(self, *inputs: object, **options: object) -> object:
-        parameters = {name: parameter.to(self.dtype) for name, parameter in self.model.named_parameters()}
-        return functional_call(self.model, parameters, inputs, options)
 
 
 def _warm_up_cosine(step: int, steps: int) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zinf_compile
 from zinf_compile.cli.models import TEMPERATURE, Built
 from zinf_compile.cli.text import Batch
-from zinf_compile.cli.training import InComputeDtype
+from zinf_compile.frontend.verification import InComputeDtype
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.weights.weight_files import INDEX_FILE, SINGLE_FILE
 

@@ -108,7 +108,7 @@ def plan(
     if config.state_dtype is not None:
         update = with_coded_states if is_here else assume_coded_states
         hardware = update(hardware, config.state_dtype)
-    called = replace(_make_inputs(inputs), loss=loss)
+    called = replace(make_inputs(inputs), loss=loss)
     parameters = _parameter_facts(model, config, optimizer if train else None)
     named = dict(model.named_parameters())
     check_tiles(config, named, num_ranks)
@@ -148,7 +148,8 @@ def _this_machine(nvme: Path, options: Mapping[str, object]) -> Hardware:
     return replace(found.hardware, tiers=tuple(TierSize(tier=tier, nbytes=nbytes) for tier, nbytes in sizes.items()))
 
 
-def _make_inputs(inputs: object) -> Inputs:
+def make_inputs(inputs: object) -> Inputs:
+    """Return how a model is called with a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(inputs, Tensor):
         return Inputs(args=(inputs,))
     if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):

@@ -153,6 +153,55 @@ def test_leases_are_served_in_order() -> None:
     pool.check_integrity(expect_idle=True)
 
 
+def test_who_leaves_room_lets_others_go_first() -> None:
+    pool = StagingPool(4 * PAGE)
+    held = [pool.lease(PAGE, leaves=2 * PAGE) for _ in range(2)]
+    assert pool.try_lease(PAGE, leaves=2 * PAGE) is None
+    with ThreadPoolExecutor(3) as threads:
+        patient = [threads.submit(pool.lease, PAGE, leaves=2 * PAGE) for _ in range(2)]
+        wait_for_waiting(pool, 2)
+        urgent = pool.try_lease(2 * PAGE)
+        assert urgent is not None
+        other = threads.submit(pool.lease, 2 * PAGE)
+        wait_for_waiting(pool, 3)
+        pool.return_(held.pop())
+        pool.return_(held.pop())
+        held.append(other.result(timeout=60))  # before those that have waited for longer
+        assert not any(each.done() for each in patient)
+        pool.return_(urgent)
+        pool.return_(held.pop())
+        held += [each.result(timeout=60) for each in patient]
+    for each in held:
+        pool.return_(each)
+    pool.check_integrity(expect_idle=True)
+
+
+def test_room_is_left_only_where_there_can_be_some() -> None:
+    pool = StagingPool(4 * PAGE)
+    pool.return_(pool.lease(4 * PAGE, leaves=3 * PAGE))
+    lease = pool.try_lease(3 * PAGE, leaves=3 * PAGE)
+    assert lease is not None
+    pool.return_(lease)
+
+
+def test_leases_in_shares_reuse_memory_of_other_leases() -> None:
+    pool = StagingPool(64 * PAGE)
+    for num_pages, taken in ((1, 1), (2, 4), (3, 4), (5, 8), (8, 8), (9, 16), (17, 32), (33, 33), (64, 64)):
+        with pool.lease(num_pages * PAGE, in_shares=True) as buffer:
+            assert (buffer.nbytes, buffer.reserved_nbytes) == (num_pages * PAGE, taken * PAGE)
+    pool.drop_idle()
+    addresses = []
+    for num_pages in (9, 16, 12):
+        with pool.lease(num_pages * PAGE, in_shares=True) as buffer:
+            addresses.append(address_of(buffer))
+    assert len(set(addresses)) == 1
+    four = [pool.lease(13 * PAGE, in_shares=True) for _ in range(4)]
+    assert pool.try_lease(1) is None
+    for buffer in four:
+        pool.return_(buffer)
+    pool.check_integrity(expect_idle=True)
+
+
 def test_close_wakes_the_waiting_and_takes_back_the_leased() -> None:
     pool = StagingPool(PAGE)
     held = pool.lease(PAGE)

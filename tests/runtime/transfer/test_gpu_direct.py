@@ -88,12 +88,14 @@ def test_what_is_faster_is_used_with_the_same_bits_and_no_race(tmp_path: Path, s
         assert torch.equal(ours_now, plain_now)
 
 
+@pytest.mark.long
 def test_what_is_slower_is_not_used(tmp_path: Path) -> None:
     with on_fake_device(), measured_at(1.0):
         train(**SMALL, nvme=tmp_path, device="cuda")
     assert CuFile.num_reads == 0
 
 
+@pytest.mark.long
 def test_a_read_that_does_not_wait_for_compute_is_found(tmp_path: Path) -> None:
     def at_once(filler: GpuDirectFiller, moving: InFlight, name: str, offset: int, destination: Tensor) -> None:
         filler._reads.read(offset, destination)

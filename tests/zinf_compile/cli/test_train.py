@@ -17,6 +17,7 @@ from zinf_compile.cli.main import main
 from zinf_compile.cli.optimizers import measure_state
 from zinf_compile.cli.presets import PRESETS, STATE_BYTES, load_example
 from zinf_compile.cli.progress import Speed
+from zinf_compile.frontend.verification import InComputeDtype
 from zinf_compile.ir.config import parse_size
 
 needs_optimize = pytest.mark.skipif(not hasattr(zinf_compile, "optimize"), reason="zinf_compile.optimize is not there")
@@ -66,7 +67,7 @@ def test_the_plain_counterpart_of_a_compute_dtype_is_a_bfloat16_model() -> None:
     example = load_example(None)
     model = example.GPT(example.GPTConfig(256, 1, 64, 1, 8))
     tokens = torch.arange(8)[None]
-    wrapped = training.InComputeDtype(model, torch.bfloat16)
+    wrapped = InComputeDtype(model, torch.bfloat16)
     loss = wrapped(tokens, tokens)
     loss.backward()
     assert model.head.weight.grad.dtype == torch.float32

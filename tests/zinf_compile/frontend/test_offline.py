@@ -179,6 +179,7 @@ def test_without_a_compiler_this_machine_is_planned_op_by_op(monkeypatch: pytest
     assert elsewhere.notes == ()
 
 
+@pytest.mark.long
 def test_values_do_not_matter() -> None:
     model = make_gpt()
     inputs = {"tokens": tokens(), "targets": tokens()}
