@@ -1,6 +1,7 @@
 """``verify``: trains copies of a model within budgets and in memory, and says whether they are alike."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -184,6 +185,14 @@ def verify(
             f"the model is on the meta device ('{on_meta[0]}' and {len(on_meta) - 1} more), and plain PyTorch needs values; "
             "build it in memory, with fewer layers if it is too large"
         )
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise ConfigError(
+            f"{_REFUSED['mesh']}, and this is one of {torch.distributed.get_world_size()}; run it without ranks"
+        )
     training = _Training(model, make_inputs(inputs), optimizer, loss or _loss_of, steps)
     with _own_random_numbers():
         return _verify(training, options)
@@ -245,11 +254,12 @@ def _find_rounding(
     found = []
     for name, value in exact.items():
         norm = value.norm().item()
-        if name in gradients and norm:
+        if norm:
             one_operation = torch.finfo(dtype or plain[name].dtype).eps
             near = max((plain[name].double() - value).norm().item() / norm, one_operation)
-            far = (gradients[name].double() - value).norm().item() / norm
-            found.append(Rounding(parameter=name, distance=far, plain_distance=near))
+            far = (gradients[name].double() - value).norm().item() / norm if name in gradients else math.inf
+            distance = math.inf if math.isnan(far) else far
+            found.append(Rounding(parameter=name, distance=distance, plain_distance=near))
     if not found:
         notes.append("rounding was not compared: no gradient is other than zero")
     return max(found, key=lambda each: each.times_as_far, default=None)
@@ -304,12 +314,12 @@ class _Training:
         torch.manual_seed(_SEED)
         optimizer = self._make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         losses = []
-        before = torch.get_rng_state()
+        before = _random_states()
         for _ in range(self.num_steps):
             optimizer.zero_grad()
             losses.append(self._backward(forward, self._inputs))
             optimizer.step()
-        return optimizer, losses, not torch.equal(torch.get_rng_state(), before)
+        return optimizer, losses, not all(map(torch.equal, _random_states(), before))
 
     def _trace(self, model: Module, forward: Module, optimizer: Optimizer, losses: list[Tensor], draws: bool) -> _Trace:
         compared = {f"loss of step {step}": loss for step, loss in enumerate(losses, start=1)}
@@ -363,6 +373,10 @@ def _has_same_bits(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other)))
+
+
+def _random_states() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
 
 
 @contextmanager

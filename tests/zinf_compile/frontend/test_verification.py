@@ -110,6 +110,34 @@ def test_a_gradient_that_is_off_is_more_than_rounding(
     assert verdict.differing == ("gradient of layers.3.weight",)
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "change", [lambda found: found.pop("norm.bias"), lambda found: found["norm.bias"].fill_(torch.nan)]
+)
+def test_a_gradient_that_is_lost_or_no_number_is_wrong(
+    net: nn.Module, inputs: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+        found = true_gradients_of(model)
+        if type(model.get_parameter("norm.bias")) is not nn.Parameter:  # of the optimized copies
+            change(found)
+        return found
+
+    true_gradients_of = verification._gradients_of
+    monkeypatch.setattr(verification, "_gradients_of", gradients_of)
+    verdict = zinf_compile.verify(net, inputs, nvme=tmp_path, compute="inductor", **BUDGETS)
+    assert verdict.rounding is not None
+    assert (verdict.rounding.parameter, verdict.rounding.distance) == ("norm.bias", float("inf"))
+    assert not verdict.is_right
+
+
+def test_several_ranks_are_refused(net: nn.Module, inputs: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="one process is compared with one, and this is one of 2"):
+        zinf_compile.verify(net, inputs)
+
+
 def test_tiles_are_judged_by_rounding(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
     options = {"device_memory": "3MiB", "host_memory": "1MiB", "tile_memory": "96KiB", "compute": "aten"}
