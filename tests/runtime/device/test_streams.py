@@ -102,10 +102,13 @@ AHEAD = {"host_memory": 64 * MIB, "speculate": True, "compute": "aten", "depth":
 def test_updates_ahead_of_the_step_have_no_race(tmp_path: Path, device_memory: int) -> None:
     """Their results are copied to shadows, and compute copies that live on the device get theirs after the step."""
     taken: list[int] = []
+    on_device: set[str] = set()  # of those taken; how much fits beside the arena depends on the rates of this machine
 
     def commit(original: Any) -> Any:
         def call(updates: UpdatesAhead, claimed: Any, jobs: Any) -> Any:
             taken.append(len(claimed))
+            records = [begun.job.record for begun in claimed]
+            on_device.update(record.name for record in records if record.copies.compute.on_device)
             return original(updates, claimed, jobs)
 
         return call
@@ -123,7 +126,8 @@ def test_updates_ahead_of_the_step_have_no_race(tmp_path: Path, device_memory: i
         races = races_with(tmp_path, **{**AHEAD, "device_memory": device_memory})
     assert races.found == []
     assert sum(taken) > 0
-    assert any(name.endswith(".weight") for name in reloaded) == (device_memory == 2 * MIB)
+    assert set(reloaded) == on_device
+    assert device_memory < 2 * MIB or any(name.endswith(".weight") for name in reloaded)
 
 
 def races_with(tmp_path: Path, device: FakeDevice | None = None, **changed: Any) -> Races:
