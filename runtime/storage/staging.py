@@ -104,10 +104,12 @@ class StagingPool:
     def lease(
         self, nbytes: int, *, leaves: int = 0, in_shares: bool = False, timeout_seconds: float | None = None
     ) -> StagingBuffer:
-        """A buffer of ``nbytes``; blocks until it fits, and ``leaves`` as many bytes of the capacity as can be besides it.
+        """A buffer of ``nbytes``; blocks until it fits beside what is leased.
+
+        ``leaves`` are bytes of the capacity that must stay free for others beside it; as many as there can be.
 
         With ``in_shares`` a large one takes the smallest share of the capacity that holds it, so that buffers of nearly
-        the same size reuse memory. Not for who holds several at once and counts on their sum.
+        the same size reuse memory. Do not use it for buffers that are held at once and whose sum has to fit.
 
         Raises CapacityError when it can never fit or did not within ``timeout_seconds``, StoreError when the pool is
         closed, before or meanwhile.

@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import torch
+
 import zinf_compile
 from zinf_compile.cli.optimizers import find_optimizer, make_optimizer
 from zinf_compile.cli.planned_models import add_model_arguments, find_model, sizes_of
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the verdict; return 0 if all is right and within its budgets, else 1."""
     kind = find_optimizer(args.optimizer, args.lr)
+    torch.manual_seed(0)  # the same values and inputs every time
     subject = find_model(args.model, sizes_of(args), device=args.device or "cpu")
     with ExitStack() as stack:
         nvme = args.nvme or stack.enter_context(tempfile.TemporaryDirectory(prefix=".zinf-", dir="."))

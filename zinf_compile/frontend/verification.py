@@ -114,7 +114,7 @@ class Verdict:
 
     def _tell_rounding(self, rounding: Rounding) -> str:
         return (
-            f"gradients are at most {rounding.times_as_far:.2g} times as far from exact ones "
+            f"gradients are at most {rounding.times_as_far:.1f} times as far from exact ones "
             f"({printable(rounding.parameter)}: {rounding.distance:.1e}, plain PyTorch {rounding.plain_distance:.1e})"
         )
 
@@ -157,7 +157,8 @@ def verify(
 
     ``model`` has values and stays as it is. Memory must hold a few copies of it with their gradients and optimizer state:
     for a larger model, verify one with fewer layers. ``inputs`` is what it is called with in each step: a tensor, a tuple,
-    or a dict of keyword arguments. ``options`` are those of ``optimize``.
+    or a dict of keyword arguments. ``options`` are those of ``optimize``; plain PyTorch trains where ``model`` is, so
+    a ``device`` has to be that one.
 
     First it is trained as ``optimize`` would train it, for the peaks of memory. Then with ``compute="aten"`` and
     without tiles: losses, first gradients, and parameters, buffers and optimizer states at the end must have the bits of
@@ -224,12 +225,12 @@ def _verify(training: "_Training", options: Mapping[str, object]) -> Verdict:
             rounding = _find_rounding(training, asked.trace.gradients, plain.gradients, dtype, notes)
     mine = {} if exactly is None else exactly.trace.compared | _named_gradients(exactly.trace.gradients)
     theirs = plain.compared | _named_gradients(plain.gradients)
-    names = list(theirs) if mine else []
+    names = list(theirs | mine) if mine else []
     return Verdict(
         model=type(training.model).__name__,
         num_steps=training.num_steps,
         num_compared=len(names),
-        differing=tuple(name for name in names if name not in mine or not _has_same_bits(mine[name], theirs[name])),
+        differing=tuple(name for name in names if not _has_same_bits(mine.get(name), theirs.get(name))),
         rounding=rounding,
         tiers=asked.tiers,
         process=asked.process,
@@ -369,7 +370,9 @@ def _loss_of(output: Any) -> Tensor:
     return found
 
 
-def _has_same_bits(one: Tensor, other: Tensor) -> bool:
+def _has_same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:  # only one of the two has it
+        return False
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other)))
