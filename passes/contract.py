@@ -69,6 +69,7 @@ class TileInputs:
     tiles: Mapping[int, Sequence[TileHandle]] = field(default_factory=dict)
     fuses_losses: bool = False  # fuse linear layers with the cross-entropy of their logits
     recomputes_logits: bool = False  # recompute logits in backward, even if gradients are small
+    micro_batches: int = 1  # into which blocks are cut along their samples
     chain_tiles: int = 1  # number of row tiles of MLPs and other chains of layers
     num_ranks: int = 1  # that divide each tile among them
 

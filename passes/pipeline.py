@@ -26,13 +26,14 @@ from zinf_compile.passes.transforms.lowering.start_transfers import START_TRANSF
 from zinf_compile.passes.transforms.lowering.swap_activations import SWAP_ACTIVATIONS
 from zinf_compile.passes.transforms.prepare.insert_gathers import INSERT_GATHERS
 from zinf_compile.passes.transforms.segments.make_segments import MAKE_SEGMENTS
+from zinf_compile.passes.transforms.tiling.cut_blocks import CUT_BLOCKS
 from zinf_compile.passes.transforms.tiling.fuse_linear_loss import FUSE_LINEAR_LOSSES
 from zinf_compile.passes.transforms.tiling.tile_chains import TILE_CHAINS
 from zinf_compile.passes.transforms.tiling.tile_parameters import TILE_PARAMETERS
 
 PREPARE: tuple[Pass[PrepareInputs], ...] = (INSERT_GATHERS,)
 
-TILE: tuple[Pass[TileInputs], ...] = (FUSE_LINEAR_LOSSES, TILE_CHAINS, TILE_PARAMETERS)
+TILE: tuple[Pass[TileInputs], ...] = (FUSE_LINEAR_LOSSES, CUT_BLOCKS, TILE_CHAINS, TILE_PARAMETERS)
 
 JOINT: tuple[Pass[JointInputs], ...] = (
     MERGE_GRADIENTS,

@@ -155,7 +155,7 @@ class OfflineTiles:
             choice = found
         tiled = search.apply(choice)
         self._num_tiles = len(tiled.numbers)
-        self.notes = [] if tiled.note is None else [tiled.note]
+        self.notes = list(tiled.notes)
         return tiled.graph_module, tiled.numbers
 
     def tiled_in(self, graph: TracedGraph) -> TiledParameters:

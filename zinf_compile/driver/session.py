@@ -327,7 +327,7 @@ class Session:
             self.catalog,
             self.catalog.hardware,
             tiled=tiled.tiled,
-            notes=() if tiled.note is None else (tiled.note,),
+            notes=tiled.notes,
             kernel_cache_nbytes=cache,
             open_nbytes=opened,
             num_ranks=ranks.size,

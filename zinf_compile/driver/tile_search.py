@@ -1,9 +1,11 @@
 """Chooses which parameters of a captured graph to tile, and the number of tiles: as few as it takes to fit."""
 
 import difflib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 import torch
@@ -18,12 +20,14 @@ from zinf_compile.ir.tiles import WHOLE, TiledParameters, cut_rows, least_rows, 
 from zinf_compile.passes.contract import TileHandle, TileInputs
 from zinf_compile.passes.fx_edit import copy_graph_module, describe_place
 from zinf_compile.passes.pipeline import tile_graph
+from zinf_compile.passes.transforms.tiling.cut_blocks import Block, WholeBlock, find_blocks
 from zinf_compile.passes.transforms.tiling.fuse_linear_loss import find_linear_losses, takes_one_pass
 from zinf_compile.passes.transforms.tiling.tile_chains import find_row_chains
 from zinf_compile.passes.transforms.tiling.tile_parameters import Tileable, find_tileable
 
 Made = TypeVar("Made")
 _MOST_CHAIN_TILES = 64
+_MOST_MICRO_BATCHES = 64
 # Of a parameter on the device at once: itself, a kernel's copy, its gradient, one more being accumulated, its cast.
 _COPIES = 5
 _TIMES_COUNTED = 2  # of activations, at most: as bound values in the arena, and in the peak of the others
@@ -40,11 +44,15 @@ class TiledGraph:
     tiled: TiledParameters
     numbers: frozenset[int] = frozenset()  # by which ops refer to the tiles
     cut: str = ""  # describes what is tiled
+    remark: str | None = None  # about what was asked for and is not done
 
     @property
-    def note(self) -> str | None:
-        """Return a sentence for the report; None if nothing is tiled."""
-        return f"to fit the device, or as asked for, {self.cut}: results are the same to rounding" if self.cut else None
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the report."""
+        if not self.cut:
+            return () if self.remark is None else (self.remark,)
+        made = f"to fit the device, or as asked for, {self.cut}: results are the same to rounding"
+        return (made,) if self.remark is None else (made, self.remark)
 
 
 class Catalog(Protocol):
@@ -155,9 +163,10 @@ def check_tiles(config: Config, parameters: Mapping[str, Tensor], num_ranks: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A way to tile a graph: the tiles of each parameter and of chains of layers, and whether losses are fused."""
+    """A way to tile a graph: parameters, the batch inside of blocks, rows of chains of layers, and losses if fused."""
 
     num_tiles: Mapping[str, int]
+    micro_batches: int = 1  # inside of blocks
     chain_tiles: int = 1
     fuses_losses: bool = False
     recomputes_logits: bool = False
@@ -177,6 +186,43 @@ class TileSearch:
         self._has_chains = next(find_row_chains(graph_module.graph), None) is not None
         self.refused: DeviceCapacityError | None = None
 
+    @cached_property
+    def _blocks(self) -> Sequence[Block | WholeBlock]:
+        return tuple(find_blocks(self._graph_module.graph))
+
+    @property
+    def _cut_blocks(self) -> Sequence[Block]:
+        return [block for block in self._blocks if isinstance(block, Block)]
+
+    def _finer_batches(self, micro_batches: int) -> int | None:
+        """Return the next number of micro-batches that divides the samples of all blocks; None if there is none."""
+        num_samples = math.gcd(*(block.num_samples for block in self._cut_blocks))
+        finer = range(2 * micro_batches, min(num_samples, _MOST_MICRO_BATCHES) + 1)
+        return next((number for number in finer if num_samples % number == 0), None)
+
+    def _asked_batches(self) -> int:
+        """Return the micro-batches that options ask for; 1 for a graph without blocks.
+
+        Raises ConfigError if the batch has no such part, UnsupportedError if no block can be cut.
+        """
+        asked = self._config.micro_batches or 1
+        if asked == 1 or not self._blocks:
+            return 1
+        whole = next((block for block in self._blocks if isinstance(block, WholeBlock)), None)
+        if not self._cut_blocks:
+            assert whole is not None
+            raise UnsupportedError(
+                f"micro_batches={asked} cannot be: {_describe_whole(whole)}; leave it out, or give smaller batches and "
+                "accumulate gradients"
+            )
+        samples = sorted({block.num_samples for block in self._cut_blocks})
+        if not any(number % asked == 0 for number in samples):
+            raise ConfigError(
+                f"micro_batches={asked} does not divide the batch, of {' or '.join(map(str, samples))} samples; give a number "
+                "that does, or leave it to the planner with micro_batches=None"
+            )
+        return asked
+
     def _make_candidate(self, found: Tileable) -> _Candidate | None:
         fact = self._catalog.fact_of(found.param)
         if fact is None:
@@ -193,7 +239,7 @@ class TileSearch:
 
     def finer_and_finer(self) -> Iterator[Choice]:
         """Yield finer and finer choices, starting with the options' own. Set ``refused`` before each next one."""
-        choice = Choice(num_tiles=self._asked_tiles())
+        choice = Choice(num_tiles=self._asked_tiles(), micro_batches=self._asked_batches())
         yield choice
         if self._config.tiles is None:
             return
@@ -209,6 +255,8 @@ class TileSearch:
         fixed = dict(self._config.tiles or ())
         free = {name: each for name, each in self._candidates.items() if name not in fixed and each.most_tiles > 1}
         useful = {"parameters", *(["chains"] if self._has_chains else [])}  # what is worth splitting further
+        if self._config.micro_batches is None and self._cut_blocks:
+            useful.add("blocks")
         while useful:
             assert self.refused is not None
             refused, piece = self.refused, self._largest_piece(choice, free)
@@ -216,15 +264,19 @@ class TileSearch:
             wide = refused.activations_nbytes - 2 * piece
             pieces = _COPIES * piece if "parameters" in useful else 0
             without_pieces = refused.needed_nbytes - unfused - pieces
-            narrowed = _TIMES_COUNTED * max(0, wide) if "chains" in useful else 0
+            narrows = bool(useful & {"blocks", "chains"})
+            narrowed = _TIMES_COUNTED * max(0, wide) if narrows else 0
             if without_pieces - narrowed > self._config.device_memory:
                 return  # does not fit even if tiles reduced their bytes to zero
-            is_chain = "chains" in useful and (
+            is_wide = narrows and (
                 wide > min(pieces, self._config.device_memory // 2)
                 or without_pieces > self._config.device_memory
                 or "parameters" not in useful
             )
-            if is_chain:
+            kind = "parameters" if not is_wide else "blocks" if "blocks" in useful else "chains"
+            if kind == "blocks":
+                finer = replace(choice, micro_batches=self._finer_batches(choice.micro_batches) or choice.micro_batches)
+            elif kind == "chains":
                 finer = replace(choice, chain_tiles=2 * choice.chain_tiles)
             else:
                 # A tile and a workspace of the same size are on the device at once, so a tile above half cannot fit.
@@ -235,12 +287,12 @@ class TileSearch:
                 counts = {name: max(choice.num_tiles[name], _num_tiles(each, nbytes)) for name, each in free.items()}
                 finer = replace(choice, num_tiles={**choice.num_tiles, **counts})
             if finer == choice or finer.chain_tiles > _MOST_CHAIN_TILES:
-                useful.discard("chains" if is_chain else "parameters")
+                useful.discard(kind)
                 continue
             choice, unfused = finer, 0
             yield choice
             if self.refused is not refused and self.refused.needed_nbytes > _HELPED * refused.needed_nbytes:
-                useful.discard("chains" if is_chain else "parameters")
+                useful.discard(kind)
 
     def _fused(self, choice: Choice) -> Iterator[Choice]:
         """Yield a choice with its losses fused, if it has any, then with recomputed logits."""
@@ -292,11 +344,13 @@ class TileSearch:
             tiles=handles,
             fuses_losses=choice.fuses_losses,
             recomputes_logits=choice.recomputes_logits,
+            micro_batches=choice.micro_batches,
             chain_tiles=choice.chain_tiles,
             num_ranks=self._catalog.num_ranks,
         )
+        remark = self._describe_uncut(choice)
         if inputs == TileInputs(num_ranks=inputs.num_ranks):
-            return TiledGraph(graph_module=self._graph_module, tiled=WHOLE)
+            return TiledGraph(graph_module=self._graph_module, tiled=WHOLE, remark=remark)
         copied = copy_graph_module(self._graph_module)
         tile_graph(copied, inputs)
         return TiledGraph(
@@ -304,7 +358,25 @@ class TileSearch:
             tiled=TiledParameters(rows),
             numbers=frozenset(handle.param for tiles in handles.values() for handle in tiles),
             cut=_describe_choice(choice, self._catalog.num_ranks),
+            remark=remark,
         )
+
+    def _describe_uncut(self, choice: Choice) -> str | None:
+        """Return a sentence about blocks that are computed for the whole batch although others are cut, or none are."""
+        asked = self._config.micro_batches or 1
+        if choice.micro_batches == 1:
+            return (
+                f"micro_batches={asked} has no effect here: there is no repeated block whose batch has a fixed size"
+                if asked > 1
+                else None
+            )
+        whole = [
+            f"{block.name} has {block.num_samples} samples" if isinstance(block, Block) else _describe_whole(block)
+            for block in self._blocks
+            if isinstance(block, WholeBlock) or block.num_samples % choice.micro_batches
+        ]
+        more = f", and {len(whole) - 1} more blocks" if len(whole) > 1 else ""
+        return f"not cut into micro-batches: {whole[0]}{more}" if whole else None
 
     def explain(self, refused: DeviceCapacityError) -> DeviceCapacityError:
         """Return the error, with a note if the largest parameter cannot be tiled."""
@@ -312,6 +384,10 @@ class TileSearch:
         if largest is not None and largest.most_tiles == 1 and largest.nbytes > LEAST_TILE:
             refused.add_note(f"zinf_compile: {_describe_refusal(largest)}")
         return refused
+
+
+def _describe_whole(block: WholeBlock) -> str:
+    return f"{block.name} is computed for the whole batch, since {block.why}{describe_place(block.node)}"
 
 
 def _num_tiles(candidate: _Candidate, tile_nbytes: int) -> int:
@@ -322,6 +398,8 @@ def _describe_choice(choice: Choice, num_ranks: int) -> str:
     """Describe what is tiled. Other ranks have other rows in their tiles, and so other bits."""
     among = f" of the rows of {num_ranks} ranks" if num_ranks > 1 else ""
     parts = [f"{name} is gathered in {count} tiles{among}" for name, count in choice.num_tiles.items() if count > 1]
+    if choice.micro_batches > 1:
+        parts.append(f"blocks compute {choice.micro_batches} micro-batches, one after another")
     if choice.chain_tiles > 1:
         parts.append(f"layers that follow each other compute {choice.chain_tiles} tiles of rows, one after another")
     if choice.fuses_losses:

@@ -86,8 +86,8 @@ def plan(
         compute: as in ``optimize``: "inductor", the default, plans each block as one compiled op, "aten" op by op.
             Nothing is compiled: a block is assumed to take the traffic of its inputs and results, and the
             arithmetic of its matrix products.
-        compute_dtype, state_dtype, nvme_write_budget, reserve_memory, prefetch_memory, tile_memory, tiles, recompute,
-            overlap_step, speculate, step_in_backward: as in ``optimize``.
+        compute_dtype, state_dtype, nvme_write_budget, reserve_memory, prefetch_memory, tile_memory, tiles,
+            micro_batches, recompute, overlap_step, speculate, step_in_backward: as in ``optimize``.
 
     If the model is captured as several graphs, returns the plan of the graph whose backward computes the most
     gradients. The plan's notes say what the other graphs need.

@@ -203,7 +203,7 @@ def _verify(training: "_Training", options: Mapping[str, object]) -> Verdict:
     notes = []
     asked = training.within_budgets(options)
     # Tiles add up in another order, and compiled blocks too.
-    op_by_op = {**options, "compute": "aten", "tiles": False, "tile_memory": None}
+    op_by_op = {**options, "compute": "aten", "tiles": False, "tile_memory": None, "micro_batches": None}
     is_captured = options.get("capture") is not False  # otherwise nothing is compiled or tiled
     exactly: _Trained | None = asked
     if is_captured and not (options.get("compute") == "aten" and options.get("tiles") is False):

@@ -80,6 +80,7 @@ class Config:
     prefetch_memory: int | None = None  # bytes read ahead of compute, at most; None: the planner's choice
     tile_memory: int | None = None  # larger parameters are gathered by tiles; None: only where needed to fit
     tiles: tuple[tuple[str, int], ...] | None = ()  # in how many tiles some parameters are gathered; None: never any
+    micro_batches: int | None = None  # that a block computes one after another; None: as many as it takes to fit
     recompute: bool | None = None  # None: none, single values or blocks, as is fastest; True: blocks; False: never
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
@@ -184,6 +185,7 @@ def make_config(
         prefetch_memory=sizes.get("prefetch_memory"),
         tile_memory=_check_tile_memory(sizes.get("tile_memory")),
         tiles=_check_tiles(given.get("tiles", {})),
+        micro_batches=_check_micro_batches(given),
         recompute=_check_bool(given.get("recompute"), option="recompute"),
         overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
@@ -304,6 +306,19 @@ def _check_tiles(tiles: object) -> tuple[tuple[str, int], ...] | None:
                 f"its dimension 0, whose rows lie side by side: say {{{name!r}: {count}}}"
             )
     return tuple(sorted((name, given[1] if isinstance(given, tuple) else given) for name, given in tiles.items()))
+
+
+def _check_micro_batches(given: Mapping[str, object]) -> int | None:
+    number = given.get("micro_batches")
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(f"micro_batches={number!r} is not a number of micro-batches, 1 or more")
+    if number > 1 and given.get("capture") is False:
+        raise ConfigError(
+            f"micro_batches={number} cuts the blocks of a captured graph, and capture=False captures none; leave one out"
+        )
+    return number
 
 
 def _check_compute(compute: object) -> str:

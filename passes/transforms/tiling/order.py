@@ -1,5 +1,7 @@
 """Whether a call can be moved later: nothing in between may write to what it reads, or change a mode."""
 
+import inspect
+
 from torch import Tensor, fx
 
 from zinf_compile.passes.transforms.tiling.calls import value_of
@@ -11,13 +13,18 @@ _IN_PLACE_OPERATORS = frozenset(
 
 def may_run_later(first: fx.Node, last: fx.Node) -> bool:
     """Return whether ``first``, and the nodes in between, may run just before ``last`` instead."""
+    return find_barrier(first, last) is None
+
+
+def find_barrier(first: fx.Node, last: fx.Node) -> fx.Node | None:
+    """Return the first node from ``first`` on that may not run just before ``last`` instead; None if all may."""
     node = first
     while node is not last:
         # A node without a tensor result may begin or end autocast, or switch gradients off.
         if not isinstance(value_of(node), Tensor | tuple | list) or _may_write(node):
-            return False
+            return node
         node = node.next
-    return True
+    return None
 
 
 def _may_write(node: fx.Node) -> bool:
@@ -27,4 +34,17 @@ def _may_write(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if (name.endswith("_") and not name.endswith("__")) or name.strip("_") in {"setitem", *_IN_PLACE_OPERATORS}:
         return True
-    return "out" in node.kwargs or any(given is True for given in (*node.args, node.kwargs.get("inplace")))
+    return "out" in node.kwargs or _is_in_place(node)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Return whether the argument ``inplace`` of a function is not False. Functions written in C++ have none."""
+    given: object = node.kwargs.get("inplace", False)
+    if callable(node.target) and "inplace" not in node.kwargs:
+        try:
+            names = list(inspect.signature(node.target).parameters)
+        except (TypeError, ValueError):
+            return False
+        if "inplace" in names[: len(node.args)]:
+            given = node.args[names.index("inplace")]
+    return given is not False
