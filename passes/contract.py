@@ -119,6 +119,7 @@ class NodeFacts:
 
 NODE_FACTS = "zinf"
 TILE = "zinf_tile"  # in ``node.meta["custom"]``, which AOTAutograd preserves: the number of a node's tile in its chain
+JOINED = "zinf_joined"  # in ``node.meta["custom"]``: True for what all micro-batches of a block give, joined
 SEGMENT = "zinf_segment"  # of a run_segment: the graph module of what it runs
 BLOCK = "zinf_block"  # of a run_segment: the block it is a part of
 _NOTHING_KNOWN = NodeFacts()

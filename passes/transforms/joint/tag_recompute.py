@@ -8,6 +8,8 @@ Tags set on forward nodes::
     ops named in ``inputs.recomputed``,       MUST_RECOMPUTE under the policies by value
         their results and views of those
     random numbers                            MUST_SAVE: drawing again would give different numbers
+    what the micro-batches of a block give    MUST_SAVE: for what reads it after the block, backward would otherwise
+                                              recompute all of them at once
 
 Regions of the user's own ``torch.utils.checkpoint`` keep their tags.
 """
@@ -24,7 +26,7 @@ from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.ir.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.modules import block_of, is_repeated, module_path
 from zinf_compile.passes.analysis.repeatable import RECOMPUTE, REGION, is_random
-from zinf_compile.passes.contract import JointInputs, Pass
+from zinf_compile.passes.contract import JOINED, JointInputs, Pass
 from zinf_compile.passes.fx_edit import view_source
 
 
@@ -74,6 +76,9 @@ def _tag_blocks(nodes: list[fx.Node]) -> None:
             if is_random(source):
                 if isinstance(node.meta["val"], torch.Tensor):  # for an op with several results, each result separately
                     node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+                continue
+            if (node.meta.get("custom") or {}).get(JOINED):
+                node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
                 continue
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta[REGION] = regions.setdefault((block, run), len(regions))

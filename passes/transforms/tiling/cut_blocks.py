@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from zinf_compile.ir.ops import GATHER
 from zinf_compile.passes.analysis.modules import block_of, is_repeated, module_path
-from zinf_compile.passes.contract import TILE, Pass, TileInputs
+from zinf_compile.passes.contract import JOINED, TILE, Pass, TileInputs
 from zinf_compile.passes.transforms.tiling.calls import value_of
 from zinf_compile.passes.transforms.tiling.emit import Emitter
 from zinf_compile.passes.transforms.tiling.order import find_barrier
@@ -41,6 +41,7 @@ from zinf_compile.passes.transforms.tiling.samples import (
 )
 
 _GATHERS = (GATHER, torch.ops.zinf.gather)
+_INPUTS = ("placeholder", "get_attr")
 _MOST_DIMS = 2  # the first dimensions, in which samples are looked for: batch first, or sequence first
 
 
@@ -90,14 +91,14 @@ def _runs(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
     """Yield the consecutive nodes of each execution of a repeated block; nodes in between that have no module included."""
     block, run, between = "", list[fx.Node](), list[fx.Node]()
     for node in graph.nodes:
-        path = module_path(node) if node.op in ("call_function", "call_method") else ""
-        if not path or node.target in _GATHERS:
+        if not node.meta.get("nn_module_stack") or node.op in _INPUTS or node.target in _GATHERS:
             between.append(node)
             continue
+        path = module_path(node)
         if block_of(path) != block:
             if run:
                 yield block, run
-            block, run, between = block_of(path), [], []
+            block, run = block_of(path), []
         if is_repeated(block):
             run += [*(between if run else ()), node]
         between = []
@@ -201,6 +202,7 @@ def cut_block(block: Block, num_batches: int) -> None:
     for node, parts in pieces.items():
         dim = block.calls[node].result.dim
         whole = emitter.call(f"{node.name}_whole", torch.cat, list(parts), dim, origin=node)
+        whole.meta["custom"] = {**whole.meta.get("custom", {}), JOINED: True}
         node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in block.calls)
     for node in reversed(list(block.calls)):
         node.graph.erase_node(node)

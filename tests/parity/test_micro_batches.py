@@ -1,0 +1,232 @@
+"""Blocks that compute micro-batches one after another: the bits of plain PyTorch that does the same, in less memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zinf_compile
+from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
+from zinf_compile.ir.glossary import ActivationPolicy, Tier
+
+BATCH, LENGTH, WIDTH, VOCABULARY = 8, 16, 32, 64
+ROOMY = {"device_memory": "8MiB", "host_memory": "8MiB"}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.norm, self.other_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        query, key, value = self.qkv(self.norm(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + F.dropout(self.down(F.gelu(self.up(self.other_norm(x)))), self.dropout, self.training)
+
+
+class Net(nn.Module):
+    """A GPT that computes its blocks for one micro-batch after another in plain PyTorch."""
+
+    def __init__(self, micro_batches: int = 1, *, width: int = WIDTH, layers: int = 3, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.micro_batches = micro_batches
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            parts = x.split(x.shape[0] // self.micro_batches)
+            x = layer(x) if self.micro_batches == 1 else torch.cat([layer(part) for part in parts])
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def make(micro_batches: int = 1, **options: float) -> Net:
+    torch.manual_seed(0)
+    return Net(micro_batches, **options)
+
+
+def batches(num: int = 3, batch: int = BATCH) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"tokens": torch.randint(VOCABULARY, (batch, LENGTH), generator=generator)} for _ in range(num)]
+
+
+def homes(parity, placement: str) -> dict[str, object]:
+    """Return budgets in which not everything can be resident."""
+    if placement == "host":
+        return {"device_memory": "900KiB", "host_memory": "8MiB"}
+    return {"device_memory": "900KiB", "host_memory": "512KiB" if placement == "nvme" else "1MiB", "nvme": parity._folder}
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host", "mixed"])
+@pytest.mark.parametrize("micro_batches", [2, 8])
+@pytest.mark.parametrize("recompute", [None, True, False])
+def test_bitwise_as_the_same_micro_batches_in_plain_pytorch(parity, placement, micro_batches, recompute):
+    expected = parity.train(make(micro_batches), batches())
+    model = parity.optimize(
+        make(), micro_batches=micro_batches, recompute=recompute, **homes(parity, placement), compute="aten"
+    )
+    parity.assert_same(parity.train(model, batches()), expected)
+    (plan,) = zinf_compile.report(model).plans
+    assert plan.gathers
+    assert any(f"blocks compute {micro_batches} micro-batches" in note for note in plan.notes)
+
+
+@pytest.mark.long
+def test_all_micro_batches_are_one_compiled_block(parity):
+    expected = parity.train(make(4), batches()).losses
+    found = []
+    for micro_batches in (1, 4):
+        torch._dynamo.reset()
+        model = parity.optimize(make(), micro_batches=micro_batches, compute="inductor", recompute=True, **ROOMY)
+        ours = parity.train(model, batches()).losses
+        for theirs, loss in zip(expected, ours, strict=True):
+            torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-6)
+        found.append(zinf_compile.report(model).num_compiled)
+    assert found[0] > 0
+    assert found[1] <= found[0] + 2  # what only the first or the last micro-batch has to add up
+
+
+def test_a_batch_that_does_not_fit_otherwise(parity):
+    def losses_of(model: nn.Module) -> list[Tensor]:
+        return parity.train(model, batches(2, batch=32)).losses
+
+    expected = losses_of(make())
+    budgets = {"device_memory": "2300KiB", "host_memory": "32MiB"}
+    model = parity.optimize(make(), **budgets)
+    for ours, theirs in zip(losses_of(model), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    report = zinf_compile.report(model)
+    (plan,) = report.plans
+    assert any("micro-batches, one after another" in note for note in plan.notes)
+    assert plan.activations.policy is ActivationPolicy.RECOMPUTE_BLOCKS
+    device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
+    assert device.measured_peak <= device.predicted_peak <= 2300 * 2**10
+    torch._dynamo.reset()
+    for options in ({"micro_batches": 1}, {"tiles": False}):
+        whole = parity.optimize(make(), **budgets, **options)
+        with pytest.raises(CapacityError, match=r"needs .* on device"):
+            whole(**batches(1, batch=32)[0])
+
+
+def test_weights_are_read_once_per_phase_for_all_micro_batches():
+    with torch.device("meta"):
+        model = Net(width=256, layers=4)
+    tokens = torch.zeros(64, 128, dtype=torch.int64)
+    options = {"device_memory": "100MiB", "host_memory": "64MiB", "nvme_memory": "1GiB", "reserve_memory": 0}
+    with pytest.raises(CapacityError):
+        zinf_compile.plan(model, tokens, hardware="laptop", micro_batches=1, compute="aten", **options)
+    plan = zinf_compile.plan(model, tokens, hardware="laptop", compute="aten", **options)
+    assert any("micro-batches, one after another" in note for note in plan.notes)
+    reads = [name for gather in plan.gathers for name in gather.parameters]
+    assert reads
+    assert max(map(reads.count, reads)) <= 2  # forward and backward
+
+
+class Dropped(nn.Module):
+    """Returns what its block computes, so that what was dropped out is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Scaled()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x * self.weight, 0.5, self.training) * 2
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_backward_drops_out_what_forward_has_dropped_out(parity, recompute):
+    torch.manual_seed(0)
+    model = parity.optimize(Dropped(), micro_batches=4, recompute=recompute, **ROOMY)
+    made = model(torch.ones(BATCH, 256))
+    made.sum().backward()
+    torch.testing.assert_close(model.layers[0].weight.grad.clone(), made.detach().sum(0))
+    kept = made.detach() != 0
+    assert 0.4 < kept.float().mean() < 0.6
+    assert not any(torch.equal(one, other) for one in kept[:2] for other in kept[2:4])  # each batch draws its own
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(2)
+        )
+        self.whole = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.whole(x).sum()
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(x).relu().sum()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (0, "micro_batches=0 is not a number of micro-batches, 1 or more"),
+        (True, "micro_batches=True is not a number"),
+        ("4", "micro_batches='4' is not a number"),
+    ],
+)
+def test_an_option_that_is_no_number_of_batches(option, message):
+    with pytest.raises(ConfigError, match=message):
+        zinf_compile.optimize(make(), micro_batches=option)
+
+
+def test_without_capture_nothing_can_be_cut():
+    with pytest.raises(ConfigError, match="capture=False captures none"):
+        zinf_compile.optimize(make(), micro_batches=2, capture=False)
+
+
+def test_a_number_that_does_not_divide_the_batch(parity):
+    model = parity.optimize(make(), micro_batches=3, **ROOMY)
+    with pytest.raises(ConfigError, match="micro_batches=3 does not divide the batch, of 8 samples"):
+        model(**batches(1)[0])
+
+
+def test_a_block_that_mixes_samples_is_named(parity):
+    model = parity.optimize(Normed(), micro_batches=2, **ROOMY)
+    with pytest.raises(UnsupportedError, match=r"layers\.0 is computed for the whole batch, since batch_norm may mix"):
+        model(torch.randn(4, 16))
+
+
+def test_a_model_without_blocks_says_that_nothing_is_cut(parity):
+    model = parity.optimize(Flat(), micro_batches=2, **ROOMY)
+    model(torch.randn(4, 16)).backward()
+    (plan,) = zinf_compile.report(model).plans
+    assert any("micro_batches=2 has no effect here: there is no repeated block" in note for note in plan.notes)
+
+
+def test_a_batch_of_another_size_is_computed_whole(parity):
+    """Its size changes from call to call, so that no number is known to divide it."""
+    given = [*batches(2), *batches(1, batch=6)]
+    plain, ours = parity.trace(), parity.trace()
+    for model, trace in ((make(), plain), (parity.optimize(make(), micro_batches=2, **ROOMY), ours)):
+        for batch in given:
+            trace.losses.append(model(**batch).detach().clone())
+    for one, other in zip(ours.losses, plain.losses, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,230 @@
+"""Blocks cut along their samples: which are, their results and gradients, and that ops which mix samples are refused."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zinf_compile.passes.contract import TileInputs
+from zinf_compile.passes.pipeline import tile_graph
+from zinf_compile.passes.transforms.tiling.cut_blocks import Block, WholeBlock, find_blocks
+
+N = 4  # samples
+Function = Callable[[Tensor], Tensor]
+
+
+class _OneBlock(nn.Module):
+    """Computes a function in a repeated block."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Calls(function)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+class _Calls(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * 2.0) + 1.0
+
+
+def _input(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(0))
+
+
+def _cut(captured: Any, micro_batches: int) -> None:
+    tile_graph(captured.graph_module, TileInputs(micro_batches=micro_batches))
+
+
+WEIGHT = torch.linspace(-1, 1, 48, dtype=torch.float64).view(6, 8)
+BY_SAMPLE: dict[str, Function] = {
+    "linear": lambda x: F.linear(x, WEIGHT[:, :8]),
+    "matmul": lambda x: x @ WEIGHT.t(),
+    "view": lambda x: x.view(N, 6, 2, 4),
+    "view of a list": lambda x: x.view((N, -1)),
+    "view with a size to find": lambda x: x.view(-1, 6, 4, 2),
+    "rows of all samples": lambda x: F.linear(x.view(-1, 8), WEIGHT).view(N, 6, 6),
+    "reshape": lambda x: x.reshape(N * 6, 8).tanh().reshape(N, 48),
+    "flatten": lambda x: x.flatten(1),
+    "flatten samples": lambda x: x.flatten(0, 1).relu(),
+    "transpose": lambda x: x.transpose(1, 2).contiguous(),
+    "samples in the middle": lambda x: x.transpose(0, 1).contiguous().sin(),
+    "permute": lambda x: x.permute(2, 0, 1).cos(),
+    "unsqueeze": lambda x: x.unsqueeze(0).tanh().squeeze(0),
+    "unsqueeze at the end": lambda x: x.unsqueeze(-1).exp(),
+    "expand": lambda x: x.unsqueeze(1).expand(N, 3, 6, 8).tanh(),
+    "expand as it is": lambda x: x.unsqueeze(1).expand(-1, 3, -1, -1).tanh(),
+    "softmax": lambda x: F.softmax(x, dim=-1),
+    "softmax method": lambda x: x.softmax(1),
+    "mean": lambda x: x.mean(-1, keepdim=True) * x,
+    "mean positional": lambda x: x.mean(-1, True) * x,
+    "sum of two": lambda x: x.sum((1, 2)),
+    "sum before": lambda x: x.transpose(0, 1).sum(0),
+    "variance": lambda x: x.var(dim=-1, keepdim=True, unbiased=False) + x,
+    "split": lambda x: x.split(4, dim=-1)[0] * x.split(4, dim=-1)[1],
+    "chunk": lambda x: torch.chunk(x, 2, 1)[1].exp(),
+    "unbind": lambda x: x.view(N, 6, 2, 4).permute(2, 0, 1, 3).unbind(0)[1].exp(),
+    "part": lambda x: x[..., :4] * x[:, :, 4:],
+    "part before": lambda x: x.transpose(0, 1)[2].exp(),
+    "new dimension": lambda x: x[:, None, 1:3].exp(),
+    "narrow": lambda x: x.narrow(1, 1, 2).exp(),
+    "cat": lambda x: torch.cat([-x[..., 4:], x[..., :4]], dim=-1),
+    "cat with something": lambda x: torch.cat([x, torch.ones(N, 1, 8, dtype=x.dtype)], 1).exp(),
+    "stack": lambda x: torch.stack([x, x.exp()], dim=0).sum(0),
+    "repeat": lambda x: x.view(N, 6, 2, 4).repeat_interleave(2, dim=2).exp(),
+    "where": lambda x: torch.where(x > 0, x, x.exp()),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        *[x.view(N, 6, 2, 4).transpose(1, 2)] * 3, is_causal=True
+    ),
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "addmm": lambda x: torch.addmm(WEIGHT[0, :6], x.view(-1, 8), WEIGHT.t()).view(N, 6, 6),
+    "a constant for each sample": lambda x: x * torch.arange(N, dtype=x.dtype).view(N, 1, 1),
+    "in eval": lambda x: F.dropout(x, 0.5, False).exp(),
+    "glu": lambda x: F.silu(x[..., :4]) * x[..., 4:],
+}
+MIXING: dict[str, tuple[Function, str]] = {
+    "softmax": (lambda x: x.softmax(0), "softmax reads all samples"),
+    "sum": (lambda x: x.exp() / x.sum(), "sum reads all samples"),
+    "mean": (lambda x: x - x.mean((0, 1), keepdim=True), "mean reads all samples"),
+    "cumsum": (lambda x: torch.cumsum(x, 0), "cumsum reads all samples"),
+    "part": (lambda x: x[:1] * x, "getitem reads some of the samples"),
+    "index": (lambda x: x[torch.arange(N).flip(0)].exp(), "may mix samples|reads samples by their number"),
+    "split": (lambda x: x.split(2)[0].exp(), "split reads some of the samples"),
+    "cat": (lambda x: torch.cat([x, x]).exp(), "cat joins samples along their own dimension"),
+    "products of samples": (lambda x: x.transpose(0, 1) @ x.permute(1, 2, 0), "matmul may mix samples"),
+    "joined behind another": (lambda x: x.transpose(0, 1).reshape(6 * N, 8).exp(), "reshape joins samples"),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm may mix samples"),
+    "roll": (lambda x: x.roll(1, 0).exp(), "roll may mix samples"),
+    "flip": (lambda x: x.flip(0).exp(), "flip may mix samples"),
+    "sort": (lambda x: x.sort(0).values.exp(), "sort may mix samples"),
+    "in place": (lambda x: x.exp().add_(1.0), "add_ may write in place"),
+    "in place by name": (lambda x: F.relu(x.exp(), inplace=True), "relu may write in place"),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [2, N])
+@pytest.mark.parametrize("name", BY_SAMPLE)
+def test_results_and_gradients_of_what_is_computed_by_sample(name, micro_batches, capture):
+    captured = capture(_OneBlock(BY_SAMPLE[name]), _input(N, 6, 8))
+    expected = captured.run()
+    (block,) = find_blocks(captured.graph_module.graph)
+    assert isinstance(block, Block), block.why
+    assert block.num_samples == N
+    _cut(captured, micro_batches)
+    assert any(node.name.endswith("_samples") for node in captured.graph_module.graph.nodes)
+    ours = captured.run()
+    assert ours.keys() == expected.keys()
+    for result, value in expected.items():
+        torch.testing.assert_close(ours[result], value, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_samples_is_refused_with_its_name(name, capture):
+    function, message = MIXING[name]
+    captured = capture(_OneBlock(function), _input(N, 6, 8))
+    before = str(captured.graph_module.graph)
+    found = list(find_blocks(captured.graph_module.graph))
+    wholes = [block for block in found if isinstance(block, WholeBlock)]
+    if not wholes:  # it does not mix along the second dimension, which is then taken for that of the samples
+        assert [block.num_samples for block in found if isinstance(block, Block)] == [6]
+        expected = captured.run()
+        _cut(captured, 3)
+        torch.testing.assert_close(captured.run(), expected, rtol=1e-13, atol=1e-14)
+        return
+    (block,) = wholes
+    assert pytest.importorskip("re").search(message, block.why), block.why
+    _cut(captured, 2)
+    assert str(captured.graph_module.graph) == before
+
+
+STEPS: Sequence[Function] = (
+    lambda x: x.transpose(-1, -2),
+    lambda x: x.reshape(x.shape[0], -1),
+    lambda x: x.reshape(-1, x.shape[-1]),
+    lambda x: x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2),
+    lambda x: x.transpose(0, 1),
+    lambda x: x.unsqueeze(0),
+    lambda x: x.unsqueeze(1),
+    lambda x: x.softmax(-1),
+    lambda x: x.softmax(0),
+    lambda x: x.mean(0, keepdim=True),
+    lambda x: x.mean(-1),
+    lambda x: x.sum(1),
+    lambda x: x[0],
+    lambda x: x[..., : x.shape[-1] // 2],
+    lambda x: x[:, None],
+    lambda x: torch.cat([x, x.exp()], -1),
+    lambda x: torch.stack([x, x], 1),
+    lambda x: x @ x.transpose(-1, -2),
+    lambda x: x.permute(*range(1, x.dim()), 0),
+    lambda x: x.flatten(),
+    lambda x: x.chunk(2, 0)[0],
+    lambda x: x.unbind(0)[0],
+    lambda x: x.tanh().contiguous(),
+    lambda x: x.expand(2, *x.shape),
+)
+
+
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 200))])
+def test_chains_that_are_drawn_are_refused_or_give_the_same(seed, capture):
+    drawn = random.Random(seed)
+
+    def chain(x: Tensor) -> Tensor:
+        for step in steps:
+            x = step(x).sin()
+        return x
+
+    steps: list[Function] = []
+    while len(steps) < 5:
+        steps.append(drawn.choice(STEPS))
+        try:
+            chain(torch.randn(N, 6, 8))
+        except (RuntimeError, IndexError):
+            steps.pop()
+    captured = capture(_OneBlock(chain), _input(N, 6, 8))
+    expected = captured.run()
+    for block in list(find_blocks(captured.graph_module.graph)):
+        if isinstance(block, Block):
+            _cut(captured, block.num_samples)
+    torch.testing.assert_close(captured.run(), expected, rtol=1e-12, atol=1e-13)
+
+
+class _Shared(nn.Module):
+    """Reads one block twice, and something in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Calls(lambda x: x.tanh())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = x * x.mean()
+        return self.layers[0](x)
+
+
+def test_a_block_that_runs_twice_is_cut_twice(capture):
+    captured = capture(_Shared(), _input(N, 6, 8))
+    expected = captured.run()
+    assert [block.num_samples for block in find_blocks(captured.graph_module.graph)] == [N, N]
+    _cut(captured, 2)
+    wholes = [node.name for node in captured.graph_module.graph.nodes if node.name.endswith("_whole")]
+    assert len(wholes) == 2
+    torch.testing.assert_close(captured.run(), expected, rtol=1e-13, atol=1e-14)
+
+
+def test_micro_batches_come_one_after_another(capture):
+    captured = capture(_OneBlock(lambda x: x.tanh().exp()), _input(N, 6, 8))
+    _cut(captured, 2)
+    names = [node.name for node in captured.graph_module.graph.nodes if node.op in ("call_function", "call_method")]
+    numbers = [name.rpartition("_batch_")[2] for name in names if "_batch_" in name]
+    assert numbers == ["0"] * 4 + ["1"] * 4  # mul, tanh, exp and add
+    assert names[-1].endswith("_whole")
