@@ -15,9 +15,19 @@ _WAY_TO_MODEL = re.compile(r"^(?:(?:__self__|_modules|_orig_mod)(?:\.|$))+")
 def module_path(node: fx.Node) -> str:
     """Return the path of the innermost module that ran the node (of its forward node, in backward); "" for none."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = next(reversed(stack.values()))[0]
+    return _plain_path(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def block_call(node: fx.Node) -> tuple[str, str] | None:
+    """Return the repeated block that ran a node of a torch-level graph, and what tells its calls apart; None for none."""
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        block = block_of(_plain_path(path))
+        if is_repeated(block):
+            return block, str(key)
+    return None
+
+
+def _plain_path(path: str) -> str:
     path = _INDEXED.sub(r".\1", _ROOT.sub("", path)).removeprefix(".")
     return _WAY_TO_MODEL.sub("", path)
 

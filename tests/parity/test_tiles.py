@@ -275,7 +275,7 @@ def test_activations_wider_than_the_device_are_made_by_tiles_of_rows(parity):
     torch.manual_seed(0)
     expected = train(Mlps().double())
     torch.manual_seed(0)
-    model = parity.optimize(Mlps().double(), device_memory="5MiB", host_memory="32MiB")
+    model = parity.optimize(Mlps().double(), device_memory="5MiB", host_memory="32MiB", micro_batches=1)
     for ours, theirs in zip(train(model), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
     report = zinf_compile.report(model)
@@ -304,7 +304,7 @@ def test_gradients_of_a_chain_by_tiles_do_not_wait_for_each_other(parity, option
 
     plain = make_wide()
     losses = losses_of(plain, 1024, 256)
-    budgets = {"device_memory": "20MiB", "host_memory": "128MiB", "nvme": parity._folder, **options}
+    budgets = {"device_memory": "20MiB", "host_memory": "128MiB", "nvme": parity._folder, "micro_batches": 1, **options}
     model = parity.optimize(make_wide(), **budgets)
     for ours, theirs in zip(losses_of(model, 1024, 256), losses, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)

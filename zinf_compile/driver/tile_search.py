@@ -218,8 +218,8 @@ class TileSearch:
         samples = sorted({block.num_samples for block in self._cut_blocks})
         if not any(number % asked == 0 for number in samples):
             raise ConfigError(
-                f"micro_batches={asked} does not divide the batch, of {' or '.join(map(str, samples))} samples; give a number "
-                "that does, or leave it to the planner with micro_batches=None"
+                f"micro_batches={asked} does not divide the batch, of {' or '.join(map(str, samples))} samples; give a "
+                "number that does, or leave it to the planner with micro_batches=None"
             )
         return asked
 

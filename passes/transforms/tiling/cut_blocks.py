@@ -20,14 +20,12 @@ Sums over samples are taken in another order, so results are equal to rounding. 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from zinf_compile.ir.ops import GATHER
-from zinf_compile.passes.analysis.modules import block_of, is_repeated, module_path
+from zinf_compile.passes.analysis.modules import block_call
 from zinf_compile.passes.contract import JOINED, TILE, Pass, TileInputs
 from zinf_compile.passes.transforms.tiling.calls import value_of
 from zinf_compile.passes.transforms.tiling.emit import Emitter
@@ -41,6 +39,7 @@ from zinf_compile.passes.transforms.tiling.samples import (
 )
 
 _GATHERS = (GATHER, torch.ops.zinf.gather)
+_MAY_WRITE = "may write in place, or change a mode"
 _INPUTS = ("placeholder", "get_attr")
 _MOST_DIMS = 2  # the first dimensions, in which samples are looked for: batch first, or sequence first
 
@@ -74,36 +73,35 @@ class WholeBlock:
 def find_blocks(graph: fx.Graph) -> Iterator[Block | WholeBlock]:
     """Yield the repeated blocks of a torch-level graph that keep something for each sample between their ops."""
     for name, nodes in _runs(graph):
-        barrier = find_barrier(nodes[0], nodes[-1].next)
-        if barrier is not None:
-            yield WholeBlock(name=name, why=f"{name_of(barrier)} may write in place or change a mode", node=barrier)
-            continue
         try:
             block = _cut_along_any(name, nodes)
         except MixedSamplesError as error:
             yield WholeBlock(name=name, why=str(error), node=error.node)
             continue
-        if block is not None:
+        barrier = find_barrier(nodes[0], nodes[-1].next)
+        if block is not None and barrier is not None:
+            yield WholeBlock(name=name, why=f"{name_of(barrier)} {_MAY_WRITE}", node=barrier)
+        elif block is not None:
             yield block
 
 
 def _runs(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
-    """Yield the consecutive nodes of each execution of a repeated block; nodes in between that have no module included."""
-    block, run, between = "", list[fx.Node](), list[fx.Node]()
+    """Yield the nodes of each call of a repeated block, those of no module in between included."""
+    call: tuple[str, str] | None = None
+    run, between = list[fx.Node](), list[fx.Node]()
     for node in graph.nodes:
         if not node.meta.get("nn_module_stack") or node.op in _INPUTS or node.target in _GATHERS:
             between.append(node)
             continue
-        path = module_path(node)
-        if block_of(path) != block:
-            if run:
-                yield block, run
-            block, run = block_of(path), []
-        if is_repeated(block):
+        if block_call(node) != call:
+            if call is not None:
+                yield call[0], run
+            call, run = block_call(node), []
+        if call is not None:
             run += [*(between if run else ()), node]
         between = []
-    if run:
-        yield block, run
+    if call is not None:
+        yield call[0], run
 
 
 def _cut_along_any(name: str, nodes: Sequence[fx.Node]) -> Block | None:
@@ -150,7 +148,9 @@ def _size(node: fx.Node, dim: int) -> int | None:
 def _cut_along(name: str, nodes: Sequence[fx.Node], inputs: dict[fx.Node, Samples], num_samples: int) -> Block | None:
     at, calls = dict(inputs), dict[fx.Node, BySample]()
     for node in nodes:
-        if node.op in ("call_function", "call_method") and not at.keys().isdisjoint(node.all_input_nodes):
+        if not at.keys().isdisjoint(node.all_input_nodes):
+            if find_barrier(node, node.next) is not None:
+                raise MixedSamplesError(node, _MAY_WRITE)
             calls[node] = follow_samples(node, at, num_samples)
             at[node] = calls[node].result
     block = Block(name=name, nodes=nodes, num_samples=num_samples, inputs=inputs, calls=calls)
@@ -165,47 +165,54 @@ def _cut_along(name: str, nodes: Sequence[fx.Node], inputs: dict[fx.Node, Sample
 
 def cut_block(block: Block, num_batches: int) -> None:
     """Replace a block by as many copies as there are micro-batches, one after another."""
-    per_batch = block.num_samples // num_batches
-    emitter = Emitter(block.nodes[-1].next)
-    splits: dict[tuple[fx.Node, Samples], fx.Node] = {}
-    pieces: dict[fx.Node, list[fx.Node]] = {node: [] for node in block.results}
-
-    def some_of(source: fx.Node, samples: Samples, number: int, reader: fx.Node) -> fx.Node:
-        if (source, samples) not in splits:
-            sizes = [per_batch * samples.unit] * num_batches
-            splits[source, samples] = emitter.call(
-                f"{source.name}_samples", torch.split, source, sizes, samples.dim, origin=reader
-            )
-        split = splits[source, samples]
-        return emitter.call(f"{source.name}_samples_{number}", operator.getitem, split, number, origin=reader)
-
-    for number in range(num_batches):
-        made: dict[fx.Node, fx.Node] = {}
-
-        def operand(used: fx.Node, call: BySample, reader: fx.Node) -> fx.Node:
-            if used in block.inputs and used not in made:
-                made[used] = some_of(used, block.inputs[used], number, reader)  # noqa: B023  # called in this round
-            if used in call.cuts:
-                return some_of(used, call.cuts[used], number, reader)  # noqa: B023
-            return made.get(used, used)  # noqa: B023
-
-        for node, call in block.calls.items():
-            args = node.args if call.resize is None else call.resize(per_batch)
-            replaced: tuple[Any, ...] = fx.node.map_arg(
-                (args, dict(node.kwargs)), lambda used: operand(used, call, node)  # noqa: B023
-            )
-            piece = emitter.call_like(f"{node.name}_batch_{number}", node, *replaced)
-            piece.meta["custom"] = {**piece.meta.get("custom", {}), TILE: number}
-            made[node] = piece
-            if node in pieces:
-                pieces[node].append(piece)
-    for node, parts in pieces.items():
-        dim = block.calls[node].result.dim
-        whole = emitter.call(f"{node.name}_whole", torch.cat, list(parts), dim, origin=node)
+    cut = _Cut(block, num_batches)
+    batches = [cut.emit(number) for number in range(num_batches)]
+    for node in block.results:
+        parts, dim = [made[node] for made in batches], block.calls[node].result.dim
+        whole = cut.emitter.call(f"{node.name}_whole", torch.cat, parts, dim, origin=node)
         whole.meta["custom"] = {**whole.meta.get("custom", {}), JOINED: True}
         node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in block.calls)
     for node in reversed(list(block.calls)):
         node.graph.erase_node(node)
+
+
+class _Cut:
+    """Emits the micro-batches of a block behind it."""
+
+    def __init__(self, block: Block, num_batches: int) -> None:
+        self.emitter = Emitter(block.nodes[-1].next)
+        self._block, self._num_batches = block, num_batches
+        self._per_batch = block.num_samples // num_batches
+        self._splits: dict[tuple[fx.Node, Samples], fx.Node] = {}
+
+    def emit(self, number: int) -> Mapping[fx.Node, fx.Node]:
+        """Emit one micro-batch; return its node for each node of the block that depends on samples."""
+        made: dict[fx.Node, fx.Node] = {}
+        for node, call in self._block.calls.items():
+            of_batch: dict[fx.Node, fx.Node] = {}
+            for used in node.all_input_nodes:
+                if used in call.cuts:
+                    of_batch[used] = self._some_of(used, call.cuts[used], number, node)
+                    continue
+                if used in self._block.inputs and used not in made:
+                    made[used] = self._some_of(used, self._block.inputs[used], number, node)
+                of_batch[used] = made.get(used, used)
+            args = node.args if call.resize is None else call.resize(self._per_batch)
+            args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), of_batch.__getitem__)
+            made[node] = piece = self.emitter.call_like(f"{node.name}_batch_{number}", node, args, kwargs)
+            piece.meta["custom"] = {**piece.meta.get("custom", {}), TILE: number}
+        return made
+
+    def _some_of(self, source: fx.Node, samples: Samples, number: int, reader: fx.Node) -> fx.Node:
+        """Return what a tensor has of the samples of a micro-batch."""
+        name = f"{source.name}_samples"
+        if (source, samples) not in self._splits:
+            sizes = [self._per_batch * samples.unit] * self._num_batches
+            self._splits[source, samples] = self.emitter.call(
+                name, torch.split, source, sizes, samples.dim, origin=reader
+            )
+        split = self._splits[source, samples]
+        return self.emitter.call(f"{name}_{number}", operator.getitem, split, number, origin=reader)
 
 
 def _run(graph_module: fx.GraphModule, inputs: TileInputs) -> None:

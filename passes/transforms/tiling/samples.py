@@ -75,9 +75,7 @@ def _by_table(node: fx.Node, call: Call, at: Mapping[fx.Node, Samples]) -> BySam
         dims = {name: cut.dim for name in own if (cut := tiling.cut_of(name)) is not None and cut.unit == 1}
         if is_alike and len(units) == 1 and dims == {name: samples.dim for name, samples in own.items()}:
             unit = units.pop()
-            others = {
-                arguments[cut.operand]: Samples(cut.dim, unit) for cut in tiling.cuts if cut.operand not in own
-            }
+            others = {arguments[cut.operand]: Samples(cut.dim, unit) for cut in tiling.cuts if cut.operand not in own}
             if at.keys().isdisjoint(others):
                 return BySample(result=Samples(tiling.dim, unit), cuts=others)
     raise MixedSamplesError(node)
@@ -300,7 +298,7 @@ def _repeat_interleave(op: _Op) -> BySample:
 def _addmm(op: _Op) -> BySample:
     """A bias plus a product of rows, which are the samples, with a matrix."""
     bias, rows, matrix = op.node.args[:3]
-    if rows not in op.at or op.at[rows].dim != 0 or bias in op.at or matrix in op.at:  # type: ignore[operator,index]
+    if rows not in op.at or op.at[rows].dim != 0 or bias in op.at or matrix in op.at:  # type: ignore[index]
         raise op.mixed()
     if len(op.shape_of(bias)) != 1 or not isinstance(rows, fx.Node):
         raise op.mixed()
