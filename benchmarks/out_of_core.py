@@ -1,6 +1,7 @@
 """How much slower is training out of core than training with all the memory, and does it stay within its budgets?
 
     python -m benchmarks.out_of_core --nvme DIR [--layers 12 --hidden 1792] [--tokens 2048] [--rounds 5] [--sweep]
+    python -m benchmarks.out_of_core --nvme DIR --tokens 16384 --accumulate 8 --only time
     python -m benchmarks.out_of_core --nvme DIR --peer python-of-an-environment-with-deepspeed
 
 Prints one JSON line per question:
@@ -13,7 +14,9 @@ Prints one JSON line per question:
              in flight; waiting for it between turns is not timed. ``floor`` is the larger of in-memory time and the bytes
              moved over the disk bandwidth measured at start; ``ratio_to_floor`` is the step out of core over that.
              ``disk_over_compute`` says how much of the step the disk needs: far below 1 a ratio says nothing of overlap.
-             ``stalled_seconds`` is how long compute waits in a step.
+             ``stalled_seconds`` is how long compute waits in a step. With ``--accumulate``, a step in memory accumulates
+             the gradients of so many parts of the batch. Out of core it takes the batch whole, in one forward and
+             backward, and, in the same turns, accumulates as well (``accumulated``).
 ``peer``     the same training by DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, run by ``benchmarks/peers``.
 """
 
@@ -69,6 +72,7 @@ class Case:
     speculate: bool  # whether updates may begin ahead of the step
     disk_rate: float | None  # bytes per second of a disk that is simulated, with files in memory
     state_dtype: str | None  # of optimizer state: how it is stored in fewer bits
+    accumulate: int = 1  # parts of the batch whose gradients are accumulated in memory
     both: bool = False  # also measure, in the same turns, steps without updates ahead of them
 
     @property
@@ -176,7 +180,17 @@ def simulate_disk(bytes_per_second: float) -> None:
 Step = Callable[[object, object], float]
 
 
-def out_of_core(case: Case) -> tuple[Step, object]:
+def backward(model: Any, x: Any, y: Any, parts: int) -> float:
+    """Compute the gradients of a batch in so many parts; return its loss."""
+    losses = []
+    for each_x, each_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        loss = model(each_x, each_y) / parts
+        loss.backward()
+        losses.append(loss.item())
+    return sum(losses)
+
+
+def out_of_core(case: Case, *, accumulate: int = 1) -> tuple[Step, object]:
     """Return a training step of a model in a store, and the model."""
     import torch
 
@@ -203,13 +217,12 @@ def out_of_core(case: Case) -> tuple[Step, object]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(x: object, y: object) -> float:
-        loss = model(x, y)
-        loss.backward()
+        loss = backward(model, x, y, accumulate)
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return loss
 
     return step, model
 
@@ -233,14 +246,13 @@ def in_memory(case: Case) -> Step:
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
 
     def step(x: object, y: object) -> float:
-        loss = model(x, y)
-        loss.backward()
+        loss = backward(model, x, y, case.accumulate)
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         if not is_narrow:
             optimizer.step()
             optimizer.zero_grad()
-            return loss.item()
+            return loss
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 master.grad = parameter.grad.float()
@@ -249,7 +261,7 @@ def in_memory(case: Case) -> Step:
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 parameter.copy_(master)
                 master.grad = None
-        return loss.item()
+        return loss
 
     return step
 
@@ -339,6 +351,8 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         others["without_ahead"] = out_of_core(replace(case, speculate=False))
     if case.state_dtype is not None:
         others["exact_state"] = out_of_core(replace(case, state_dtype=None))
+    if case.accumulate > 1:
+        others["accumulated"] = out_of_core(case, accumulate=case.accumulate)
     for _ in range(2):  # capture, first touch of optimizer state
         x, y = next(source)
         losses.append((plain(x, y), step(x, y), *(other(x, y) for other, _ in others.values())))
@@ -393,6 +407,7 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         "updates_ahead": None if report.ahead is None else str(report.ahead),
         "floor_seconds": floor,
         "ratio_to_floor": medians["out_of_core"] / floor,
+        "notes": report.plans[0].notes,
         "phases": {item.phase: [item.predicted_seconds, item.measured_seconds] for item in report.phases},
         "first_losses": losses,
     }
@@ -427,6 +442,7 @@ def describe(case: Case, num_parameters: int) -> dict[str, object]:
         "model_state_bytes": num_parameters * _STATE_BYTES,
         "states_over_budgets": round(1 / case.budget_share, 3),
         "reserve_memory": case.reserve,
+        "accumulate": case.accumulate,
         "step": case.step,
         "dtype": case.dtype,
         "clip": case.clip,
@@ -451,6 +467,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=1792)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument(
+        "--accumulate", type=int, default=1, help="parts of the batch that a step in memory accumulates"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--reserve-mib", type=int, default=208, help="of the device budget, for Python and its graphs")
@@ -503,6 +522,7 @@ def main() -> None:
             step=args.step,
             dtype=args.dtype,
             clip=args.clip,
+            accumulate=args.accumulate,
             speculate=not args.no_speculate,
             both=args.both,
             state_dtype=args.state_dtype,

@@ -92,6 +92,23 @@ def test_bitwise_as_the_same_micro_batches_in_plain_pytorch(parity, placement, m
     assert any(f"blocks compute {micro_batches} micro-batches" in note for note in plan.notes)
 
 
+def test_bitwise_under_autocast(parity):
+    def losses_under_autocast(model: nn.Module) -> list[Tensor]:
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for batch in batches(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        return losses
+
+    expected = losses_under_autocast(make(4))
+    model = parity.optimize(make(), micro_batches=4, compute="aten", tiles=False, **ROOMY)
+    assert losses_under_autocast(model) == expected
+
+
 @pytest.mark.long
 def test_all_micro_batches_are_one_compiled_block(parity, monkeypatch):
     expected = parity.train(make(4), batches()).losses

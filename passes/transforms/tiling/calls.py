@@ -34,6 +34,7 @@ _OPS: dict[Callable[..., Any], str] = {
     F.scaled_dot_product_attention: "attention",
     F.layer_norm: "layer_norm",
     F.rms_norm: "rms_norm",
+    torch.rms_norm: "rms_norm",
 }
 
 _MATMUL_METHODS = ("matmul", "mm", "bmm", "__matmul__")

@@ -107,19 +107,22 @@ def _runs(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
 def _cut_along_any(name: str, nodes: Sequence[fx.Node]) -> Block | None:
     """Return the block cut along one of the first dimensions of its inputs; None if nothing is gained.
 
-    Raises MixedSamplesError for a block that mixes samples along all of them.
+    Raises MixedSamplesError for a block that mixes samples along all of them, with the op that comes last.
     """
-    first_error: MixedSamplesError | None = None
+    errors: list[MixedSamplesError] = []
     inputs = _inputs(nodes)
     for samples, num_samples in _candidates(inputs):
         alike = [node for node in inputs if _size(node, samples.dim) == num_samples]
         for chosen in (alike, alike[:1]):  # others may have as many heads, say, as there are samples
             try:
-                return _cut_along(name, nodes, dict.fromkeys(chosen, samples), num_samples)
+                block = _cut_along(name, nodes, dict.fromkeys(chosen, samples), num_samples)
             except MixedSamplesError as error:
-                first_error = first_error or error
-    if first_error is not None:
-        raise first_error
+                errors.append(error)
+                continue
+            if block is not None:
+                return block
+    if errors:
+        raise max(errors, key=lambda error: nodes.index(error.node))
     return None
 
 
@@ -145,7 +148,14 @@ def _size(node: fx.Node, dim: int) -> int | None:
     return value.shape[dim] if dim < value.dim() else None
 
 
+def _num_elements(nodes: Iterable[fx.Node]) -> int:
+    """Return the elements of all tensors that ops return."""
+    values = (value_of(node) for node in nodes if node.target not in _GATHERS)
+    return sum(value.numel() for value in values if isinstance(value, Tensor))
+
+
 def _cut_along(name: str, nodes: Sequence[fx.Node], inputs: dict[fx.Node, Samples], num_samples: int) -> Block | None:
+    """Return a block with its samples in these inputs; None if it would keep at least half of its values whole."""
     at, calls = dict(inputs), dict[fx.Node, BySample]()
     for node in nodes:
         if not at.keys().isdisjoint(node.all_input_nodes):
@@ -155,7 +165,7 @@ def _cut_along(name: str, nodes: Sequence[fx.Node], inputs: dict[fx.Node, Sample
             at[node] = calls[node].result
     block = Block(name=name, nodes=nodes, num_samples=num_samples, inputs=inputs, calls=calls)
     results = block.results
-    if len(calls) <= len(results):
+    if len(calls) <= len(results) or 2 * _num_elements(calls) < _num_elements(nodes):
         return None
     for node in results:
         if not isinstance(value_of(node), Tensor):

@@ -196,6 +196,14 @@ def _with_shape(op: _Op) -> BySample:
     return BySample(result=result, resize=resize)
 
 
+def _unflatten(op: _Op) -> BySample:
+    """One dimension as several."""
+    dim, sizes = op.dim(op.argument(1, "dim")), op.argument(2, "sizes", "unflattened_size")
+    if dim == op.input.dim:
+        raise op.mixed("divides the samples")
+    return BySample(result=replace(op.input, dim=op.input.dim + (len(sizes) - 1 if dim < op.input.dim else 0)))
+
+
 def _expand(op: _Op) -> BySample:
     at, sizes = op.input, op.listed(1)
     dim = at.dim + len(op.output) - len(op.shape)
@@ -283,7 +291,8 @@ def _cat(op: _Op) -> BySample:
     if others or (not is_stack and dim == first.dim):
         raise op.mixed("joins samples along their own dimension")
     size = op.num_samples * first.unit
-    cuts = {each: first for each in joined if each not in op.at}
+    nothing = {each for each in joined if op.shape_of(each) == (0,)}  # an empty cache of keys has no dimensions
+    cuts = {each: first for each in joined if each not in op.at and each not in nothing}
     if any(op.shape_of(each)[first.dim] != size for each in cuts):
         raise op.mixed()
     return BySample(result=replace(first, dim=first.dim + (is_stack and dim <= first.dim)), cuts=cuts)
@@ -305,6 +314,25 @@ def _addmm(op: _Op) -> BySample:
     return BySample(result=op.at[rows])
 
 
+def _attention_layer(op: _Op) -> BySample:
+    """All of torch.nn.MultiheadAttention in one call, on (sequence, sample, feature)."""
+    query, key, value = op.node.args[:3]
+    own = {query, key, value}
+    padding = op.argument(14, "key_padding_mask")
+    at = {used for used in op.node.all_input_nodes if used in op.at}
+    if {op.at.get(each) for each in own} != {Samples(1)} or not at <= own | {padding}:  # type: ignore[arg-type]
+        raise op.mixed()
+    if op.argument(15, "need_weights", default=True) is not False:
+        raise op.mixed("averages over heads what it returns beside its result; say need_weights=False")
+    mask = op.argument(16, "attn_mask")
+    if isinstance(mask, fx.Node) and len(op.shape_of(mask)) != 2:
+        raise op.mixed("has a mask for each sample and head")
+    if isinstance(padding, fx.Node) and op.at.get(padding, Samples(0)) != Samples(0):
+        raise op.mixed()
+    cuts = {padding: Samples(0)} if isinstance(padding, fx.Node) and padding not in op.at else {}
+    return BySample(result=Samples(1), cuts=cuts)
+
+
 _NAMES: Mapping[Callable[[_Op], BySample], tuple[str, ...]] = {
     _as_it_is: (
         *("contiguous", "clone", "detach", "dropout", "alpha_dropout", "view_as_complex", "view_as_real"),
@@ -316,6 +344,7 @@ _NAMES: Mapping[Callable[[_Op], BySample], tuple[str, ...]] = {
         *("softmax", "log_softmax", "cumsum", "cumprod", "logsumexp", "sum", "mean", "var", "std", "amax", "amin"),
     ),
     _with_shape: ("view", "reshape", "flatten"),
+    _unflatten: ("unflatten",),
     _expand: ("expand",),
     _transpose: ("transpose", "swapaxes"),
     _permute: ("permute",),
@@ -327,6 +356,7 @@ _NAMES: Mapping[Callable[[_Op], BySample], tuple[str, ...]] = {
     _cat: ("cat", "concat", "stack"),
     _repeat_interleave: ("repeat_interleave",),
     _addmm: ("addmm",),
+    _attention_layer: ("multi_head_attention_forward",),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from zinf_compile.passes.contract import TileInputs
 from zinf_compile.passes.pipeline import tile_graph
@@ -57,6 +57,8 @@ BY_SAMPLE: dict[str, Function] = {
     "reshape": lambda x: x.reshape(N * 6, 8).tanh().reshape(N, 48),
     "flatten": lambda x: x.flatten(1),
     "flatten samples": lambda x: x.flatten(0, 1).relu(),
+    "unflatten": lambda x: x.unflatten(-1, (2, 4)).exp(),
+    "unflatten before": lambda x: x.transpose(0, 1).unflatten(0, (2, 3)).exp(),
     "transpose": lambda x: x.transpose(1, 2).contiguous(),
     "samples in the middle": lambda x: x.transpose(0, 1).contiguous().sin(),
     "permute": lambda x: x.permute(2, 0, 1).cos(),
@@ -80,10 +82,12 @@ BY_SAMPLE: dict[str, Function] = {
     "narrow": lambda x: x.narrow(1, 1, 2).exp(),
     "cat": lambda x: torch.cat([-x[..., 4:], x[..., :4]], dim=-1),
     "cat with something": lambda x: torch.cat([x, torch.ones(N, 1, 8, dtype=x.dtype)], 1).exp(),
+    "cat with nothing": lambda x: torch.cat([torch.empty(0, dtype=x.dtype), x], dim=-1).exp(),
     "stack": lambda x: torch.stack([x, x.exp()], dim=0).sum(0),
     "repeat": lambda x: x.view(N, 6, 2, 4).repeat_interleave(2, dim=2).exp(),
     "where": lambda x: torch.where(x > 0, x, x.exp()),
     "attention": lambda x: F.scaled_dot_product_attention(*[x.view(N, 6, 2, 4).transpose(1, 2)] * 3, is_causal=True),
+    "rms_norm": lambda x: F.rms_norm(x, (8,), WEIGHT[0]),
     "layer_norm": lambda x: F.layer_norm(x, (8,)),
     "addmm": lambda x: torch.addmm(WEIGHT[0, :6], x.view(-1, 8), WEIGHT.t()).view(N, 6, 6),
     "a constant for each sample": lambda x: x * torch.arange(N, dtype=x.dtype).view(N, 1, 1),
@@ -227,3 +231,66 @@ def test_micro_batches_come_one_after_another(capture):
     numbers = [name.rpartition("_batch_")[2] for name in names if "_batch_" in name]
     assert numbers == ["0"] * 4 + ["1"] * 4  # mul, tanh, exp and add
     assert names[-1].endswith("_whole")
+
+
+def _train_cut(model: nn.Module, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the loss and gradients of a model whose blocks are cut, and for each block "cut" or why it is not."""
+    found: dict[str, str] = {}
+
+    def backend(graph_module: fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+        for block in find_blocks(graph_module.graph):
+            found[block.name] = "cut" if isinstance(block, Block) else block.why
+        tile_graph(graph_module, TileInputs(micro_batches=2))
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    return _train(torch.compile(model, backend=backend, dynamic=False), model, batch), found
+
+
+def _train(call: Callable[..., Any], model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    made = call(**batch)
+    loss = made.square().sum() if isinstance(made, Tensor) else made.loss
+    loss.backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {"loss": loss.detach()} | {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+ROUTED = "grouped_mm_fallback may mix samples"
+MODELS: dict[str, dict[str, str]] = {
+    "llama": {"model.layers": "cut"},
+    "gpt2": {"transformer.h": "cut"},
+    "qwen3": {"model.layers": "cut"},
+    "mixtral": {"layers": ROUTED},
+    "bert": {"bert.encoder.layer": "cut"},
+    "t5": {"encoder.block": "cut", "decoder.block": "cut"},
+    "vit": {"vit.layers": "cut"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_transformers(name):
+    models = pytest.importorskip("tests.support.transformer_models")
+    model, batches = getattr(models, name)()
+    model.double().train()
+    batch = {key: each.double() if each.is_floating_point() else each for key, each in batches[0].items()}
+    ours, found = _train_cut(model, batch)
+    first_of_t5 = {"encoder.block.0", "decoder.block.0"} if name == "t5" else set()  # adds a mask in place
+    for block, how in found.items():
+        expected = MODELS[name][block.rpartition(".")[0]]
+        assert how == expected or (block in first_of_t5 and "in place" in how), f"{block}: {how}"
+    torch.testing.assert_close(ours, _train(model, model, batch), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_blocks_of_torch(batch_first):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = torch.randn(N, 6, 8, dtype=torch.float64)
+    padding = torch.zeros(N, 6, dtype=torch.bool)
+    padding[1:, 4:] = True
+    batch = {"src": x if batch_first else x.transpose(0, 1).contiguous(), "src_key_padding_mask": padding}
+    ours, found = _train_cut(model, batch)
+    assert found == {"layers.0": "cut", "layers.1": "cut"}
+    torch.testing.assert_close(ours, _train(model, model, batch), rtol=1e-11, atol=1e-13)
