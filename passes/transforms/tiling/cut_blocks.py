@@ -168,9 +168,16 @@ def _cut_along(name: str, nodes: Sequence[fx.Node], inputs: dict[fx.Node, Sample
     if len(calls) <= len(results) or 2 * _num_elements(calls) < _num_elements(nodes):
         return None
     for node in results:
-        if not isinstance(value_of(node), Tensor):
+        value = value_of(node)
+        if not isinstance(value, Tensor):
             raise MixedSamplesError(node, "returns several tensors from the block")
+        if any(_shares_memory(value, value_of(given)) for given in inputs):
+            raise MixedSamplesError(node, "returns a view of what enters the block")
     return block
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def cut_block(block: Block, num_batches: int) -> None:

@@ -214,6 +214,35 @@ class _Shared(nn.Module):
         return self.layers[0](x)
 
 
+class _Viewed(nn.Module):
+    """Writes to what its block returns, and so to what the block was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Views()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2.0
+        y = self.layers[0](x)
+        y.add_(1.0)
+        return x.exp()
+
+
+class _Views(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(N, 48).view(N, 6, 8)
+
+
+def test_a_block_that_returns_a_view_stays_whole(capture):
+    captured = capture(_Viewed(), _input(N, 6, 8))
+    expected = captured.run()
+    (block,) = find_blocks(captured.graph_module.graph)
+    assert isinstance(block, WholeBlock)
+    assert block.why == "view returns a view of what enters the block"
+    _cut(captured, 2)
+    torch.testing.assert_close(captured.run(), expected, rtol=0, atol=0)
+
+
 def test_a_block_that_runs_twice_is_cut_twice(capture):
     captured = capture(_Shared(), _input(N, 6, 8))
     expected = captured.run()
