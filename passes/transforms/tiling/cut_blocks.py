@@ -177,7 +177,7 @@ def _cut_along(name: str, nodes: Sequence[fx.Node], inputs: dict[fx.Node, Sample
 
 
 def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def cut_block(block: Block, num_batches: int) -> None:
