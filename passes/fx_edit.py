@@ -1,7 +1,9 @@
 """Small edits of an FX graph: insert a node with its fake value and a readable name; find views; dump as text."""
 
+import os
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,12 +117,16 @@ def view_source(node: fx.Node) -> fx.Node | None:
     return None
 
 
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+
+
 def describe_place(node: fx.Node) -> str:
     """Return the line of the user's code for a node, as `` at file.py:12``; an empty string if unknown."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
     if not lines:
         return ""
-    file, number, *_ = lines[-1].removeprefix("File ").split(", ")
+    of_user = [line for line in lines if not line.startswith(f'File "{_PACKAGE}')]  # our accessors call modules
+    file, number, *_ = (of_user or lines)[-1].removeprefix("File ").split(", ")
     return f" at {file.strip(chr(34))}:{number.removeprefix('line ')}"
 
 

@@ -68,6 +68,7 @@ class NumberedParameters:
     ) -> None:
         """``names`` are the names of the skeleton's parameters by number. Names of tiles are added to it."""
         self.config = config
+        self.has_plans = False
         self.num_ranks = num_ranks
         self._facts, self._names = facts, names
 

@@ -61,6 +61,10 @@ class Catalog(Protocol):
     config: Config
 
     @property
+    def has_plans(self) -> bool:
+        """Return whether another graph of the model has been planned before."""
+
+    @property
     def num_ranks(self) -> int:
         """Return how many ranks divide every parameter, and every tile of one."""
 
@@ -203,25 +207,28 @@ class TileSearch:
     def _asked_batches(self) -> int:
         """Return the micro-batches that options ask for; 1 for a graph without blocks.
 
-        Raises ConfigError if the batch has no such part, UnsupportedError if no block can be cut.
+        Raises ConfigError if the batch has no such part, UnsupportedError if no block can be cut. Not for a graph that
+        is captured after another, such as for the last batch of an epoch, which may be smaller: that is computed whole.
         """
         asked = self._config.micro_batches or 1
         if asked == 1 or not self._blocks:
             return 1
+        samples = sorted({block.num_samples for block in self._cut_blocks})
+        if any(number % asked == 0 for number in samples):
+            return asked
+        if self._catalog.has_plans:
+            return 1
         whole = next((block for block in self._blocks if isinstance(block, WholeBlock)), None)
-        if not self._cut_blocks:
+        if not samples:
             assert whole is not None
             raise UnsupportedError(
                 f"micro_batches={asked} cannot be: {_describe_whole(whole)}; leave it out, or give smaller batches and "
                 "accumulate gradients"
             )
-        samples = sorted({block.num_samples for block in self._cut_blocks})
-        if not any(number % asked == 0 for number in samples):
-            raise ConfigError(
-                f"micro_batches={asked} does not divide the batch, of {' or '.join(map(str, samples))} samples; give a "
-                "number that does, or leave it to the planner with micro_batches=None"
-            )
-        return asked
+        raise ConfigError(
+            f"micro_batches={asked} does not divide the batch, of {' or '.join(map(str, samples))} samples; give a "
+            "number that does, or leave it to the planner with micro_batches=None"
+        )
 
     def _make_candidate(self, found: Tileable) -> _Candidate | None:
         fact = self._catalog.fact_of(found.param)
@@ -364,17 +371,15 @@ class TileSearch:
     def _describe_uncut(self, choice: Choice) -> str | None:
         """Return a sentence about blocks that are computed for the whole batch although others are cut, or none are."""
         asked = self._config.micro_batches or 1
-        if choice.micro_batches == 1:
-            return (
-                f"micro_batches={asked} has no effect here: there is no repeated block whose batch has a fixed size"
-                if asked > 1
-                else None
-            )
+        if choice.micro_batches == 1 and asked == 1:
+            return None
         whole = [
             f"{block.name} has {block.num_samples} samples" if isinstance(block, Block) else _describe_whole(block)
             for block in self._blocks
-            if isinstance(block, WholeBlock) or block.num_samples % choice.micro_batches
+            if isinstance(block, WholeBlock) or block.num_samples % max(asked, choice.micro_batches)
         ]
+        if not whole and choice.micro_batches == 1:
+            return f"micro_batches={asked} has no effect here: there is no repeated block whose inputs have fixed sizes"
         more = f", and {len(whole) - 1} more blocks" if len(whole) > 1 else ""
         return f"not cut into micro-batches: {whole[0]}{more}" if whole else None
 

@@ -37,6 +37,8 @@ _OPS: dict[Callable[..., Any], str] = {
     torch.rms_norm: "rms_norm",
 }
 
+_ALIASES = {"mat2": "other"}  # of operands, in the arguments of some functions
+
 _MATMUL_METHODS = ("matmul", "mm", "bmm", "__matmul__")
 
 # Each element is rounded once, as IEEE 754 defines, so every kernel gives the same bits. For other ops kernels use
@@ -50,7 +52,7 @@ _ELEMENT_WISE = (
     *_ROUNDED_ONCE,
     *("gelu", "silu", "mish", "elu", "selu", "celu", "softplus", "softsign", "hardswish", "hardsigmoid", "logsigmoid"),
     *("sigmoid", "tanh", "tanhshrink", "exp", "exp2", "expm1", "log", "log1p", "log2", "rsqrt", "square", "pow"),
-    *("sin", "cos", "erf", "addcmul", "addcdiv", "lerp"),
+    *("sin", "cos", "erf", "addcmul", "addcdiv", "lerp", "eq", "ne", "gt", "ge", "lt", "le"),
 )
 
 
@@ -125,7 +127,8 @@ def places_of(node: fx.Node) -> dict[str, int | str]:
     op = _op_of(node)
     assert op is not None, f"{node} is not in the table"
     names = _PARAMETERS.get(op) or tuple(f"operand_{position}" for position in range(len(node.args)))
-    return {names[position]: position for position in range(len(node.args))} | {name: name for name in node.kwargs}
+    named = {_ALIASES.get(name, name): name for name in node.kwargs}
+    return {names[position]: position for position in range(len(node.args))} | named
 
 
 def value_of(node: fx.Node) -> Any:

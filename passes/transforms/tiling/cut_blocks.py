@@ -19,16 +19,19 @@ Sums over samples are taken in another order, so results are equal to rounding. 
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensor
 
 from zinf_compile.ir.ops import GATHER
 from zinf_compile.passes.analysis.modules import block_call
 from zinf_compile.passes.contract import JOINED, TILE, Pass, TileInputs
 from zinf_compile.passes.transforms.tiling.calls import value_of
-from zinf_compile.passes.transforms.tiling.emit import Emitter
+from zinf_compile.passes.transforms.tiling.emit import Emitter, fake_result
 from zinf_compile.passes.transforms.tiling.order import find_barrier
 from zinf_compile.passes.transforms.tiling.samples import (
     BySample,
@@ -39,7 +42,7 @@ from zinf_compile.passes.transforms.tiling.samples import (
 )
 
 _GATHERS = (GATHER, torch.ops.zinf.gather)
-_MAY_WRITE = "may write in place, or change a mode"
+_MAY_WRITE = "may write in place, or returns no tensor, as what begins autocast does"
 _INPUTS = ("placeholder", "get_attr")
 _MOST_DIMS = 2  # the first dimensions, in which samples are looked for: batch first, or sequence first
 
@@ -107,9 +110,10 @@ def _runs(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
 def _cut_along_any(name: str, nodes: Sequence[fx.Node]) -> Block | None:
     """Return the block cut along one of the first dimensions of its inputs; None if nothing is gained.
 
-    Raises MixedSamplesError for a block that mixes samples along all of them, with the op that comes last.
+    Raises MixedSamplesError for a block that mixes samples along all of them: for the first dimension, with the op that
+    comes last.
     """
-    errors: list[MixedSamplesError] = []
+    errors: list[tuple[int, int, MixedSamplesError]] = []
     inputs = _inputs(nodes)
     for samples, num_samples in _candidates(inputs):
         alike = [node for node in inputs if _size(node, samples.dim) == num_samples]
@@ -117,12 +121,12 @@ def _cut_along_any(name: str, nodes: Sequence[fx.Node]) -> Block | None:
             try:
                 block = _cut_along(name, nodes, dict.fromkeys(chosen, samples), num_samples)
             except MixedSamplesError as error:
-                errors.append(error)
+                errors.append((-samples.dim, nodes.index(error.node), error))
                 continue
             if block is not None:
                 return block
     if errors:
-        raise max(errors, key=lambda error: nodes.index(error.node))
+        raise max(errors, key=operator.itemgetter(0, 1))[2]
     return None
 
 
@@ -163,21 +167,87 @@ def _cut_along(name: str, nodes: Sequence[fx.Node], inputs: dict[fx.Node, Sample
                 raise MixedSamplesError(node, _MAY_WRITE)
             calls[node] = follow_samples(node, at, num_samples)
             at[node] = calls[node].result
+            _check_place(node, at[node], num_samples)
     block = Block(name=name, nodes=nodes, num_samples=num_samples, inputs=inputs, calls=calls)
     results = block.results
     if len(calls) <= len(results) or 2 * _num_elements(calls) < _num_elements(nodes):
         return None
-    for node in results:
-        value = value_of(node)
-        if not isinstance(value, Tensor):
-            raise MixedSamplesError(node, "returns several tensors from the block")
-        if any(_shares_memory(value, value_of(given)) for given in inputs):
-            raise MixedSamplesError(node, "returns a view of what enters the block")
+    for per_batch in dict.fromkeys((1, num_samples // 2)):
+        _check_pieces(block, per_batch)
+    _check_results(block)
     return block
 
 
-def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+def _check_place(node: fx.Node, samples: Samples, num_samples: int) -> None:
+    """Raise MixedSamplesError unless a node has as many indices for each sample as the rules say."""
+    value = value_of(node)
+    for tensor in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(tensor, Tensor) and (
+            samples.dim >= tensor.dim() or tensor.shape[samples.dim] != num_samples * samples.unit
+        ):
+            raise MixedSamplesError(node, "returns something else than its samples")
+
+
+def _check_pieces(block: Block, per_batch: int) -> None:
+    """Compute some of the samples with fake values. MixedSamplesError unless each node gives its share of the whole."""
+    made: dict[fx.Node, Any] = {node: _some_of(node, samples, per_batch) for node, samples in block.inputs.items()}
+    for node, call in block.calls.items():
+        given = {
+            used: _some_of(used, call.cuts[used], per_batch) if used in call.cuts else made.get(used, value_of(used))
+            for used in node.all_input_nodes
+        }
+        args = node.args if call.resize is None else call.resize(per_batch)
+        args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), given.__getitem__)
+        try:
+            made[node] = piece = fake_result(node, args, kwargs, value_of(node))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise MixedSamplesError(node, f"refuses {per_batch} of {block.num_samples} samples: {reason}") from error
+        if not _is_share(piece, value_of(node), call.result, per_batch):
+            some = f"{per_batch} of {block.num_samples} samples"
+            raise MixedSamplesError(node, f"gives another shape for {some}, or another dtype, as under autocast")
+
+
+def _some_of(node: fx.Node, samples: Samples, per_batch: int) -> Tensor:
+    value: Tensor = value_of(node)
+    with value.fake_mode if isinstance(value, FakeTensor) else nullcontext():
+        return value.narrow(samples.dim, 0, per_batch * samples.unit)
+
+
+def _is_share(piece: Any, whole: Any, samples: Samples, per_batch: int) -> bool:
+    if isinstance(whole, tuple | list):
+        return len(piece) == len(whole) and all(
+            _is_share(one, other, samples, per_batch) for one, other in zip(piece, whole, strict=True)
+        )
+    if not isinstance(whole, Tensor):
+        return bool(piece == whole)
+    shape = [*whole.shape[: samples.dim], per_batch * samples.unit, *whole.shape[samples.dim + 1 :]]
+    return list(piece.shape) == shape and piece.dtype is whole.dtype
+
+
+def _check_results(block: Block) -> None:
+    """Raise MixedSamplesError for a result that shares memory with something else, or has gaps."""
+    inside = set(block.nodes)
+    others = dict.fromkeys(used for node in block.nodes for used in node.all_input_nodes if used not in inside)
+    known = {_storage(value_of(node)) for node in (*others, *(inside - block.calls.keys()))}
+    for node in block.results:
+        value = value_of(node)
+        if not isinstance(value, Tensor):
+            raise MixedSamplesError(node, "returns a tuple that is read outside of the block")
+        if _storage(value) in known:
+            raise MixedSamplesError(node, "returns memory that something else in the block has as well")
+        known.add(_storage(value))
+        if not value.permute(_dims_by_stride(value)).is_contiguous():
+            raise MixedSamplesError(node, "returns a tensor with gaps in its memory")
+
+
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _dims_by_stride(value: Tensor) -> list[int]:
+    """Return the dimensions of a tensor in the order of its memory, the outermost first."""
+    return sorted(range(value.dim()), key=lambda dim: (-value.stride()[dim], dim))
 
 
 def cut_block(block: Block, num_batches: int) -> None:
@@ -185,9 +255,7 @@ def cut_block(block: Block, num_batches: int) -> None:
     cut = _Cut(block, num_batches)
     batches = [cut.emit(number) for number in range(num_batches)]
     for node in block.results:
-        parts, dim = [made[node] for made in batches], block.calls[node].result.dim
-        whole = cut.emitter.call(f"{node.name}_whole", torch.cat, parts, dim, origin=node)
-        whole.meta["custom"] = {**whole.meta.get("custom", {}), JOINED: True}
+        whole = cut.join(node, [made[node] for made in batches])
         node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in block.calls)
     for node in reversed(list(block.calls)):
         node.graph.erase_node(node)
@@ -219,6 +287,20 @@ class _Cut:
             made[node] = piece = self.emitter.call_like(f"{node.name}_batch_{number}", node, args, kwargs)
             piece.meta["custom"] = {**piece.meta.get("custom", {}), TILE: number}
         return made
+
+    def join(self, node: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
+        """Emit a result of the block from that of each micro-batch, with its own strides."""
+        dims, dim, name = _dims_by_stride(value_of(node)), self._block.calls[node].result.dim, f"{node.name}_whole"
+        is_in_order = dims == sorted(dims)
+        if not is_in_order:
+            parts = [self.emitter.call(f"{each.name}_turned", torch.permute, each, dims, origin=node) for each in parts]
+            dim = dims.index(dim)
+        whole = self.emitter.call(name, torch.cat, list(parts), dim, origin=node)
+        whole.meta["custom"] = {**whole.meta.get("custom", {}), JOINED: True}
+        if not is_in_order:
+            back = [dims.index(each) for each in range(len(dims))]
+            whole = self.emitter.call(f"{name}_back", torch.permute, whole, back, origin=node)
+        return whole
 
     def _some_of(self, source: fx.Node, samples: Samples, number: int, reader: fx.Node) -> fx.Node:
         """Return what a tensor has of the samples of a micro-batch."""

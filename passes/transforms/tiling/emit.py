@@ -56,15 +56,17 @@ class Emitter:
         with self._before.graph.inserting_before(self._before):
             node = self._before.graph.create_node(kind, target, args, kwargs, name=node_name(name))
         node.meta = {key: fact for key, fact in origin.meta.items() if key not in _VALUES}
-        node.meta["val"] = node.meta["example_value"] = _fake_result(node, self._before)
+        node.meta["val"] = node.meta["example_value"] = fake_result(
+            node, *fx.node.map_arg((node.args, dict(node.kwargs)), value_of), value_of(self._before)
+        )
         return node
 
 
-def _fake_result(node: fx.Node, example: fx.Node) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+def fake_result(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
+    """Return what a node's function or method gives for fake arguments; they, or ``like``, have the fake mode."""
     # Not torch's own lookup: under Dynamo that finds the fake mode of the backend, but these values belong to that of
     # the capture.
-    leaves = pytree.tree_leaves((args, kwargs, value_of(example)))
+    leaves = pytree.tree_leaves((args, kwargs, like))
     modes = (leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
     with next(modes, None) or FakeTensorMode():
         if callable(node.target):

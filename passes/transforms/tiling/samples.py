@@ -1,7 +1,8 @@
 """Where each value has the samples of a batch, through ops that compute every sample by itself.
 
 Micro-batches of a block are computed one after another, so no op in between may mix samples. The table of tilings knows
-products, norms, attention and element-wise ops; here are those that move dimensions, reduce some, or take sizes.
+products, norms, attention and element-wise ops; here are those that move dimensions, reduce some of them, or have sizes
+among their arguments.
 """
 
 import math
@@ -29,7 +30,10 @@ class MixedSamplesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Where a tensor has its samples: along a dimension, ``unit`` consecutive indices for each."""
+    """Where a tensor has its samples: along a dimension, ``unit`` consecutive indices for each.
+
+    After ``view(batch * length, width)`` each sample has ``length`` rows, so that is the unit.
+    """
 
     dim: int
     unit: int = 1
@@ -59,8 +63,11 @@ def follow_samples(node: fx.Node, at: Mapping[fx.Node, Samples], num_samples: in
     if call is not None:
         return _by_table(node, call, at)
     rule = _RULES.get(node.target)
-    if rule is None or (node.op not in ("call_function", "call_method")):
+    if rule is None or node.op not in ("call_function", "call_method"):
         raise MixedSamplesError(node)
+    unknown = node.kwargs.keys() - _KEYWORDS
+    if not node.args or (unknown and rule not in (_of_first_dim, _attention_layer)):
+        raise MixedSamplesError(node, f"is called with {', '.join(sorted(unknown))} by name, which is not followed")
     return rule(_Op(node, at, num_samples))
 
 
@@ -71,7 +78,7 @@ def _by_table(node: fx.Node, call: Call, at: Mapping[fx.Node, Samples]) -> BySam
     own = {name: at[given] for name, given in arguments.items() if given in at}
     units = {samples.unit for samples in own.values()}
     for tiling in tilings_of_call(call):
-        is_alike = tiling.combine is Combine.CONCATENATE and tiling.pieces in (Pieces.ALIKE, Pieces.GROUPS)
+        is_alike = tiling.combine is Combine.CONCATENATE and tiling.pieces is Pieces.ALIKE
         dims = {name: cut.dim for name in own if (cut := tiling.cut_of(name)) is not None and cut.unit == 1}
         if is_alike and len(units) == 1 and dims == {name: samples.dim for name, samples in own.items()}:
             unit = units.pop()
@@ -227,28 +234,29 @@ def _permute(op: _Op) -> BySample:
 
 
 def _unsqueeze(op: _Op) -> BySample:
-    dim = op.dim(op.argument(1, "dim"), len(op.shape) + 1)
+    dim = op.dim(op.argument(1, "dim", "axis"), len(op.shape) + 1)
     return BySample(result=replace(op.input, dim=op.input.dim + (dim <= op.input.dim)))
 
 
 def _squeeze(op: _Op) -> BySample:
-    dims = {op.dim(dim) for dim in op.listed(1, "dim") if op.shape[op.dim(dim)] == 1}
-    if not op.listed(1, "dim") or op.input.dim in dims:
-        raise op.mixed()
+    given = {op.dim(dim) for dim in op.listed(1, "dim", "axis")}
+    if not given or op.input.dim in given:
+        raise op.mixed("may remove the dimension of the samples")
+    dims = {dim for dim in given if op.shape[dim] == 1}
     return BySample(result=replace(op.input, dim=op.input.dim - sum(dim < op.input.dim for dim in dims)))
 
 
 def _part(op: _Op) -> BySample:
     """A part along a dimension, or all parts of it."""
     position = 2 if name_of(op.node) in ("split", "chunk") else 1
-    if op.dim(op.argument(position, "dim", default=0)) == op.input.dim:
+    if op.dim(op.argument(position, "dim", "axis", default=0)) == op.input.dim:
         raise op.mixed("reads some of the samples")
     return BySample(result=op.input)
 
 
 def _without_dim(op: _Op) -> BySample:
     """One index of a dimension, or all of them."""
-    dim = op.dim(op.argument(1, "dim", default=0))
+    dim = op.dim(op.argument(1, "dim", "axis", default=0))
     if dim == op.input.dim:
         raise op.mixed("reads some of the samples")
     return BySample(result=replace(op.input, dim=op.input.dim - (dim < op.input.dim)))
@@ -287,7 +295,7 @@ def _cat(op: _Op) -> BySample:
         raise op.mixed()
     first, *others = {op.at[each] for each in joined if each in op.at}
     num_dims = len(op.output)
-    dim, is_stack = op.dim(op.argument(1, "dim", default=0), num_dims), name_of(op.node) == "stack"
+    dim, is_stack = op.dim(op.argument(1, "dim", "axis", default=0), num_dims), name_of(op.node) == "stack"
     if others or (not is_stack and dim == first.dim):
         raise op.mixed("joins samples along their own dimension")
     size = op.num_samples * first.unit
@@ -299,7 +307,7 @@ def _cat(op: _Op) -> BySample:
 
 
 def _repeat_interleave(op: _Op) -> BySample:
-    if type(op.argument(1, "repeats")) is not int or op.dim(op.argument(2, "dim")) == op.input.dim:
+    if type(op.argument(1, "repeats")) is not int or op.dim(op.argument(2, "dim", "axis")) == op.input.dim:
         raise op.mixed()
     return BySample(result=op.input)
 
@@ -333,10 +341,41 @@ def _attention_layer(op: _Op) -> BySample:
     return BySample(result=Samples(1), cuts=cuts)
 
 
+# Of the arguments that calls may have by name. What decides about dimensions is read by the rules; the rest does not.
+_KEYWORDS = frozenset(
+    {
+        *("dim", "axis", "dim0", "dim1", "axis0", "axis1", "dims", "keepdim", "keepdims", "sizes", "unflattened_size"),
+        *(
+            "start",
+            "length",
+            "index",
+            "split_size",
+            "split_size_or_sections",
+            "chunks",
+            "repeats",
+            "start_dim",
+            "end_dim",
+        ),
+        *(
+            "_stacklevel",
+            "dtype",
+            "p",
+            "training",
+            "inplace",
+            "unbiased",
+            "correction",
+            "memory_format",
+            "eps",
+            "beta",
+            "alpha",
+        ),
+    }
+)
+
 _NAMES: Mapping[Callable[[_Op], BySample], tuple[str, ...]] = {
     _as_it_is: (
         *("contiguous", "clone", "detach", "dropout", "alpha_dropout", "view_as_complex", "view_as_real"),
-        *("eq", "ne", "gt", "ge", "lt", "le", "logical_not", "isnan", "isinf", "bool", "int", "long", "nan_to_num"),
+        *("logical_not", "isnan", "isinf", "bool", "int", "long", "nan_to_num"),
     ),
     _with_dtype_of: ("type_as",),
     _of_first_dim: ("group_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"),

@@ -91,6 +91,14 @@ BY_SAMPLE: dict[str, Function] = {
     "layer_norm": lambda x: F.layer_norm(x, (8,)),
     "addmm": lambda x: torch.addmm(WEIGHT[0, :6], x.view(-1, 8), WEIGHT.t()).view(N, 6, 6),
     "a constant for each sample": lambda x: x * torch.arange(N, dtype=x.dtype).view(N, 1, 1),
+    "stack along an axis": lambda x: torch.stack([x, x.exp()], axis=1).sum(1),
+    "chunk along an axis": lambda x: torch.chunk(x, 2, axis=1)[1].exp(),
+    "compared with what has an axis more": lambda x: (
+        (x > torch.zeros(3, 1, 1, 8, dtype=x.dtype)).to(x.dtype).sum(0) + x
+    ),
+    "compared with one for each sample": lambda x: torch.where(x > torch.arange(N).view(N, 1, 1), x, x.exp()),
+    "squeeze of another dimension": lambda x: x.unsqueeze(2).squeeze(2).exp(),
+    "mm by name": lambda x: torch.mm(x.view(-1, 8), mat2=WEIGHT.t()).view(N, 6, 6),
     "in eval": lambda x: F.dropout(x, 0.5, False).exp(),
     "glu": lambda x: F.silu(x[..., :4]) * x[..., 4:],
 }
@@ -109,6 +117,14 @@ MIXING: dict[str, tuple[Function, str]] = {
     "roll": (lambda x: x.roll(1, 0).exp(), "roll may mix samples"),
     "flip": (lambda x: x.flip(0).exp(), "flip may mix samples"),
     "sort": (lambda x: x.sort(0).values.exp(), "sort may mix samples"),
+    "squeeze of samples": (lambda x: x.squeeze(0).exp() * x, "may remove the dimension of the samples"),
+    "stack of samples by name": (lambda x: torch.cat([x, x], axis=0).exp(), "cat joins samples along their own"),
+    "first operand by name": (lambda x: F.softmax(input=x.exp(), dim=-1).exp(), "softmax is called with"),
+    "depthwise": (
+        lambda x: F.conv1d(x.transpose(0, 1), torch.ones(N, 1, 3, dtype=x.dtype), groups=N, padding=1).exp(),
+        "conv1d may mix samples",
+    ),
+    "group norm of one value": (lambda x: F.group_norm(x[:, :, :1, None].exp(), 6).exp(), "refuses 1 of 4|may mix"),
     "in place": (lambda x: x.exp().add_(1.0), "add_ may write in place"),
     "in place by name": (lambda x: F.relu(x.exp(), inplace=True), "relu may write in place"),
 }
@@ -174,6 +190,13 @@ STEPS: Sequence[Function] = (
     lambda x: x.unbind(0)[0],
     lambda x: x.tanh().contiguous(),
     lambda x: x.expand(2, *x.shape),
+    lambda x: x.squeeze(0),
+    lambda x: x.squeeze(1),
+    lambda x: torch.cat([x, x.exp()], axis=1),
+    lambda x: torch.stack([x, x.exp()], axis=1),
+    lambda x: x.chunk(2, axis=1)[0],
+    lambda x: (x > torch.zeros(4, 1, 1)).to(x.dtype) * x,
+    lambda x: torch.where(x > torch.zeros(6, 1), x, x.exp()),
 )
 
 
@@ -199,6 +222,71 @@ def test_chains_that_are_drawn_are_refused_or_give_the_same(seed, capture):
         if isinstance(block, Block):
             _cut(captured, block.num_samples)
     torch.testing.assert_close(captured.run(), expected, rtol=1e-12, atol=1e-13)
+
+
+class _Twins(nn.Module):
+    """Its block returns two views of one tensor, and it writes to one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_MakesTwins()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.layers[0](x)
+        one.mul_(0.5)
+        return other.exp()
+
+
+class _MakesTwins(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 2.0 + 1.0
+        return x, x.flatten(1)
+
+
+def test_a_block_that_returns_one_tensor_twice_stays_whole(capture):
+    captured = capture(_Twins(), _input(N, 6, 8))
+    expected = captured.run()
+    (block,) = find_blocks(captured.graph_module.graph)
+    assert isinstance(block, WholeBlock)
+    assert "returns memory that something else in the block has as well" in block.why
+    _cut(captured, 2)
+    torch.testing.assert_close(captured.run(), expected, rtol=0, atol=0)
+
+
+class _Turned(nn.Module):
+    """Views what its block returns in a way that depends on strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Turns()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x).transpose(1, 2).view(N, 48).exp()
+
+
+class _Turns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2.0).tanh().exp().transpose(1, 2)
+
+
+def test_a_result_keeps_its_strides(capture):
+    captured = capture(_Turned(), _input(N, 6, 8))
+    expected = captured.run()
+    (block,) = find_blocks(captured.graph_module.graph)
+    assert isinstance(block, Block)
+    _cut(captured, 2)
+    torch.testing.assert_close(captured.run(), expected, rtol=1e-13, atol=1e-14)
+
+
+def test_a_block_under_autocast_of_its_own_stays_whole(capture):
+    def autocast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (x @ x.transpose(1, 2)).float().exp()
+
+    captured = capture(_OneBlock(autocast), _input(N, 6, 8).float())
+    (block,) = find_blocks(captured.graph_module.graph)
+    assert isinstance(block, WholeBlock)
+    assert "autocast" in block.why
 
 
 class _Shared(nn.Module):
@@ -238,7 +326,7 @@ def test_a_block_that_returns_a_view_stays_whole(capture):
     expected = captured.run()
     (block,) = find_blocks(captured.graph_module.graph)
     assert isinstance(block, WholeBlock)
-    assert block.why == "view returns a view of what enters the block"
+    assert block.why == "view returns memory that something else in the block has as well"
     _cut(captured, 2)
     torch.testing.assert_close(captured.run(), expected, rtol=0, atol=0)
 
@@ -301,14 +389,16 @@ MODELS: dict[str, dict[str, str]] = {
 def test_blocks_of_transformers(name):
     models = pytest.importorskip("tests.support.transformer_models")
     model, batches = getattr(models, name)()
-    model.double().train()
-    batch = {key: each.double() if each.is_floating_point() else each for key, each in batches[0].items()}
+    dtype = torch.float32 if name == "mixtral" else torch.float64  # its experts have no kernel for the other
+    model.to(dtype).train()
+    batch = {key: each.to(dtype) if each.is_floating_point() else each for key, each in batches[0].items()}
     ours, found = _train_cut(model, batch)
     first_of_t5 = {"encoder.block.0", "decoder.block.0"} if name == "t5" else set()  # adds a mask in place
     for block, how in found.items():
         expected = MODELS[name][block.rpartition(".")[0]]
         assert how == expected or (block in first_of_t5 and "in place" in how), f"{block}: {how}"
-    torch.testing.assert_close(ours, _train(model, model, batch), rtol=1e-11, atol=1e-13)
+    rtol, atol = (1e-4, 1e-6) if name == "mixtral" else (1e-11, 1e-13)
+    torch.testing.assert_close(ours, _train(model, model, batch), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
