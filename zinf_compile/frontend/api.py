@@ -111,9 +111,10 @@ def optimize(
             Results agree to rounding.
         tiles: number of tiles of some parameters, by name; 1 to always gather a parameter whole. False for bitwise
             results: nothing is tiled and no loss is fused with its layer, even if the model does not fit otherwise.
-        micro_batches: a block computes so many micro-batches one after another, and reads its weights once for all. What is
-            between its ops then exists for one of them at a time. By default as few as it takes to fit, mostly 1, which
-            never cuts a batch. Results agree to rounding; random ops draw other numbers.
+        micro_batches: each block, an entry of a ModuleList or Sequential, computes so many micro-batches one after
+            another, and gathers its weights once for all. What is between its ops then exists for one of them at a time.
+            By default as few as it takes to fit, mostly 1, which never cuts a batch. Results agree to rounding; random
+            ops draw other numbers.
         recompute: True to recompute every block's activations in backward, False to recompute none. By default whatever
             is fastest.
         overlap_step: False makes ``optimizer.step()`` return when all updates are finished. By default updates run in
