@@ -36,10 +36,10 @@ class Cuts:
         if self._saved is not None and way not in self._saved:
             _log.warning(
                 "the run that saved this checkpoint %s, and this one %s: from here on results agree to rounding, not bit by "
-                "bit; for equal bits use the budgets of that run, or tiles=%s",
+                "bit; for equal bits use the budgets of that run, or %s",
                 _describe(max(self._saved)),
                 _describe(way),
-                "False" if "" in self._saved else "{...} as in that run",
+                "tiles=False, without micro_batches" if "" in self._saved else "its tiles and micro_batches",
             )
 
 

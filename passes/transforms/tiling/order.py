@@ -17,7 +17,10 @@ def may_run_later(first: fx.Node, last: fx.Node) -> bool:
 
 
 def find_barrier(first: fx.Node, last: fx.Node) -> fx.Node | None:
-    """Return the first node from ``first`` on that may not run just before ``last`` instead; None if all may."""
+    """Return the first node, from ``first`` up to ``last``, that has to stay where it is; None if there is none.
+
+    It may write to what other nodes read, or returns no tensor: then it may begin a mode, such as autocast.
+    """
     node = first
     while node is not last:
         # A node without a tensor result may begin or end autocast, or switch gradients off.
