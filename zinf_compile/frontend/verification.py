@@ -202,11 +202,12 @@ def verify(
 def _verify(training: "_Training", options: Mapping[str, object]) -> Verdict:
     notes = []
     asked = training.within_budgets(options)
-    # Tiles add up in another order, and compiled blocks too.
+    # Tiles and micro-batches add up in another order, and compiled blocks too.
     op_by_op = {**options, "compute": "aten", "tiles": False, "tile_memory": None, "micro_batches": None}
     is_captured = options.get("capture") is not False  # otherwise nothing is compiled or tiled
     exactly: _Trained | None = asked
-    if is_captured and not (options.get("compute") == "aten" and options.get("tiles") is False):
+    is_exact = options.get("compute") == "aten" and options.get("tiles") is False
+    if is_captured and not (is_exact and options.get("micro_batches") in (None, 1)):
         try:
             exactly = training.within_budgets(op_by_op)
         except CapacityError as error:

@@ -147,6 +147,23 @@ def test_tiles_are_judged_by_rounding(tmp_path: Path) -> None:
     assert verdict.num_compared > 0  # without tiles it fits too
 
 
+def test_micro_batches_are_judged_by_rounding(tmp_path: Path) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.up(x).tanh())
+
+    model = nn.Sequential(Layer(), Layer())
+    options = {"device_memory": "3MiB", "host_memory": "2MiB", "compute": "aten", "tiles": False, "micro_batches": 4}
+    verdict = zinf_compile.verify(model, torch.randn(8, 64), loss=torch.sum, nvme=tmp_path, **options)
+    assert verdict.is_right
+    assert verdict.rounding is not None
+    assert verdict.num_compared > 0  # whole it fits too
+
+
 def test_what_does_not_fit_without_tiles_is_judged_by_rounding_alone(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
     options = {"device_memory": "1700KiB", "host_memory": "1MiB", "compute": "aten"}
