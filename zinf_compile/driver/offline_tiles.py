@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from torch import fx
 
 from zinf_compile.driver.paper_catalog import PaperCatalog
-from zinf_compile.driver.tile_search import FASTER, MANY_TILES, Choice, Made, TileSearch
+from zinf_compile.driver.tile_search import FASTER, MANY_BATCHES, MANY_TILES, Choice, Made, TileSearch
 from zinf_compile.ir.errors import CapacityError, DeviceCapacityError, ZinfError
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.plan import Plan
@@ -57,6 +57,7 @@ class OfflineTiles:
         self._may_refuse_early = catalog.config.tiles is not None
         self._has_refused_early = False
         self._num_tiles = 0  # in the graph of the current attempt
+        self._micro_batches = 1  # of its blocks
         self._path: list[DeviceCapacityError] = []  # the last refusal before each finer choice
         self.notes: list[str] = []
 
@@ -94,7 +95,10 @@ class OfflineTiles:
                     fitting = seconds, trial, len(self._path)
                 break
             fitting = seconds, trial, len(self._path)
-            if sum(item.tile_of is not None for item in trial.plan.placements) > MANY_TILES:
+            if (
+                sum(item.tile_of is not None for item in trial.plan.placements) > MANY_TILES
+                or self._micro_batches >= MANY_BATCHES
+            ):
                 break
             self._path.append(self._path[-1])
         _, trial, num_steps = fitting
@@ -154,7 +158,7 @@ class OfflineTiles:
                 raise _NothingFinerError(search, is_cut_short=found is not None)
             choice = found
         tiled = search.apply(choice)
-        self._num_tiles = len(tiled.numbers)
+        self._num_tiles, self._micro_batches = len(tiled.numbers), choice.micro_batches
         self.notes = list(tiled.notes)
         return tiled.graph_module, tiled.numbers
 

@@ -34,6 +34,8 @@ _TIMES_COUNTED = 2  # of activations, at most: as bound values in the arena, and
 _HELPED = 0.95  # of the bytes needed before: if finer tiles need more, tiles of this kind are not split further
 FASTER = 0.995  # of a step's seconds: a smaller gain does not justify more tiles
 MANY_TILES = 128  # per graph: planning more takes longer than it could gain
+MANY_BATCHES = 8  # of a block: planning twice as many takes longer than it could gain
+_OUT_OF_REACH = 1.1  # of the budget, by the trend of the bytes that fewer micro-batches need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,7 @@ def fit_by_tiles(
         if fitting is not None:
             return compile_tiled(tiled if seconds < FASTER * fitting[0] else fitting[1])
         fitting = seconds, tiled
-        if len(tiled.numbers) > MANY_TILES:
+        if len(tiled.numbers) > MANY_TILES or choice.micro_batches >= MANY_BATCHES:
             break
     if fitting is not None:
         return compile_tiled(fitting[1])
@@ -198,10 +200,24 @@ class TileSearch:
     def _cut_blocks(self) -> Sequence[Block]:
         return [block for block in self._blocks if isinstance(block, Block)]
 
-    def _finer_batches(self, micro_batches: int) -> int | None:
-        """Return the next number of micro-batches that divides the samples of all blocks; None if there is none."""
+    def _finer_batches(self, needed: Mapping[int, int]) -> int | None:
+        """Return the next number of micro-batches to try; None if there is none, or none that could fit.
+
+        ``needed`` are the bytes that fewer need. What a micro-batch takes of them halves with twice as many, so two
+        numbers tell what is left with any number, and which one may fit.
+        """
+        *_, last = needed
+        least, budget = 2 * last, self._config.device_memory
+        if len(needed) > 1:
+            before = [*needed][-2]
+            of_batch = (needed[before] - needed[last]) / (1 / before - 1 / last)
+            rest = needed[last] - of_batch / last
+            if rest > _OUT_OF_REACH * budget:
+                return None
+            if budget > rest:
+                least = max(least, int(of_batch / (budget - rest) / _OUT_OF_REACH))
         num_samples = math.gcd(*(block.num_samples for block in self._cut_blocks))
-        finer = range(2 * micro_batches, min(num_samples, _MOST_MICRO_BATCHES) + 1)
+        finer = range(least, min(num_samples, _MOST_MICRO_BATCHES) + 1)
         return next((number for number in finer if num_samples % number == 0), None)
 
     def _asked_batches(self) -> int:
@@ -264,6 +280,7 @@ class TileSearch:
         useful = {"parameters", *(["chains"] if self._has_chains else [])}  # what is worth splitting further
         if self._config.micro_batches is None and self._cut_blocks:
             useful.add("blocks")
+        needed_by_batches: dict[int, int] = {}
         while useful:
             assert self.refused is not None
             refused, piece = self.refused, self._largest_piece(choice, free)
@@ -282,7 +299,8 @@ class TileSearch:
             )
             kind = "parameters" if not is_wide else "blocks" if "blocks" in useful else "chains"
             if kind == "blocks":
-                finer = replace(choice, micro_batches=self._finer_batches(choice.micro_batches) or choice.micro_batches)
+                needed_by_batches[choice.micro_batches] = refused.needed_nbytes
+                finer = replace(choice, micro_batches=self._finer_batches(needed_by_batches) or choice.micro_batches)
             elif kind == "chains":
                 finer = replace(choice, chain_tiles=2 * choice.chain_tiles)
             else:
