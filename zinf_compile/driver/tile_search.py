@@ -203,8 +203,8 @@ class TileSearch:
     def _finer_batches(self, needed: Mapping[int, int]) -> int | None:
         """Return the next number of micro-batches to try; None if there is none, or none that could fit.
 
-        ``needed`` are the bytes that fewer need. What a micro-batch takes of them halves with twice as many, so two
-        numbers tell what is left with any number, and which one may fit.
+        ``needed`` are the bytes needed with fewer, by their number. Part of these bytes is proportional to the size of a
+        micro-batch. The last two give that part and the rest, and so the number with which the graph may fit.
         """
         *_, last = needed
         least, budget = 2 * last, self._config.device_memory
@@ -298,6 +298,8 @@ class TileSearch:
                 or "parameters" not in useful
             )
             kind = "parameters" if not is_wide else "blocks" if "blocks" in useful else "chains"
+            if kind != "blocks":
+                needed_by_batches.clear()  # other tiles change what all numbers need
             if kind == "blocks":
                 needed_by_batches[choice.micro_batches] = refused.needed_nbytes
                 finer = replace(choice, micro_batches=self._finer_batches(needed_by_batches) or choice.micro_batches)

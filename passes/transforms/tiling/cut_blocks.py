@@ -200,7 +200,7 @@ def _check_pieces(block: Block, per_batch: int) -> None:
         args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), given.__getitem__)
         try:
             made[node] = piece = fake_result(node, args, kwargs, value_of(node))
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:  # of torch's fake kernels
             reason = str(error).strip().partition("\n")[0]
             raise MixedSamplesError(node, f"refuses {per_batch} of {block.num_samples} samples: {reason}") from error
         if not _is_share(piece, value_of(node), call.result, per_batch):

@@ -345,30 +345,9 @@ def _attention_layer(op: _Op) -> BySample:
 _KEYWORDS = frozenset(
     {
         *("dim", "axis", "dim0", "dim1", "axis0", "axis1", "dims", "keepdim", "keepdims", "sizes", "unflattened_size"),
-        *(
-            "start",
-            "length",
-            "index",
-            "split_size",
-            "split_size_or_sections",
-            "chunks",
-            "repeats",
-            "start_dim",
-            "end_dim",
-        ),
-        *(
-            "_stacklevel",
-            "dtype",
-            "p",
-            "training",
-            "inplace",
-            "unbiased",
-            "correction",
-            "memory_format",
-            "eps",
-            "beta",
-            "alpha",
-        ),
+        *("start", "length", "index", "split_size", "split_size_or_sections", "chunks", "repeats"),
+        *("start_dim", "end_dim", "dtype", "p", "training", "inplace", "unbiased", "correction", "memory_format"),
+        "_stacklevel",
     }
 )
 
