@@ -219,6 +219,7 @@ class Training:
                 if is_over:
                     self.step()
                     return self.is_in(self.after)
+                self.zero_grad()  # a gradient that backward left is applied by a step, as it is in plain PyTorch
                 self.step()  # raises, unless everything or nothing was updated
                 if self.is_in(self.after):
                     return True
