@@ -200,10 +200,12 @@ class _Expansion:
             inputs = self._resolve_results(op.inputs, like.inputs, owner)
         else:
             inputs = self._resolve_all(op.inputs, like.inputs if like else None, owner)
-        return replace(self._moved(op, like, new, place), inputs=inputs)
+        return self._moved(op, like, new, place, inputs)
 
-    def _moved(self, op: OpFact[Size], like: OpFact[Size] | None, new: int, place: _Place) -> OpFact[Size]:
-        """Return an op, and the ops inside a segment, renamed for its new tick; its inputs are unchanged."""
+    def _moved(
+        self, op: OpFact[Size], like: OpFact[Size] | None, new: int, place: _Place, inputs: tuple[int, ...]
+    ) -> OpFact[Size]:
+        """Return an op with new inputs, and the ops inside a segment with their own, renamed for the new tick."""
         name = self._node_name(op.name, like.name if like else None, place.block)
         likes = [None] * len(op.inner) if like is None else like.inner
         return replace(
@@ -212,7 +214,10 @@ class _Expansion:
             name=name,
             op=name if op.op == op.name else op.op,
             module=self._renamed(op.module, place.block),
-            inner=tuple(self._moved(each, other, new, place) for each, other in zip(op.inner, likes, strict=True)),
+            inner=tuple(
+                self._moved(each, other, new, place, each.inputs) for each, other in zip(op.inner, likes, strict=True)
+            ),
+            inputs=inputs,
         )
 
     def _values_at(

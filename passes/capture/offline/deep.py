@@ -48,6 +48,7 @@ class DeepGraph:
 
     def __init__(self, graphs: Sequence[Splitter], runs: Sequence[Run]) -> None:
         self._graphs, self._runs = graphs, runs
+        self._plain: dict[ActivationPolicy, Form] = {}  # forms that were requested by policy alone
 
     @property
     def has_backward(self) -> bool:
@@ -66,14 +67,20 @@ class DeepGraph:
 
         Values of ``kinds`` that the form ``saving`` saves are recomputed. Gathers move the ``narrowed`` dtypes.
         """
+        is_plain = not kinds and not narrowed
+        if is_plain and policy in self._plain:
+            return self._plain[policy]
         likes = (None, None) if saving is None else saving.parts
         with _as_not_repeated():
-            return self._expand(
+            form = self._expand(
                 [
                     graph.split(policy, saving=like, kinds=kinds, narrowed=narrowed)
                     for graph, like in zip(self._graphs, likes, strict=True)
                 ]
             )
+        if is_plain:
+            self._plain[policy] = form
+        return form
 
     def segment(self, form: Form, apart: Container[str]) -> Form:
         """Return a form of the graph in segments, none of which reads two parameters of those ``apart``, by name."""
