@@ -18,6 +18,7 @@ from zinf_compile.runtime.process.call_stack import with_room_for_calls
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ.setdefault("ZINF_QUIET", "1")  # hide the progress messages of first calls
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # so does a first run, of all that capturing left
 
 
 # Fixtures that tests of several folders share, and the profile of hypothesis for `make test-long`.
@@ -73,7 +74,7 @@ def _ctrl_c() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _few_collections() -> None:
     """Collect garbage less often: captures allocate millions of objects, and collections take a fifth of their time."""
-    gc.set_threshold(50_000, 10, 10)
+    gc.set_threshold(400_000, 5, 5)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -132,22 +133,33 @@ def _sharing(request: pytest.FixtureRequest) -> Iterator[None]:
     if "zinf_compile.driver.session" not in sys.modules:
         yield
         return
-    from tests.support.sharing import shares, sharing
+    from tests.support.sharing import num_kept, shares, sharing
 
+    before = num_kept()
     with sharing(shares(request.node.nodeid)):
         yield
+    if num_kept() > before:
+        _freeze_heap()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _settled_heap() -> None:
-    """Freeze existing objects, a million of them torch's: scanning them takes 0.2 s per full collection."""
+    """Freeze what the modules before have left."""
+    _freeze_heap()
+
+
+def _freeze_heap() -> None:
+    """Freeze existing objects, a million of them torch's: scanning them takes 0.2 s, and each capture collects once."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    """Reset Dynamo: after 8 compiles of a code object it runs eagerly, and all nn.Sequential share one forward."""
+def _fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Reset Dynamo: after 8 compiles of a code object it runs eagerly, and all nn.Sequential share one forward.
+
+    Not behind tests marked ``keeps_captures``, most of which train the same model: the fixture that makes it resets Dynamo.
+    """
     yield
-    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None and not request.node.get_closest_marker("keeps_captures"):
         dynamo.reset()

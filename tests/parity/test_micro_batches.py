@@ -1,5 +1,6 @@
 """Blocks that compute micro-batches one after another: the bits of plain PyTorch that does the same, in less memory."""
 
+import itertools
 import re
 
 import pytest
@@ -79,9 +80,17 @@ def homes(parity, placement: str, *, keeps_all: bool = False) -> dict[str, objec
     return {"device_memory": "1400KiB" if keeps_all else "840KiB", "host_memory": host, "nvme": nvme}
 
 
+QUICK = {(2, None), (8, True)}
+
+
 @pytest.mark.parametrize("placement", ["nvme", "host", "mixed"])
-@pytest.mark.parametrize("micro_batches", [2, 8])
-@pytest.mark.parametrize("recompute", [None, True, False])
+@pytest.mark.parametrize(
+    ("micro_batches", "recompute"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.long)
+        for each in itertools.product((2, 8), (None, True, False))
+    ],
+)
 def test_bitwise_as_the_same_micro_batches_in_plain_pytorch(parity, placement, micro_batches, recompute):
     expected = parity.train(make(micro_batches), batches())
     budgets = homes(parity, placement, keeps_all=recompute is False)
@@ -176,7 +185,7 @@ def test_weights_are_read_once_per_phase_for_all_micro_batches():
         host_memory="64MiB",
         nvme_memory="1GiB",
         reserve_memory=0,
-        micro_batches=4,
+        micro_batches=2,
     )
     reads = [name for gather in plan.gathers for name in gather.parameters]
     assert reads
@@ -274,7 +283,7 @@ def test_a_model_without_blocks_says_that_nothing_is_cut(parity):
 
 
 @pytest.mark.parametrize("compute", ["aten", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.parametrize("last", [5, 1])
+@pytest.mark.parametrize("last", [5, pytest.param(1, marks=pytest.mark.long)])
 def test_a_smaller_last_batch_is_computed_whole(parity, compute, last):
     given = [*batches(2), *batches(1, batch=last), *batches(1)]
     plain = make()

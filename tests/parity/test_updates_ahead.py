@@ -25,6 +25,8 @@ from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
 
+pytestmark = pytest.mark.keeps_captures
+
 WIDTH = 160
 NUM_LAYERS = 6
 NUM_STEPS = 7

@@ -22,6 +22,11 @@ def is_sharing() -> bool:
     return _is_on
 
 
+def num_kept() -> int:
+    """Return how many graphs are kept in this process."""
+    return _traces.num_traced + _traces.num_split
+
+
 @contextmanager
 def sharing(is_on: bool) -> Iterator[None]:
     """Share captures and plans inside the block, if ``is_on``."""
