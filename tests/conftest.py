@@ -6,6 +6,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 from _pytest import runner
@@ -20,6 +21,8 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("ZINF_QUIET", "1")  # hide the progress messages of first calls
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # so does a first run, of all that capturing left
 
+
+RANKS = "tests/distributed/"
 
 # Fixtures that tests of several folders share, and the profile of hypothesis for `make test-long`.
 pytest_plugins = (
@@ -40,6 +43,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove it."""
     if not hasattr(config, "workerinput"):
         remove_cache()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Run the tests of a module in one process, and all that need ranks in the same: its ranks start once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return RANKS if nodeid.startswith(RANKS) else str(super()._split_scope(nodeid))
+
+    return ByModule(config, log)
 
 
 @pytest.hookimpl(trylast=True)  # behind `-m`, and behind what folders mark
@@ -161,5 +176,7 @@ def _fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
     Not behind tests marked ``keeps_captures``, most of which train the same model: the fixture that makes it resets Dynamo.
     """
     yield
-    if (dynamo := sys.modules.get("torch._dynamo")) is not None and not request.node.get_closest_marker("keeps_captures"):
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None and not request.node.get_closest_marker(
+        "keeps_captures"
+    ):
         dynamo.reset()
