@@ -1,13 +1,14 @@
 """PEFT's LoRA on an optimized Llama: only adapters have gradients, state and updates; bitwise equal to plain PEFT."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-
 STEPS = 3
 VOCAB = 96
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
 
 def batches():
@@ -17,6 +18,8 @@ def batches():
 
 
 def llama_with_adapters(*, checkpointing: bool = False, tied: bool = False):
+    import peft  # takes seconds, which every process that collects these tests would spend
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
@@ -74,6 +77,8 @@ def test_only_adapters_are_trained(parity, way, workload):
 
 
 def test_adapters_are_saved_and_switched_off(parity, captured, tmp_path):
+    import peft
+
     plain, batch = llama_with_adapters()[0], batches()[0]
     model, _ = parity.optimized(llama_with_adapters, captured=captured)
     outputs = []

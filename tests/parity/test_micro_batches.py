@@ -14,7 +14,9 @@ from zinf_compile.ir.glossary import ActivationPolicy, Tier
 from zinf_compile.runtime.execute import segments
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 8, 8, 64, 64
+LARGE = 16  # a batch that does not fit TIGHT whole
 ROOMY = {"device_memory": "8MiB", "host_memory": "8MiB"}
+TIGHT = {"device_memory": "900KiB", "host_memory": "32MiB"}
 
 
 class Block(nn.Module):
@@ -63,7 +65,7 @@ def batches(num: int = 3, batch: int = BATCH) -> list[dict[str, Tensor]]:
 def losses_of(model: nn.Module) -> list[Tensor]:
     """Train a model for two steps, with nothing else in memory; return the losses."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for batch in batches(2, batch=32):
+    for batch in batches(2, batch=LARGE):
         loss = model(**batch)
         loss.backward()
         optimizer.step()
@@ -150,8 +152,7 @@ def test_all_micro_batches_are_one_compiled_block(parity, monkeypatch):
 
 def test_a_batch_that_does_not_fit_otherwise(parity):
     expected = losses_of(make(layers=2))
-    budgets = {"device_memory": "1200KiB", "host_memory": "32MiB"}
-    model = parity.optimize(make(layers=2), **budgets)
+    model = parity.optimize(make(layers=2), **TIGHT)
     for ours, theirs in zip(losses_of(model), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     report = zinf_compile.report(model)
@@ -159,18 +160,18 @@ def test_a_batch_that_does_not_fit_otherwise(parity):
     assert any("micro-batches, one after another" in note for note in plan.notes)
     assert plan.activations.policy is ActivationPolicy.RECOMPUTE_BLOCKS
     device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
-    assert device.measured_peak <= device.predicted_peak <= 1200 * 2**10
+    assert device.measured_peak <= device.predicted_peak <= 900 * 2**10
     torch._dynamo.reset()
-    whole = parity.optimize(make(layers=2), **budgets, tiles=False)
+    whole = parity.optimize(make(layers=2), **TIGHT, tiles=False)
     with pytest.raises(CapacityError, match=r"needs .* on device"):
-        whole(**batches(1, batch=32)[0])
+        whole(**batches(1, batch=LARGE)[0])
 
 
 @pytest.mark.long
 def test_one_micro_batch_never_cuts(parity):
-    model = parity.optimize(make(layers=2), device_memory="1200KiB", host_memory="32MiB", micro_batches=1)
+    model = parity.optimize(make(layers=2), **TIGHT, micro_batches=1)
     with pytest.raises(CapacityError, match=r"needs .* on device"):
-        model(**batches(1, batch=32)[0])
+        model(**batches(1, batch=LARGE)[0])
 
 
 def test_weights_are_read_once_per_phase_for_all_micro_batches():

@@ -242,7 +242,7 @@ def test_clipping_that_always_bites_pauses(model: nn.Module, waits: bool) -> Non
 
 
 @WITH_GPU
-@BOTH
+@ONE
 def test_clipping_that_bites_at_times(model: nn.Module, waits: bool) -> None:
     loop = Loop(before_step=lambda step, *of: clip(1e-3 if step in (2, 3) else 1e6)(step, *of))
     counts = check(loop, model, waits=waits)

@@ -385,7 +385,12 @@ MODELS: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+OFTEN = ("llama", "mixtral", "t5")  # of each kind one; the others in `make test-long`
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in MODELS]
+)
 def test_blocks_of_transformers(name):
     models = pytest.importorskip("tests.support.transformer_models")
     model, batches = getattr(models, name)()
