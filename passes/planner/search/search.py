@@ -390,14 +390,28 @@ def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]
         yield near[(turn + step) % len(near)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judged:
+    """A plan that updates ahead of ``step()`` may make faster, and its plans with them."""
+
+    choice: Choice
+    plan: Plan
+    ahead: Sequence[Plan]
+    nanoseconds: int
+    is_bound: bool  # a lower bound, of a plan that was not simulated
+
+    def step_nanoseconds(self) -> int:
+        """Return the nanoseconds of its step."""
+        return score_plan(self.plan).nanoseconds if self.is_bound else self.nanoseconds
+
+
 class _Rung:
     """Plans for one budget. The fastest of them is compared with updates ahead of ``step()`` too."""
 
     def __init__(self, request: Request, front: Front) -> None:
         self._request = request
         self._front = front
-        # Its nanoseconds, or a lower bound, and its plans without and with updates ahead.
-        self._fastest: tuple[int, Choice, Plan, Sequence[Plan]] | None = None
+        self._fastest: _Judged | None = None
 
     def compare(self, choice: Choice, plan: Plan | None) -> None:
         """Add a plan to the front, unless its lower bound says that others there are better.
@@ -406,23 +420,28 @@ class _Rung:
         """
         if plan is not None:
             plan, *ahead = updates_to_compare(plan, self._request.config)
-            nanoseconds = self._add(choice, plan)
-            if ahead and (self._fastest is None or nanoseconds < self._fastest[0]):
-                self._fastest = nanoseconds, choice, plan, ahead
+            nanoseconds, is_bound = self._add(choice, plan)
+            if ahead and (self._fastest is None or nanoseconds < self._fastest.nanoseconds):
+                self._fastest = _Judged(
+                    choice=choice, plan=plan, ahead=ahead, nanoseconds=nanoseconds, is_bound=is_bound
+                )
 
     def compare_ahead(self) -> None:
         """Add the fastest plan with updates ahead of ``step()``, if these make it faster: they take memory or disk."""
         if self._fastest is not None:
-            _, choice, without, ahead = self._fastest
-            below = score_plan(without).nanoseconds / EQUALLY_FAST
-            for plan in ahead:
-                self._add(choice, plan, below=below)
+            below = self._fastest.step_nanoseconds() / EQUALLY_FAST
+            for plan in self._fastest.ahead:
+                self._add(self._fastest.choice, plan, below=below)
 
-    def _add(self, choice: Choice, plan: Plan, *, below: float = math.inf) -> int:
-        """Add a plan of fewer nanoseconds than ``below``; return how many, or their lower bound if that rules it out."""
+    def _add(self, choice: Choice, plan: Plan, *, below: float = math.inf) -> tuple[int, bool]:
+        """Add a plan of fewer nanoseconds than ``below``.
+
+        Returns its nanoseconds, or their lower bound if that rules it out, and whether it is the bound.
+        """
         score = least_score(plan)
-        if self._front.may_have(score):
+        is_bound = score.nanoseconds >= below or not self._front.may_have(score)
+        if not is_bound:
             score = score_plan(plan)
             if score.nanoseconds < below:
                 self._front.add(Found(choice=choice, plan=plan, score=score))
-        return score.nanoseconds
+        return score.nanoseconds, is_bound
