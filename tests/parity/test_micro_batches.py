@@ -82,7 +82,7 @@ def homes(parity, placement: str, *, keeps_all: bool = False) -> dict[str, objec
     return {"device_memory": "1400KiB" if keeps_all else "840KiB", "host_memory": host, "nvme": nvme}
 
 
-QUICK = {(2, None), (8, True)}
+QUICK = {(2, None), (4, True)}
 
 
 @pytest.mark.parametrize("placement", ["nvme", "host", "mixed"])
@@ -90,7 +90,7 @@ QUICK = {(2, None), (8, True)}
     ("micro_batches", "recompute"),
     [
         pytest.param(*each, marks=() if each in QUICK else pytest.mark.long)
-        for each in itertools.product((2, 8), (None, True, False))
+        for each in itertools.product((2, 4, 8), (None, True, False))
     ],
 )
 def test_bitwise_as_the_same_micro_batches_in_plain_pytorch(parity, placement, micro_batches, recompute):

@@ -123,7 +123,7 @@ def recompute_all_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]
         yield plans
 
 
-@pytest.mark.parametrize("workload", [checkpointed, llama, normed])
+@pytest.mark.parametrize("workload", [checkpointed, pytest.param(llama, marks=pytest.mark.long), normed])
 def test_parity(parity, monkeypatch, workload):
     with recompute_all_values(monkeypatch) as plans:
         report = parity.check(functools.partial(workload), "nvme", captured=True)  # a new key: budgets are cached

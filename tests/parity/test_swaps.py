@@ -75,8 +75,10 @@ def budgets(folder: Path) -> dict[str, object]:
     [
         *((gpt, choice, False) for choice in CHOICES),
         (llama, "mixed", True),
-        (vit, "mixed", False),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in ((llama, "mixed", False), (vit, "mixed", True))),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((llama, "mixed", False), (vit, "mixed", True), (vit, "mixed", False))
+        ),
     ],
 )
 def test_bitwise(parity, tmp_path, workload, choice, recompute):
@@ -157,7 +159,12 @@ def by_autograd_grad(model, batches):
 
 @pytest.mark.parametrize(
     "backward",
-    [forwards_first, one_after_the_other, twice, one_dropped, by_autograd_grad],
+    [
+        forwards_first,
+        twice,
+        by_autograd_grad,
+        *(pytest.param(call, marks=pytest.mark.long, id=call.__name__) for call in (one_after_the_other, one_dropped)),
+    ],
     ids=lambda call: call.__name__,
 )
 def test_whatever_is_done_with_the_graph(parity, tmp_path, backward):

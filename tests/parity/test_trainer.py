@@ -84,7 +84,9 @@ def by_hand(model: nn.Module, batches) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("captured", "options"), [(True, {}), (False, {}), (False, {"bf16": True})], ids=["captured", "eager", "eager-bf16"]
+    ("captured", "options"),
+    [(True, {}), pytest.param(False, {}, marks=pytest.mark.long), (False, {"bf16": True})],
+    ids=["captured", "eager", "eager-bf16"],
 )
 def test_same_numbers_and_resumed_from_a_checkpoint(parity, tmp_path, captured, options):
     """Train a plain and an optimized model; then repeat the second half, each from the checkpoint of the other."""

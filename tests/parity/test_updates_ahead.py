@@ -194,6 +194,10 @@ BOTH = pytest.mark.parametrize("waits", [True, False], ids=["ended", "racing"])
 ONE = pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.long)], ids=["ended", "racing"])
 
 
+WRITTEN = ("parameter", "state", "data", "load")
+OFTEN_WRITTEN = {*(("mixed", what) for what in WRITTEN), ("gpu, resident", "data")}
+
+
 def planned_names(model: nn.Module) -> frozenset[str]:
     """Return the parameters that are updated ahead of a step: the others are tiny, or have a copy in memory."""
     _, ahead = store_and_ahead(model)
@@ -379,8 +383,15 @@ def test_two_optimizers(model: nn.Module, waits: bool, monkeypatch: pytest.Monke
     assert not waits or counts.num_taken == num_planned(model) * (NUM_STEPS - 1)
 
 
-@WITH_GPU
-@pytest.mark.parametrize("what", ["parameter", "state", "data", "load"])
+@pytest.mark.parametrize(
+    ("optimized", "what"),
+    [
+        pytest.param(case, what, marks=() if (case, what) in OFTEN_WRITTEN else pytest.mark.long)
+        for case in CASES
+        for what in WRITTEN
+    ],
+    indirect=["optimized"],
+)
 def test_what_an_update_reads_was_written(model: nn.Module, what: str) -> None:
     def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if step != 3:

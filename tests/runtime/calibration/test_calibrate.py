@@ -87,7 +87,10 @@ class _Clock:
         self._moving.clear()
 
 
-@pytest.mark.parametrize(("seconds_moving", "least", "most"), [(1e-3, 0.0, 0.1), (4e-3, 0.4, 0.8), (1.0, 0.9, 0.9)])
+@pytest.mark.parametrize(
+    ("seconds_moving", "least", "most"),
+    [(1e-3, 0.0, 0.1), (4e-3, 0.4, 0.8), pytest.param(1.0, 0.9, 0.9, marks=pytest.mark.long)],
+)
 def test_what_moves_takes_a_share_of_compute(
     seconds_moving: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
