@@ -14,13 +14,14 @@ from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.ir.plan import Plan, TierPart
+from zinf_compile.ir.timeline import Timeline
 from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.planner.memory.arena import align
 from zinf_compile.passes.planner.placement.homes import with_device_memory
 from zinf_compile.passes.planner.search.build import Choice, Groundwork, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planner.search.updates_ahead import updates_to_compare
 from zinf_compile.passes.planner.simulator.bound import least_seconds
-from zinf_compile.passes.planner.simulator.simulate import simulate
+from zinf_compile.passes.planner.simulator.simulate import simulate, simulate_within
 from zinf_compile.passes.planner.simulator.summary import NO_WEAR, Wear, measure_wear
 
 _MIB = 2**20
@@ -72,16 +73,15 @@ class Score:
 
 def score_plan(plan: Plan) -> Score:
     """Return the score of a plan, by the simulator."""
-    timeline = simulate(plan)
-    return replace(_score(plan, timeline.step_seconds), wear=measure_wear(timeline))
+    return _score_timeline(plan, simulate(plan))
 
 
-def least_score(plan: Plan) -> Score:
-    """Return a lower bound for the score of a plan, without simulating it."""
-    return _score(plan, least_seconds(plan))
+def _score_timeline(plan: Plan, timeline: Timeline) -> Score:
+    return replace(score_in(plan, timeline.step_seconds), wear=measure_wear(timeline))
 
 
-def _score(plan: Plan, step_seconds: float) -> Score:
+def score_in(plan: Plan, step_seconds: float) -> Score:
+    """Return the score of a plan whose step takes some seconds."""
     updates = plan.device_updates
     return Score(
         nanoseconds=round(step_seconds * 1e9),
@@ -420,7 +420,7 @@ class _Rung:
         """
         if plan is not None:
             plan, *ahead = updates_to_compare(plan, self._request.config)
-            nanoseconds, is_bound = self._add(choice, plan)
+            nanoseconds, is_bound = self._add(choice, plan, to_the_end=bool(ahead))
             if ahead and (self._fastest is None or nanoseconds < self._fastest.nanoseconds):
                 self._fastest = _Judged(
                     choice=choice, plan=plan, ahead=ahead, nanoseconds=nanoseconds, is_bound=is_bound
@@ -433,15 +433,23 @@ class _Rung:
             for plan in self._fastest.ahead:
                 self._add(self._fastest.choice, plan, below=below)
 
-    def _add(self, choice: Choice, plan: Plan, *, below: float = math.inf) -> tuple[int, bool]:
-        """Add a plan of fewer nanoseconds than ``below``.
+    def _add(
+        self, choice: Choice, plan: Plan, *, below: float = math.inf, to_the_end: bool = False
+    ) -> tuple[int, bool]:
+        """Add a plan of fewer nanoseconds than ``below``, simulated only until it is known to be too long.
 
-        Returns its nanoseconds, or their lower bound if that rules it out, and whether it is the bound.
+        Returns its nanoseconds, or their lower bound if that rules it out, and whether it is the bound. With
+        ``to_the_end`` it is so only if the plan was not simulated at all.
         """
-        score = least_score(plan)
-        is_bound = score.nanoseconds >= below or not self._front.may_have(score)
-        if not is_bound:
-            score = score_plan(plan)
-            if score.nanoseconds < below:
-                self._front.add(Found(choice=choice, plan=plan, score=score))
-        return score.nanoseconds, is_bound
+        least = least_seconds(plan)
+        bound = score_in(plan, least.step)
+        if bound.nanoseconds >= below or not self._front.may_have(bound):
+            return bound.nanoseconds, True
+        allowed = math.inf if to_the_end else (min(below, self._front.longest_ns) + 1) / 1e9
+        timeline = simulate_within(plan, allowed, least.after_forward)
+        if timeline is None:
+            return bound.nanoseconds, True
+        score = _score_timeline(plan, timeline)
+        if score.nanoseconds < below:
+            self._front.add(Found(choice=choice, plan=plan, score=score))
+        return score.nanoseconds, False

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from zinf_compile.hardware.world import Leg
 from zinf_compile.ir.glossary import Phase, StepTiming, Tier
@@ -11,11 +12,18 @@ from zinf_compile.passes.planner.simulator.updates import DeviceShare, in_order_
 from zinf_compile.passes.planner.simulator.ways import Ways
 
 # Relative to a step: the simulator adds up seconds in another order, and rounds differently.
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 
 
-def least_seconds(plan: Plan) -> float:
-    """Return a lower bound, in seconds, of the simulated step of a plan.
+class LeastSeconds(NamedTuple):
+    """Lower bounds, in seconds, of a simulated step and of what follows its forward."""
+
+    step: float
+    after_forward: float
+
+
+def least_seconds(plan: Plan) -> LeastSeconds:
+    """Return lower bounds of the simulated step of a plan.
 
     Forward and backward each last at least as long as their busiest lane, with the updates that must start and end there:
     an overlapped update ends before forward gathers its parameter, one in backward starts there. A synchronous step lasts
@@ -25,11 +33,13 @@ def least_seconds(plan: Plan) -> float:
     busy = _BusyLanes(plan)
     lanes = set().union(*busy.phases.values(), busy.beside)
     whole = max((sum(each[lane] for each in (*busy.phases.values(), busy.beside)) for lane in lanes), default=0.0)
-    in_turn = sum(
-        max(*each.values(), each[COMPUTE_LANE] + max(busy.taken[phase].values(), default=0.0), 0.0)
+    in_turn = {
+        phase: max(*each.values(), each[COMPUTE_LANE] + max(busy.taken[phase].values(), default=0.0), 0.0)
         for phase, each in busy.phases.items()
-    )
-    return max(whole, in_turn) * (1 - _ROUNDING)
+    }
+    after_forward = sum(seconds for phase, seconds in in_turn.items() if phase is not Phase.FORWARD)
+    step = max(whole, in_turn[Phase.FORWARD] + after_forward)
+    return LeastSeconds(step=step * (1 - ROUNDING), after_forward=after_forward * (1 - ROUNDING))
 
 
 class _BusyLanes:

@@ -25,12 +25,29 @@ from zinf_compile.ir.glossary import Phase, StepTiming, Tier
 from zinf_compile.ir.plan import REDUCED_NBYTES, ComputeSpan, Placement, Plan
 from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATED_RESIDENTS, Event, MemoryPoint, TickTime, Timeline
 from zinf_compile.ir.transfers import Moved, Transfer
+from zinf_compile.passes.planner.simulator.bound import ROUNDING
 from zinf_compile.passes.planner.simulator.journeys import Journeys
 from zinf_compile.passes.planner.simulator.lanes import Lanes
 from zinf_compile.passes.planner.simulator.updates import Updates, in_order_of_use
 from zinf_compile.passes.planner.simulator.ways import Ways
 
-__all__ = ["COMPUTE_LANE", "Event", "MemoryPoint", "Timeline", "simulate"]
+__all__ = ["COMPUTE_LANE", "Event", "MemoryPoint", "Timeline", "simulate", "simulate_within"]
+
+
+class _TooLongError(Exception):
+    """A step takes longer than allowed."""
+
+
+def simulate_within(plan: Plan, seconds: float, least_after_forward: float) -> Timeline | None:
+    """Return the timeline of a step; None, as soon as that is known, if it takes longer than ``seconds``.
+
+    ``least_after_forward`` is a lower bound, in seconds, of what follows forward.
+    """
+    try:
+        timeline = _simulate(plan, _Limit(plan, seconds, least_after_forward))
+    except _TooLongError:
+        return None
+    return timeline if timeline.step_seconds <= seconds else None
 
 
 def simulate(plan: Plan) -> Timeline:
@@ -38,11 +55,15 @@ def simulate(plan: Plan) -> Timeline:
 
     Linear in spans and transfers: only ticks at which something is issued or waited for are visited.
     """
+    return _simulate(plan, None)
+
+
+def _simulate(plan: Plan, limit: "_Limit | None") -> Timeline:
     walk = _Walk(plan)
-    walk.run_all()
+    walk.run_all(None if plan.step.ahead else limit)
     if plan.step.ahead and walk.unfinished:  # every step begins with what the one before has left
         walk = _Walk(plan, left=walk.unfinished)
-        walk.run_all()
+        walk.run_all(limit)
     forward = walk.clock if walk.forward_end is None else walk.forward_end
     phases = [(Phase.FORWARD, forward)]
     if plan.schedule.is_training:
@@ -54,6 +75,26 @@ def simulate(plan: Plan) -> Timeline:
         clock=tuple(walk.ticks),
         phase_seconds=tuple(phases),
     )
+
+
+class _Limit:
+    """Ends a simulation as soon as the step is known to take longer than allowed: so much of it is still to come."""
+
+    def __init__(self, plan: Plan, seconds: float, least_after_forward: float) -> None:
+        self._seconds = seconds * (1 + ROUNDING)
+        self._least_after_forward = least_after_forward
+        self._to_compute = sum(span.seconds for span in plan.spans)
+        self._is_in_forward = True
+
+    def check(self, span: ComputeSpan, clock: float) -> None:
+        """Raise _TooLongError if the step is too long. Called at the start of each span, in order."""
+        to_come = self._to_compute
+        if self._is_in_forward and span.phase is Phase.BACKWARD:
+            self._is_in_forward = False
+            to_come = max(to_come, self._least_after_forward)
+        if clock + to_come > self._seconds:
+            raise _TooLongError
+        self._to_compute -= span.seconds
 
 
 class _Reduction(NamedTuple):
@@ -124,9 +165,11 @@ class _Walk:
                 visits.add(transfer.issue)  # others neither move nor are taken by an update
         self._visits = sorted(visits, reverse=True)
 
-    def run_all(self) -> None:
-        """Compute all spans."""
+    def run_all(self, limit: _Limit | None = None) -> None:
+        """Compute all spans. Raises _TooLongError if ``limit`` says that the step is too long."""
         for span in self._plan.spans:
+            if limit is not None:
+                limit.check(span, self.clock)
             self.run(span)
         self.end_ticks()
 

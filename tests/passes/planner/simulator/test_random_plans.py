@@ -17,7 +17,7 @@ from zinf_compile.ir.plan import Plan
 from zinf_compile.passes.planner.simulator.bound import least_seconds
 from zinf_compile.passes.planner.simulator.critical_path import critical_path, share_path
 from zinf_compile.passes.planner.simulator.memory import live_set, memory_by_role
-from zinf_compile.passes.planner.simulator.simulate import COMPUTE_LANE, Event, simulate
+from zinf_compile.passes.planner.simulator.simulate import COMPUTE_LANE, Event, simulate, simulate_within
 from zinf_compile.passes.planner.simulator.step_graph import build_step_graph
 from zinf_compile.passes.planner.simulator.summary import busy_lanes
 
@@ -95,10 +95,23 @@ def test_no_step_is_shorter_than_its_bound(
 ) -> None:
     plan = random_plan(seed, timing, is_duplex=is_duplex, world=world)
     timeline = simulate(plan)
-    assert 0 < least_seconds(plan) <= timeline.step_seconds
+    assert 0 < least_seconds(plan).step <= timeline.step_seconds
     takes = any(route.takes_of_compute for route in plan.hardware.routes)  # they make compute's lane longer
     if timing is StepTiming.SYNCHRONOUS and not takes:  # otherwise updates on their own lane may be the longest
-        assert least_seconds(plan) >= busy_lanes(timeline)[0].seconds * (1 - 1e-8)
+        assert least_seconds(plan).step >= busy_lanes(timeline)[0].seconds * (1 - 1e-8)
+
+
+@many
+@given(seed=seeds, timing=timings, is_duplex=st.booleans(), world=worlds, share=st.floats(0.1, 1.5))
+def test_a_step_that_is_too_long_is_found_to_be(
+    random_plan: Function, seed: int, timing: StepTiming, is_duplex: bool, world: tuple[int, int], share: float
+) -> None:
+    plan = random_plan(seed, timing, is_duplex=is_duplex, world=world)
+    seconds = simulate(plan).step_seconds
+    for allowed in (share * seconds, seconds):
+        found = simulate_within(plan, allowed, least_seconds(plan).after_forward)
+        assert (found is None) == (allowed < seconds)
+        assert found is None or found.step_seconds == seconds
 
 
 @many
