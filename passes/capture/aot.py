@@ -12,8 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import config as functorch_config
-from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -65,15 +63,11 @@ def compile_graph(
     def partition(
         joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        # Once for all policies, where the partitioner would do it for each.
-        without_repeats = copy_graph_module(joint)
-        without_repeats.graph = fx_graph_cse(without_repeats.graph)
-
         def split(inputs: JointInputs) -> CapturedGraph:
             inputs = replace(inputs, added_at_home=added_at_home)
-            candidate = copy_graph_module(without_repeats)
+            candidate = copy_graph_module(joint)
             edit_joint_graph(candidate, inputs)
-            with functorch_config.patch(cse=False), _use_lazy_graph_module(should_use=True):
+            with _use_lazy_graph_module(should_use=True):  # most are only analysed, and need no code
                 forward, backward = min_cut_rematerialization_partition(
                     candidate, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
                 )

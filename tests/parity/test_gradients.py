@@ -68,6 +68,20 @@ class ReentrantNet(CheckpointedNet):
     use_reentrant = True
 
 
+class RepeatedNet(Net):
+    """Reads parameters twice in the same way: two contributions to a gradient are one and the same expression."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.embed(x) + self.embed(x)
+        for layer in self.layers[:2]:
+            hidden = hidden + layer(torch.tanh(self.up(hidden))) + layer(torch.tanh(self.up(hidden)))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+def repeated_net():
+    return net(RepeatedNet)
+
+
 def checkpointed_net():
     return net(CheckpointedNet)
 
@@ -116,6 +130,10 @@ def test_several_forwards_added_to_gradients_that_are_there(parity, way):
         run(model, batches, trace, backward, zero_every=2)
 
     parity.check_loop(loop, net, **way, **SEVERAL_OPEN)
+
+
+def test_the_same_call_twice(parity, way):
+    parity.check(repeated_net, "nvme", **way)
 
 
 def test_parameters_that_two_graphs_of_a_forward_share(parity, way):
