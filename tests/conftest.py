@@ -19,7 +19,8 @@ from zinf_compile.runtime.process.call_stack import with_room_for_calls
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ.setdefault("ZINF_QUIET", "1")  # hide the progress messages of first calls
-os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # so does a first run, of all that capturing left
+# The first run of a captured graph collects what capturing has left, anyway.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 
 RANKS = "tests/distributed/"
@@ -47,7 +48,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Run the tests of a module in one process, and all that need ranks in the same: its ranks start once."""
+    """With ``--dist loadscope``, run all tests that need ranks in one process, which starts them once."""
+    if config.getvalue("dist") != "loadscope":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
@@ -142,6 +145,10 @@ def _no_kept_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+class _Frozen:
+    num_kept = 0  # graphs that tests share, in the frozen part of the heap
+
+
 @pytest.fixture(autouse=True)
 def _sharing(request: pytest.FixtureRequest) -> Iterator[None]:
     """Trace, split and plan each graph once, even if several tests capture it."""
@@ -150,11 +157,11 @@ def _sharing(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     from tests.support.sharing import num_kept, shares, sharing
 
-    before = num_kept()
+    if num_kept() > _Frozen.num_kept:  # by the test before, of which nothing else is left now
+        _freeze_heap()
+        _Frozen.num_kept = num_kept()
     with sharing(shares(request.node.nodeid)):
         yield
-    if num_kept() > before:
-        _freeze_heap()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -173,7 +180,7 @@ def _freeze_heap() -> None:
 def _fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
     """Reset Dynamo: after 8 compiles of a code object it runs eagerly, and all nn.Sequential share one forward.
 
-    Not behind tests marked ``keeps_captures``, most of which train the same model: the fixture that makes it resets Dynamo.
+    Skipped after tests marked ``keeps_captures``: the fixture that builds their shared model resets Dynamo.
     """
     yield
     if (dynamo := sys.modules.get("torch._dynamo")) is not None and not request.node.get_closest_marker(

@@ -195,7 +195,6 @@ ONE = pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.m
 
 
 WRITTEN = ("parameter", "state", "data", "load")
-OFTEN_WRITTEN = {*(("mixed", what) for what in WRITTEN), ("gpu, resident", "data")}
 
 
 def planned_names(model: nn.Module) -> frozenset[str]:
@@ -383,16 +382,17 @@ def test_two_optimizers(model: nn.Module, waits: bool, monkeypatch: pytest.Monke
     assert not waits or counts.num_taken == num_planned(model) * (NUM_STEPS - 1)
 
 
-@pytest.mark.parametrize(
-    ("optimized", "what"),
-    [
-        pytest.param(case, what, marks=() if (case, what) in OFTEN_WRITTEN else pytest.mark.long)
-        for case in CASES
-        for what in WRITTEN
-    ],
-    indirect=["optimized"],
-)
+@pytest.mark.parametrize("what", WRITTEN)
 def test_what_an_update_reads_was_written(model: nn.Module, what: str) -> None:
+    check_what_is_written(model, what)
+
+
+@pytest.mark.parametrize("optimized", ["gpu, resident"], indirect=True)
+def test_what_an_update_on_a_gpu_reads_was_written(model: nn.Module) -> None:
+    check_what_is_written(model, "data")
+
+
+def check_what_is_written(model: nn.Module, what: str) -> None:
     def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if step != 3:
             return

@@ -392,13 +392,13 @@ def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judged:
-    """A plan that updates ahead of ``step()`` may make faster, and its plans with them."""
+    """The fastest plan of a rung so far, and its variants with updates ahead of ``step()``."""
 
     choice: Choice
     plan: Plan
     ahead: Sequence[Plan]
     nanoseconds: int
-    is_bound: bool  # a lower bound, of a plan that was not simulated
+    is_bound: bool  # they are a lower bound: the plan was not simulated
 
     def step_nanoseconds(self) -> int:
         """Return the nanoseconds of its step."""
@@ -436,10 +436,11 @@ class _Rung:
     def _add(
         self, choice: Choice, plan: Plan, *, below: float = math.inf, to_the_end: bool = False
     ) -> tuple[int, bool]:
-        """Add a plan of fewer nanoseconds than ``below``, simulated only until it is known to be too long.
+        """Add a plan of fewer nanoseconds than ``below``; stop simulating it once it is known to be too long.
 
-        Returns its nanoseconds, or their lower bound if that rules it out, and whether it is the bound. With
-        ``to_the_end`` it is so only if the plan was not simulated at all.
+        Returns its nanoseconds or a lower bound of them, and whether it is the bound. With ``to_the_end``, a plan that
+        the bound does not rule out is simulated completely. A plan that is too long is never counted as one that writes
+        too much: ``Front.add`` looks at the time first.
         """
         least = least_seconds(plan)
         bound = score_in(plan, least.step)

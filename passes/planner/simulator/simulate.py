@@ -78,7 +78,7 @@ def _simulate(plan: Plan, limit: "_Limit | None") -> Timeline:
 
 
 class _Limit:
-    """Ends a simulation as soon as the step is known to take longer than allowed: so much of it is still to come."""
+    """Stops a simulation once the elapsed time plus a lower bound of the rest exceeds a limit."""
 
     def __init__(self, plan: Plan, seconds: float, least_after_forward: float) -> None:
         self._seconds = seconds * (1 + ROUNDING)

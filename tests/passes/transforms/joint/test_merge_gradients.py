@@ -6,9 +6,11 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
+from torch._functorch.compile_utils import fx_graph_cse
 
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.glossary import ActivationPolicy
+from zinf_compile.ir.ops import STORE_GRAD
 from zinf_compile.passes.contract import JointInputs, run_pipeline
 from zinf_compile.passes.fx_edit import dump_graph
 from zinf_compile.passes.properties import ONE_GRADIENT_EACH, VALUES_KNOWN
@@ -43,6 +45,28 @@ store_grad_2 = zinf.store_grad(grad_sum_1, 1)
 return store_grad_2
 """,
     )
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_equal_contributions_stay_two_when_repeats_are_eliminated(
+    trace: Function, store_grad: Function, *, at_home: bool
+) -> None:
+    """The partitioner does so after this pass. Before it, two stores of the same tensor would become one."""
+
+    def joint(anchor: Tensor, x: Tensor) -> Tensor:
+        return store_grad(torch.sin(x), "a") + store_grad(torch.sin(x), "a")
+
+    graph_module = trace(joint, (2,))
+    (param,) = {node.args[1] for node in graph_module.graph.nodes if node.target is STORE_GRAD}
+    inputs = JointInputs(policy=ActivationPolicy.SAVE, added_at_home=frozenset({param} if at_home else ()))
+    run_pipeline(graph_module, [MERGE_GRADIENTS], inputs, given=frozenset({VALUES_KNOWN}))
+    graph = fx_graph_cse(graph_module.graph)
+    stores = [node for node in graph.nodes if node.target is STORE_GRAD]
+    assert len(stores) == (2 if at_home else 1)
+    if not at_home:
+        total = stores[0].args[0]
+        assert total.target is torch.ops.aten.add.Tensor
+        assert total.args[0] is total.args[1]
 
 
 def test_parameters_used_once_keep_their_stores_and_lose_the_token_sum(trace: Function, store_grad: Function) -> None:
