@@ -3,20 +3,24 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from zinf_compile.ir.copies import Role
+from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Plan
 from zinf_compile.passes.planner.placement.homes import plan_placement
+from zinf_compile.passes.planner.search import search
 from zinf_compile.passes.planner.search.build import Choice, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planner.search.planner import make_plan, minimum_device_memory
 from zinf_compile.passes.planner.search.search import Found, Front, Score, score_in, score_plan
 from zinf_compile.passes.planner.simulator.bound import least_seconds
+from zinf_compile.passes.planner.simulator.simulate import simulate
 
 Function = Callable[..., Any]
 MIB = 2**20
@@ -78,6 +82,31 @@ def test_what_is_not_simulated_could_not_be_better(
     plans = [make_plan(request), *(plan for graph in request.candidates for plan in simple_plans(request, graph))]
     for plan in plans:
         assert score_in(plan, least_seconds(plan).step).key <= score_plan(plan).key
+
+
+@examples(30)
+@given(
+    seed=st.integers(0, 10**6),
+    host=st.sampled_from((MIB, 4 * MIB, 64 * MIB)),
+    share=st.floats(1, 8),
+    written=st.sampled_from((None, 10**9, 10**12)),
+)
+def test_simulations_that_were_stopped_would_have_changed_nothing(
+    request_of: Function, seed: int, host: int, share: float, written: int | None
+) -> None:
+    request = request_of(seed, host=host)
+    device = int(minimum_device_memory(request) * share)
+    request = replace(request, config=replace(request.config, device_memory=device, nvme_write_budget=written))
+
+    def make() -> Plan | str:
+        try:
+            return make_plan(request)
+        except CapacityError as error:
+            return str(error)
+
+    with mock.patch.object(search, "simulate_within", lambda plan, *_: simulate(plan)):
+        expected = make()
+    assert make() == expected
 
 
 def front_of(request: Request, *scores: tuple[int, int]) -> Front:
