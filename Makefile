@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[hf,dev]'
 	# On all cores, where pip uses one. These are left to their first import: few of their thousands of modules are used.
-	-$(BIN)/python -m compileall -q -j 0 -x '/(mypy|narwhals|pip|plotly|pygments|scipy|setuptools|tests|torchao|transformers)/' $(VENV)/lib
+	-$(BIN)/python -m compileall -q -j 0 -x '/(mypy|narwhals|pip|plotly|pygments|scipy|setuptools|tests|transformers)/' $(VENV)/lib
 	touch $@
 
 setup: $(VENV)/.installed  ## make a virtual environment with everything in it
