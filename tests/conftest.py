@@ -22,7 +22,6 @@ os.environ.setdefault("ZINF_QUIET", "1")  # hide the progress messages of first 
 # The first run of a captured graph collects what capturing has left, anyway.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
-
 RANKS = "tests/distributed/"
 
 # Fixtures that tests of several folders share, and the profile of hypothesis for `make test-long`.

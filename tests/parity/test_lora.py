@@ -6,6 +6,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+
 STEPS = 3
 VOCAB = 96
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")

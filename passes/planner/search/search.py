@@ -398,7 +398,7 @@ class _Judged:
     plan: Plan
     ahead: Sequence[Plan]
     nanoseconds: int
-    is_bound: bool  # they are a lower bound: the plan was not simulated
+    is_bound: bool  # the nanoseconds are a lower bound, because the plan was not simulated
 
     def step_nanoseconds(self) -> int:
         """Return the nanoseconds of its step."""
