@@ -1,9 +1,11 @@
 """What counts as the device tier's memory on a CPU."""
 
+import mmap
+
 import pytest
 
 from zinf_compile.runtime.process import ram
-from zinf_compile.runtime.process.ram import DeviceRam
+from zinf_compile.runtime.process.ram import DeviceRam, anonymous_rss, return_freed_memory
 
 HOMES, HOST = 30, 20
 
@@ -24,6 +26,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(ram, "anonymous_rss", lambda: machine.held)
     monkeypatch.setattr(ram, "return_freed_memory", machine.give_back)
     return machine
+
+
+def test_memory_that_was_touched_is_seen() -> None:
+    """In pages of its own: malloc would reuse memory that is freed and still held."""
+    return_freed_memory()
+    nbytes = 64 * 2**20
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+        before = anonymous_rss()
+        for page in range(0, nbytes, mmap.PAGESIZE):
+            held[page] = 1
+        assert anonymous_rss() - before >= 0.9 * nbytes
+    assert anonymous_rss() - before < 0.5 * nbytes
 
 
 def test_what_was_there_before_is_not_ours(machine: Machine) -> None:
