@@ -78,11 +78,17 @@ class TileInputs:
 class JointInputs:
     """What JOINT passes read."""
 
+    added_at_home: Container[int] = frozenset()  # parameters whose gradient contributions are not summed on the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormInputs:
+    """What FORM, INFERENCE and SPLIT passes read: one way to compute a graph, of several that are compared."""
+
     policy: ActivationPolicy
     narrowed: Mapping[int, torch.dtype] = field(
         default_factory=dict
     )  # gathers that move this narrower dtype, by parameter
-    added_at_home: Container[int] = frozenset()  # parameters whose gradient contributions are not summed on the device
     recomputed: frozenset[str] = frozenset()  # names of forward ops that backward recomputes
 
 

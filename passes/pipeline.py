@@ -3,6 +3,7 @@
 from torch import fx
 
 from zinf_compile.passes.contract import (
+    FormInputs,
     JointInputs,
     LowerInputs,
     Pass,
@@ -15,6 +16,7 @@ from zinf_compile.passes.fx_edit import generate_code
 from zinf_compile.passes.properties import VALUES_KNOWN
 from zinf_compile.passes.transforms.joint.fold_casts import FOLD_CASTS
 from zinf_compile.passes.transforms.joint.merge_gradients import MERGE_GRADIENTS
+from zinf_compile.passes.transforms.joint.merge_subexpressions import MERGE_SUBEXPRESSIONS
 from zinf_compile.passes.transforms.joint.place_stores import PLACE_STORES
 from zinf_compile.passes.transforms.joint.tag_recompute import TAG_RECOMPUTE
 from zinf_compile.passes.transforms.lowering.bind_outputs import BIND_OUTPUTS
@@ -35,15 +37,13 @@ PREPARE: tuple[Pass[PrepareInputs], ...] = (INSERT_GATHERS,)
 
 TILE: tuple[Pass[TileInputs], ...] = (FUSE_LINEAR_LOSSES, CUT_BLOCKS, TILE_CHAINS, TILE_PARAMETERS)
 
-JOINT: tuple[Pass[JointInputs], ...] = (
-    MERGE_GRADIENTS,
-    FOLD_CASTS,
-    TAG_RECOMPUTE,
-)
+JOINT: tuple[Pass[JointInputs], ...] = (MERGE_GRADIENTS, MERGE_SUBEXPRESSIONS)
 
-INFERENCE: tuple[Pass[JointInputs], ...] = (FOLD_CASTS,)
+FORM: tuple[Pass[FormInputs], ...] = (FOLD_CASTS, TAG_RECOMPUTE)
 
-SPLIT: tuple[Pass[JointInputs], ...] = (PLACE_STORES,)
+INFERENCE: tuple[Pass[FormInputs], ...] = (FOLD_CASTS,)
+
+SPLIT: tuple[Pass[FormInputs], ...] = (PLACE_STORES,)
 
 SEGMENT: tuple[Pass[SegmentInputs], ...] = (MAKE_SEGMENTS,)
 
@@ -69,16 +69,21 @@ def tile_graph(graph_module: fx.GraphModule, inputs: TileInputs) -> None:
 
 
 def edit_joint_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
-    """Edit a joint graph in place so that the partitioner can split it."""
+    """Edit a joint graph in place, once: all of its forms come from what this leaves."""
     run_pipeline(graph_module, JOINT, inputs)
 
 
-def edit_inference_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
+def edit_form(graph_module: fx.GraphModule, inputs: FormInputs) -> None:
+    """Edit a copy of the joint graph in place so that the partitioner splits it as ``inputs`` say."""
+    run_pipeline(graph_module, FORM, inputs)
+
+
+def edit_inference_graph(graph_module: fx.GraphModule, inputs: FormInputs) -> None:
     """Edit a graph without backward in place so that it can be analysed."""
     run_pipeline(graph_module, INFERENCE, inputs)
 
 
-def edit_backward_graph(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
+def edit_backward_graph(graph_module: fx.GraphModule, inputs: FormInputs) -> None:
     """Edit the backward graph from the partitioner in place so that it can be analysed."""
     run_pipeline(graph_module, SPLIT, inputs)
 

@@ -6,12 +6,12 @@ graphs into callables.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -20,12 +20,12 @@ from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.ir.ops import GATHER
 from zinf_compile.passes.analysis.casts import find_narrow_reads
 from zinf_compile.passes.analysis.collect import CapturedGraph
-from zinf_compile.passes.contract import JointInputs
+from zinf_compile.passes.contract import FormInputs, JointInputs
 from zinf_compile.passes.fx_edit import copy_graph_module, describe_place, set_missing_values
-from zinf_compile.passes.pipeline import edit_backward_graph, edit_inference_graph, edit_joint_graph
+from zinf_compile.passes.pipeline import edit_backward_graph, edit_form, edit_inference_graph, edit_joint_graph
 
 # Splits a graph into forward and backward under the activation policy of its inputs.
-Partition = Callable[[JointInputs], CapturedGraph]
+Partition = Callable[[FormInputs], CapturedGraph]
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -63,11 +63,13 @@ def compile_graph(
     def partition(
         joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        def split(inputs: JointInputs) -> CapturedGraph:
-            inputs = replace(inputs, added_at_home=added_at_home)
+        edit_joint_graph(joint, JointInputs(added_at_home=added_at_home))
+
+        def split(inputs: FormInputs) -> CapturedGraph:
             candidate = copy_graph_module(joint)
-            edit_joint_graph(candidate, inputs)
-            with _use_lazy_graph_module(should_use=True):  # most are only analysed, and need no code
+            edit_form(candidate, inputs)
+            # Most are only analysed, and need no code. Common subexpressions have been merged.
+            with _use_lazy_graph_module(should_use=True), functorch_config.patch(cse=False):
                 forward, backward = min_cut_rematerialization_partition(
                     candidate, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
                 )
@@ -84,7 +86,7 @@ def compile_graph(
         (outputs,) = graph_module.graph.output_node().args
         assert isinstance(outputs, list | tuple)
 
-        def edit(inputs: JointInputs) -> CapturedGraph:
+        def edit(inputs: FormInputs) -> CapturedGraph:
             forward = copy_graph_module(graph_module)
             edit_inference_graph(forward, inputs)
             return CapturedGraph(forward=forward, backward=None, num_outputs=len(outputs), policy=inputs.policy)

@@ -15,7 +15,7 @@ from zinf_compile.ir.sizes import Size
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
 from zinf_compile.passes.analysis.modules import blocks_of_nodes
 from zinf_compile.passes.capture.aot import Partition
-from zinf_compile.passes.contract import JointInputs, SegmentInputs
+from zinf_compile.passes.contract import FormInputs, SegmentInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import segment_graph
 from zinf_compile.passes.planner.memory.policies import other_splits
@@ -92,7 +92,7 @@ class JointGraph:
         if kinds:
             assert saving is not None
             recomputed = recomputed_ops(at_sizes(saving.facts), kinds)
-        inputs = JointInputs(policy=policy, narrowed=narrowed or {}, recomputed=recomputed)
+        inputs = FormInputs(policy=policy, narrowed=narrowed or {}, recomputed=recomputed)
         form = self._analyze(self._partition(inputs), inputs.narrowed)
         if is_plain:
             self._plain[policy] = form

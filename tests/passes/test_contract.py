@@ -8,7 +8,7 @@ from torch import fx
 
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.passes.contract import NodeFacts, Pass, Property, check_order, node_facts, run_pipeline
-from zinf_compile.passes.pipeline import JOINT, LOWER, PREPARE
+from zinf_compile.passes.pipeline import FORM, JOINT, LOWER, PREPARE
 from zinf_compile.passes.properties import VALUES_KNOWN
 
 
@@ -86,11 +86,12 @@ def test_a_call_without_a_fake_value_is_named() -> None:
 def test_the_real_pipelines_are_in_order() -> None:
     check_order(PREPARE)
     check_order(JOINT)
+    check_order(FORM)
     check_order(LOWER, given=frozenset({VALUES_KNOWN}))
 
 
 def test_names_of_passes_are_unique() -> None:
-    names = [item.name for pipeline in (PREPARE, JOINT, LOWER) for item in pipeline]
+    names = [item.name for pipeline in (PREPARE, JOINT, FORM, LOWER) for item in pipeline]
     assert len(set(names)) == len(names)
 
 

@@ -32,7 +32,7 @@ from zinf_compile.passes.capture.aot import (
 )
 from zinf_compile.passes.capture.offline.skeleton import Skeleton, as_fake
 from zinf_compile.passes.capture.splits import JointGraph, Splitter
-from zinf_compile.passes.contract import JointInputs
+from zinf_compile.passes.contract import FormInputs
 from zinf_compile.passes.transforms.segments.structure import describe_structure
 
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -193,7 +193,7 @@ class _Keeper:
     def _keep(self, partition: Partition, policies: Sequence[ActivationPolicy], *, has_backward: bool) -> CapturedGraph:
         context = TracingContext.try_get()
 
-        def partition_later(inputs: JointInputs) -> CapturedGraph:
+        def partition_later(inputs: FormInputs) -> CapturedGraph:
             with tracing(context):  # the partitioner creates new tensors in this context's fake mode
                 return partition(inputs)
 

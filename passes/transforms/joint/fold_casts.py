@@ -15,11 +15,11 @@ from torch import fx
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.ops import GATHER
 from zinf_compile.passes.analysis.casts import find_cast_reads
-from zinf_compile.passes.contract import JointInputs, Pass
+from zinf_compile.passes.contract import FormInputs, Pass
 from zinf_compile.passes.fx_edit import set_values_again
 
 
-def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
+def _run(graph_module: fx.GraphModule, inputs: FormInputs) -> None:
     graph = graph_module.graph
     for gather in graph.find_nodes(op="call_function", target=GATHER):
         dtype = inputs.narrowed.get(gather.args[1])
@@ -37,4 +37,4 @@ def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
             graph.erase_node(cast)
 
 
-FOLD_CASTS: Pass[JointInputs] = Pass(name="fold_casts", run=_run)
+FOLD_CASTS: Pass[FormInputs] = Pass(name="fold_casts", run=_run)

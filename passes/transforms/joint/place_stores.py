@@ -16,11 +16,11 @@ from torch import fx
 
 from zinf_compile.ir.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.storages import find_roots
-from zinf_compile.passes.contract import JointInputs, Pass
+from zinf_compile.passes.contract import FormInputs, Pass
 from zinf_compile.passes.properties import STORED_LAST
 
 
-def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
+def _run(graph_module: fx.GraphModule, inputs: FormInputs) -> None:
     graph = graph_module.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
     last_reads: dict[object, fx.Node] = {}
@@ -48,4 +48,4 @@ def _gradient_at(position: Mapping[fx.Node, int]) -> Callable[[fx.Node], int]:
     return lambda store: position[store.all_input_nodes[0]]
 
 
-PLACE_STORES: Pass[JointInputs] = Pass(name="place_stores", run=_run, establishes=frozenset({STORED_LAST}))
+PLACE_STORES: Pass[FormInputs] = Pass(name="place_stores", run=_run, establishes=frozenset({STORED_LAST}))

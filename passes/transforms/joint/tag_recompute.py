@@ -26,11 +26,11 @@ from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.ir.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.modules import block_of, is_repeated, module_path
 from zinf_compile.passes.analysis.repeatable import RECOMPUTE, REGION, is_random
-from zinf_compile.passes.contract import JOINED, JointInputs, Pass
+from zinf_compile.passes.contract import JOINED, FormInputs, Pass
 from zinf_compile.passes.fx_edit import view_source
 
 
-def _run(graph_module: fx.GraphModule, inputs: JointInputs) -> None:
+def _run(graph_module: fx.GraphModule, inputs: FormInputs) -> None:
     nodes = list(graph_module.graph.nodes)
     if inputs.policy is ActivationPolicy.RECOMPUTE_BLOCKS:
         _tag_blocks([node for node in nodes if _is_forward_op(node)])
@@ -84,4 +84,4 @@ def _tag_blocks(nodes: list[fx.Node]) -> None:
             node.meta[REGION] = regions.setdefault((block, run), len(regions))
 
 
-TAG_RECOMPUTE: Pass[JointInputs] = Pass(name="tag_recompute", run=_run)
+TAG_RECOMPUTE: Pass[FormInputs] = Pass(name="tag_recompute", run=_run)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.passes.analysis.casts import find_narrow_reads
-from zinf_compile.passes.contract import JointInputs, run_pipeline
+from zinf_compile.passes.contract import FormInputs, run_pipeline
 from zinf_compile.passes.fx_edit import dump_graph
 from zinf_compile.passes.properties import VALUES_KNOWN
 from zinf_compile.passes.transforms.joint.fold_casts import FOLD_CASTS
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 
 def _fold(graph_module: fx.GraphModule, narrowed: dict[int, torch.dtype]) -> str:
-    inputs = JointInputs(policy=ActivationPolicy.SAVE, narrowed=narrowed)
+    inputs = FormInputs(policy=ActivationPolicy.SAVE, narrowed=narrowed)
     run_pipeline(graph_module, [FOLD_CASTS], inputs, given=frozenset({VALUES_KNOWN}))
     return dump_graph(graph_module.graph)
 

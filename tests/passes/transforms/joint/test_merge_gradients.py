@@ -9,7 +9,6 @@ from torch import Tensor, fx
 from torch._functorch.compile_utils import fx_graph_cse
 
 from zinf_compile.ir.errors import VerifyError
-from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.ir.ops import STORE_GRAD
 from zinf_compile.passes.contract import JointInputs, run_pipeline
 from zinf_compile.passes.fx_edit import dump_graph
@@ -20,7 +19,7 @@ Function = Callable[..., object]
 
 
 def _merge(graph_module: fx.GraphModule) -> str:
-    inputs = JointInputs(policy=ActivationPolicy.SAVE)
+    inputs = JointInputs()
     run_pipeline(graph_module, [MERGE_GRADIENTS], inputs, given=frozenset({VALUES_KNOWN}))
     return dump_graph(graph_module.graph)
 
@@ -58,7 +57,7 @@ def test_equal_contributions_stay_two_when_repeats_are_eliminated(
 
     graph_module = trace(joint, (2,))
     (param,) = {node.args[1] for node in graph_module.graph.nodes if node.target is STORE_GRAD}
-    inputs = JointInputs(policy=ActivationPolicy.SAVE, added_at_home=frozenset({param} if at_home else ()))
+    inputs = JointInputs(added_at_home=frozenset({param} if at_home else ()))
     run_pipeline(graph_module, [MERGE_GRADIENTS], inputs, given=frozenset({VALUES_KNOWN}))
     graph = fx_graph_cse(graph_module.graph)
     stores = [node for node in graph.nodes if node.target is STORE_GRAD]

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.ir.ops import STORE_GRAD
-from zinf_compile.passes.contract import JointInputs, run_pipeline
+from zinf_compile.passes.contract import FormInputs, run_pipeline
 from zinf_compile.passes.fx_edit import dump_graph
 from zinf_compile.passes.properties import STORED_LAST
 from zinf_compile.passes.transforms.joint.place_stores import PLACE_STORES
@@ -19,7 +19,7 @@ Function = Callable[..., object]
 
 
 def _run(graph_module: fx.GraphModule) -> str:
-    run_pipeline(graph_module, [PLACE_STORES], JointInputs(policy=ActivationPolicy.SAVE))
+    run_pipeline(graph_module, [PLACE_STORES], FormInputs(policy=ActivationPolicy.SAVE))
     return dump_graph(graph_module.graph)
 
 

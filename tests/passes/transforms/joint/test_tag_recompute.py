@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.ir.ops import GATHER
-from zinf_compile.passes.contract import JointInputs, run_pipeline
+from zinf_compile.passes.contract import FormInputs, run_pipeline
 from zinf_compile.passes.transforms.joint.tag_recompute import TAG_RECOMPUTE
 
 Function = Callable[..., object]
@@ -27,7 +27,7 @@ def _tag(
         path = (modules or {}).get(node.name)
         if path is not None:
             node.meta["nn_module_stack"] = {path: (f"L['self'].{path}", torch.nn.Linear)}
-    run_pipeline(graph_module, [TAG_RECOMPUTE], JointInputs(policy=policy, recomputed=frozenset(recomputed)))
+    run_pipeline(graph_module, [TAG_RECOMPUTE], FormInputs(policy=policy, recomputed=frozenset(recomputed)))
 
 
 def _tags(graph_module: fx.GraphModule) -> dict[str, CheckpointPolicy]:
