@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from zinf_compile.hardware.world import World
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.facts import GraphFacts, ParameterFact
+from zinf_compile.ir.facts import GradientFact, GraphFacts, ParameterFact
 from zinf_compile.ir.glossary import StepTiming, Tier
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.plan import (
@@ -149,11 +149,13 @@ class PlanBuilder:
             item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
         )
         self._shards = [parameter.among(request.num_ranks) for parameter in request.parameters]
+        self._device_chunk = device_chunk_elements(request.config, self._shards)
         self._bound = bind_values(staying, base=0, swaps=swaps)
         self._moved_bound: dict[int, BoundValues] = {}  # by the arena bytes of transfers, which many choices share
         self._seen: set[Homes] = set()
         self._uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))
         self._gradients = tuple(sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter)))
+        self._made_sinks: list[dict[Tier, Transfer]] = [{} for _ in self._gradients]  # by home
         self.floor_nbytes = (
             self._bound.nbytes
             + self._activations.peak_nbytes
@@ -277,21 +279,26 @@ class PlanBuilder:
         return is_trained and on_nvme > 0 and self._request.config.step_timing is not StepTiming.SYNCHRONOUS
 
     def _sinks(self, placements: Sequence[Placement]) -> Iterator[Transfer]:
-        """Yield the transfer of each gradient."""
+        """Yield the transfer of each gradient. Equal ones are the same object."""
         home_of = {placement.parameter: placement for placement in placements}
-        for gradient in self._gradients:
-            name = gradient.parameter
-            yield Transfer(
-                what=Moved.GRADIENT,
-                name=name,
-                parameters=(name,),
-                source=Tier.DEVICE,
-                destination=sink_home(home_of[name], self._request.config.step_timing),
-                nbytes=gradient.nbytes,
-                issue=gradient.tick + 1,
-                need_by=self._graph.num_ticks,
-                release=self._graph.num_ticks,
-            )
+        for gradient, made in zip(self._gradients, self._made_sinks, strict=True):
+            home = sink_home(home_of[gradient.parameter], self._request.config.step_timing)
+            if home not in made:
+                made[home] = self._sink(gradient, home)
+            yield made[home]
+
+    def _sink(self, gradient: GradientFact, home: Tier) -> Transfer:
+        return Transfer(
+            what=Moved.GRADIENT,
+            name=gradient.parameter,
+            parameters=(gradient.parameter,),
+            source=Tier.DEVICE,
+            destination=home,
+            nbytes=gradient.nbytes,
+            issue=gradient.tick + 1,
+            need_by=self._graph.num_ticks,
+            release=self._graph.num_ticks,
+        )
 
     def _assemble(self, homes: Homes, choice: Choice) -> Plan:
         request, graph, config = self._request, self._graph, self._request.config
@@ -358,7 +365,7 @@ class PlanBuilder:
                 staging_nbytes=staging,
                 timing=config.step_timing,
                 device_share=self._device_share,
-                device_chunk=device_chunk_elements(config, self._shards),
+                device_chunk=self._device_chunk,
             ),
             tiers=tuple(
                 TierPlan(

@@ -78,11 +78,13 @@ class _BusyLanes:
         if timing is StepTiming.SYNCHRONOUS:
             step, on_device = self.phases[Phase.STEP], plan.device_updates
             step[UPDATE_LANE] = (1 - on_device.share) * update_seconds
-            self._move(step, Tier.NVME, Tier.HOST, plan.step.nbytes_read)
-            self._move(step, Tier.HOST, Tier.NVME, plan.step.nbytes_written)
+            moved = _Moves()
+            moved.add(Tier.NVME, Tier.HOST, plan.step.nbytes_read)
+            moved.add(Tier.HOST, Tier.NVME, plan.step.nbytes_written)
             if on_device.share:
-                self._move(step, Tier.HOST, Tier.DEVICE, on_device.nbytes_in)
-                self._move(step, Tier.DEVICE, Tier.HOST, on_device.nbytes_out)
+                moved.add(Tier.HOST, Tier.DEVICE, on_device.nbytes_in)
+                moved.add(Tier.DEVICE, Tier.HOST, on_device.nbytes_out)
+            self._add_moves(step, moved)
             return
         within, phase = {sink.name for sink in plan.sinks}, self.phases[Phase.BACKWARD]
         if timing is StepTiming.OVERLAPPED:
@@ -91,20 +93,23 @@ class _BusyLanes:
             in_forward = {use.parameter for use in plan.uses if use.ticks[0] in forward} - ahead
             within, phase = in_forward, self.phases[Phase.FORWARD]
         nbytes, device = sum(placement.gradient_nbytes for placement in plan.placements), DeviceShare(plan)
+        moved_within, moved_beside = _Moves(), _Moves()
         for placement in self._placements_in_order(timing):
             is_within = placement.parameter in within
             if placement.gradient_nbytes and (is_within or timing is StepTiming.OVERLAPPED):
-                busy = phase if is_within else self.beside
+                moved, busy = (moved_within, phase) if is_within else (moved_beside, self.beside)
                 read = placement.update_nbytes_read
                 if timing is StepTiming.IN_BACKWARD and placement.gradient is Tier.NVME:
                     read -= placement.gradient_nbytes
-                self._move(busy, Tier.NVME, Tier.HOST, read)
-                self._move(busy, Tier.HOST, Tier.NVME, placement.update_nbytes_written)
+                moved.add(Tier.NVME, Tier.HOST, read)
+                moved.add(Tier.HOST, Tier.NVME, placement.update_nbytes_written)
                 if device.takes(placement):
-                    self._move(busy, Tier.HOST, Tier.DEVICE, placement.update_nbytes_to_device)
-                    self._move(busy, Tier.DEVICE, Tier.HOST, placement.update_nbytes_to_host)
+                    moved.add(Tier.HOST, Tier.DEVICE, placement.update_nbytes_to_device)
+                    moved.add(Tier.DEVICE, Tier.HOST, placement.update_nbytes_to_host)
                 else:
                     busy[UPDATE_LANE] += update_seconds * placement.gradient_nbytes / nbytes
+        self._add_moves(phase, moved_within)
+        self._add_moves(self.beside, moved_beside)
 
     def _placements_in_order(self, timing: StepTiming) -> Iterable[Placement]:
         """Return the placements in the order in which their updates are queued."""
@@ -113,13 +118,30 @@ class _BusyLanes:
         placement_of = {placement.parameter: placement for placement in self._plan.placements}
         return (placement_of[sink.name] for sink in self._plan.sinks)
 
-    def _move(self, busy: dict[str, float], source: Tier, destination: Tier, nbytes: int) -> None:
-        """Add a transfer between two tiers."""
+    def _add_moves(self, busy: dict[str, float], moves: "_Moves") -> None:
+        for pair, nbytes in moves.nbytes.items():
+            route = self._routes[pair]
+            seconds = moves.counts[pair] * route.latency_seconds + nbytes / route.bytes_per_second
+            for lane in route.lanes:
+                busy[lane] += seconds
+
+
+class _Moves:
+    """Transfers of updates between tiers, by source and destination: thousands, on a few routes."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[Tier, Tier], int] = defaultdict(int)
+        self.nbytes: dict[tuple[Tier, Tier], int] = defaultdict(int)
+
+    def add(self, source: Tier, destination: Tier, nbytes: int) -> None:
+        """Add a transfer, unless it moves nothing."""
         if nbytes:
-            _add(busy, (Leg(self._routes[source, destination], nbytes),))
+            self.counts[source, destination] += 1
+            self.nbytes[source, destination] += nbytes
 
 
 def _add(busy: dict[str, float], legs: Iterable[Leg]) -> None:
     for leg in legs:
+        seconds = leg.seconds
         for lane in leg.route.lanes:
-            busy[lane] += leg.seconds
+            busy[lane] += seconds
