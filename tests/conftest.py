@@ -5,14 +5,13 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from _pytest import runner
 
 from tests.support.run_cache import open_cache, remove_cache
-from tests.support.variants import are_all_wanted, choose_variants
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
 
 # Set before torch is imported, and inherited by child processes: spinning OpenMP threads slow down other workers.
@@ -24,12 +23,13 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 RANKS = "tests/distributed/"
 
-# Fixtures that tests of several folders share, and the profile of hypothesis for `make test-long`.
+# Fixtures that tests of several folders share, the profile of hypothesis for `make test-long`, and which variants it runs.
 pytest_plugins = (
     "tests.support.examples",
     "tests.support.hand_made_plans",
     "tests.support.planner_inputs",
     "tests.support.stored_models",
+    "tests.support.variants",
 )
 
 
@@ -62,16 +62,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.hookimpl(trylast=True)  # behind `-m`, and behind what folders mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out variants of long tests whose values occur in other variants too, if ZINF_VARIANTS says so."""
-    if are_all_wanted():
-        return
-    variants: dict[tuple[object, str], dict[str, Mapping[str, object]]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("long"):
-            of_test = variants.setdefault((item.path, item.originalname), {})
-            of_test[item.nodeid] = item.callspec.params
-    surplus = {name for each in variants.values() for name in each.keys() - set(choose_variants(each))}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in surplus])
-    items[:] = [item for item in items if item.nodeid not in surplus]
+    from tests.support import variants  # a plugin: pytest imports it first, to rewrite its asserts
+
+    if not variants.are_all_wanted():
+        surplus = set(variants.find_surplus_long(items))
+        config.hook.pytest_deselected(items=list(surplus))
+        items[:] = [item for item in items if item not in surplus]
 
 
 @pytest.hookimpl(tryfirst=True)

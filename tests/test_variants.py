@@ -1,6 +1,12 @@
-"""The variants of a long test that `make test-long` runs."""
+"""The variants of a test that `make test` runs, and those of a long test that `make test-long` runs."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from tests.support.variants import choose_variants
 
@@ -25,3 +31,27 @@ def test_a_test_of_one_parameter_keeps_all_of_its_variants() -> None:
 def test_the_order_in_which_variants_come_does_not_matter() -> None:
     variants = {f"test[{a}-{b}]": {"a": a, "b": b} for a, b in itertools.product(range(4), range(5))}
     assert choose_variants(variants) == choose_variants(dict(reversed(variants.items())))
+
+
+GRID = """
+import pytest
+
+@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize("column", range(5))
+def test_grid(row, column): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "num_tests"), [("not long", range(5, 10)), ("long", range(11, 16)), ("", range(20, 21))]
+)
+def test_variants_with_values_of_others_are_long(words: str, num_tests: range, tmp_path: Path) -> None:
+    """They run in `make test-long`, which takes all of them."""
+    (tmp_path / "test_grid.py").write_text(GRID)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = long")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.variants", "-m", words, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "ZINF_VARIANTS": "few"}
+    printed = subprocess.run(
+        command, env=environment, cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    assert int(printed.splitlines()[-1].split()[0]) in num_tests

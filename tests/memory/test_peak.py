@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 MIB = 2**20
 DEVICE_MEMORY, HOST_MEMORY = 112 * MIB, 56 * MIB

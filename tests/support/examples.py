@@ -1,11 +1,11 @@
-"""Number of hypothesis examples per property: a third of them in ``make test``, all of them in ``make test-long``."""
+"""Number of hypothesis examples per property: a quarter of them in ``make test``, all of them in ``make test-long``."""
 
 from collections.abc import Iterable
 
 from hypothesis import HealthCheck, settings
 
 LONG = "long"  # the hypothesis profile of `make test-long`
-_SHARE = 3
+_SHARE = 4
 
 settings.register_profile(LONG)
 

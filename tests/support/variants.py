@@ -1,14 +1,45 @@
-"""Which variants of a parametrized test run in `make test-long`: those in which each value of each parameter occurs.
+"""Which variants of a parametrized test run in `make test`: those in which each value of each parameter occurs.
 
 A test of seven models in six placements has 42 variants that run nearly the same lines. Ten of them have every model and
-every placement. ``ZINF_VARIANTS=all`` runs all, as `make test-all` does.
+every placement. The others are marked ``long`` and run in `make test-long`. Of tests that are long themselves, it runs
+variants chosen in the same way. ``ZINF_VARIANTS=all`` runs all, as `make test-all` does.
 """
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from zlib import crc32
 
+import pytest
+
 VARIABLE = "ZINF_VARIANTS"
+_COVERED = "covered"  # an argument of the mark ``long``, of variants of a test that is not long itself
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects, and behind what folders mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as ``long`` the variants of other tests whose values occur in variants that are not."""
+    for item in _find_surplus(items, lambda item: item.get_closest_marker("long") is None):
+        item.add_marker(pytest.mark.long(_COVERED))
+
+
+def find_surplus_long(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the variants of long tests whose values occur in other variants too."""
+    return _find_surplus(items, _is_long_itself)
+
+
+def _is_long_itself(item: pytest.Item) -> bool:
+    marks = list(item.iter_markers("long"))
+    return bool(marks) and not any(_COVERED in mark.args for mark in marks)
+
+
+def _find_surplus(items: Sequence[pytest.Item], do_count: Callable[[pytest.Item], bool]) -> list[pytest.Item]:
+    """Return the variants not chosen, of those of each test that count."""
+    variants: dict[tuple[object, str], dict[str, Mapping[str, object]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and do_count(item):
+            variants.setdefault((item.path, item.originalname), {})[item.nodeid] = item.callspec.params
+    surplus = {name for each in variants.values() for name in each.keys() - set(choose_variants(each))}
+    return [item for item in items if item.nodeid in surplus]
 
 
 def are_all_wanted() -> bool:

@@ -109,7 +109,8 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(torch.softmax(x, -1)).relu()))
 
 
-@pytest.mark.parametrize("in_cache", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("in_cache", [False, True])
 def test_it_is_what_the_profiler_sees(in_cache, tmp_path, monkeypatch):
     """The peak of real allocations in a run of the compiled code, also of code that was on disk."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
