@@ -7,9 +7,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NVME ?= runs
 
-# One process more than there are cores: a sixth of the time they wait, for disks and for processes they have started.
+# Two processes more than there are cores: they wait at times, for disks, timers and processes they have started.
 # The tests of a module share captured models and plain runs, and stay in one process.
-WORKERS := $(shell echo $$(($(shell nproc) + 1)))
+WORKERS := $(shell echo $$(($(shell nproc) + 2)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 # mypy takes one core for a minute where it has no cache: it runs beside the tests, and says what it found behind them.
@@ -62,7 +62,7 @@ layers: setup  ## check which module may import which
 core: setup  ## run a core of the tests: records, passes, planner, store, parity
 	$(PYTEST) -m "not long" $(CORE)
 
-unit: setup  ## run the tests that are not long, in one process more than there are cores
+unit: setup  ## run the tests that are not long, in two processes more than there are cores
 	$(PYTEST) -m "not long"
 
 unit-long: setup
