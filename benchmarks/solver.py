@@ -1,7 +1,7 @@
 """Question: how close does the planner come to the optimal plan, and how much better is it than simple baselines?
 
     python -m benchmarks.solver
-    python -m benchmarks.solver --only baselines --models gpt llama
+    python -m benchmarks.solver --only baselines --models gpt-small llama
 
 ``exact``: small models, captured as by ``zinf_compile.plan``, within three budgets and with a synchronous step. The exact
 solver (HiGHS, over all homes and issue ticks) gives a lower bound on the step time, and a plan if it can. ``over_bound``
