@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-MODELS = ("mlp", *(pytest.param(name, marks=pytest.mark.long) for name in ("compiled gpt", "conv")))
+MODELS = ("mlp", "compiled gpt", "conv")
 TIERS = ("device", "host", "nvme")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CLOSE = 1.10  # largest ratio of predicted to measured peak of the device

@@ -194,10 +194,10 @@ def mamba():
     return transformers.MambaForCausalLM(config), tokens()
 
 
-FEW = [conv_net, recurrent, llama]
+FEW = [recurrent, llama]
 MORE = [
     gpt, gpt_tied, mlp, used_twice, early_views, mistral, gemma2, phi3, gpt_neox, bloom, qwen2_moe, albert, bart, whisper,
-    convnext, dinov2, clip, mamba, llama_without_groups, vit,
+    convnext, dinov2, clip, mamba, llama_without_groups, vit, conv_net,
 ]  # fmt: skip
 COMPILED_ELSEWHERE = [t5, gpt2, qwen3, bert, mixtral]  # in test_transformers.py, for five steps of AdamW
 
@@ -233,6 +233,7 @@ class Lying(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lying_op")
 def test_an_op_whose_fake_kernel_lies(parity):
     def workload():

@@ -190,6 +190,7 @@ class Rolled(nn.Module):
 
 
 @needs_compiler
+@pytest.mark.long
 def test_a_whole_number_that_is_no_size_may_be_any(parity):
     torch.manual_seed(0)
     plain = Rolled().double()

@@ -57,10 +57,13 @@ def grads(model: nn.Module) -> list[Tensor | None]:
 @pytest.mark.parametrize(
     ("options", "mode"),
     [
-        *(({"compute": "aten"}, torch.no_grad), ({"compute": "inductor"}, torch.inference_mode)),
+        ({"compute": "aten"}, torch.no_grad),
         *(({"capture": False}, mode) for mode in (torch.no_grad, torch.inference_mode)),
         pytest.param({"compute": "aten"}, torch.inference_mode, marks=pytest.mark.long),
-        pytest.param({"compute": "inductor"}, torch.no_grad, marks=pytest.mark.long),
+        *(
+            pytest.param({"compute": "inductor"}, mode, marks=pytest.mark.long)
+            for mode in (torch.no_grad, torch.inference_mode)
+        ),
     ],
     ids=str,
 )

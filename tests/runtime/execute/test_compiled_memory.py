@@ -160,6 +160,7 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(rough, targets)
 
 
+@pytest.mark.long
 def test_beside_a_gpu_the_plan_counts_what_is_allocated():
     """The same plan with what ops would need one by one has room for less, and the model trains to the same bits."""
     torch.manual_seed(0)
