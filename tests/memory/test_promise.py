@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long("all variants")]
 
 MODELS = ("mlp", "compiled gpt", "conv")
 TIERS = ("device", "host", "nvme")

@@ -61,7 +61,7 @@ def grads(model: nn.Module) -> list[Tensor | None]:
         *(({"capture": False}, mode) for mode in (torch.no_grad, torch.inference_mode)),
         pytest.param({"compute": "aten"}, torch.inference_mode, marks=pytest.mark.long),
         *(
-            pytest.param({"compute": "inductor"}, mode, marks=pytest.mark.long)
+            pytest.param({"compute": "inductor"}, mode, marks=pytest.mark.long("all variants"))
             for mode in (torch.no_grad, torch.inference_mode)
         ),
     ],

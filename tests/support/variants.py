@@ -1,8 +1,8 @@
 """Which variants of a parametrized test run in `make test`: those in which each value of each parameter occurs.
 
 A test of seven models in six placements has 42 variants that run nearly the same lines. Ten of them have every model and
-every placement. The others are marked ``long`` and run in `make test-long`. Of tests that are long themselves, it runs
-variants chosen in the same way. ``ZINF_VARIANTS=all`` runs all, as `make test-all` does.
+every placement. The others are marked ``long("all variants")`` and run in `make test-long`. Of tests that are ``long``
+themselves, it runs variants chosen in the same way. ``ZINF_VARIANTS=all`` runs all, as `make test-all` does.
 """
 
 import os
@@ -12,24 +12,24 @@ from zlib import crc32
 import pytest
 
 VARIABLE = "ZINF_VARIANTS"
-_COVERED = "covered"  # an argument of the mark ``long``, of variants of a test that is not long itself
+ALL_VARIANTS = "all variants"  # an argument of the mark ``long``: `make test-long` leaves out none of them
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects, and behind what folders mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as ``long`` the variants of other tests whose values occur in variants that are not."""
     for item in _find_surplus(items, lambda item: item.get_closest_marker("long") is None):
-        item.add_marker(pytest.mark.long(_COVERED))
+        item.add_marker(pytest.mark.long(ALL_VARIANTS))
 
 
 def find_surplus_long(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return the variants of long tests whose values occur in other variants too."""
-    return _find_surplus(items, _is_long_itself)
+    return _find_surplus(items, _may_be_left_out)
 
 
-def _is_long_itself(item: pytest.Item) -> bool:
+def _may_be_left_out(item: pytest.Item) -> bool:
     marks = list(item.iter_markers("long"))
-    return bool(marks) and not any(_COVERED in mark.args for mark in marks)
+    return bool(marks) and not any(ALL_VARIANTS in mark.args for mark in marks)
 
 
 def _find_surplus(items: Sequence[pytest.Item], do_count: Callable[[pytest.Item], bool]) -> list[pytest.Item]:
