@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.variants import choose_variants
 
@@ -55,3 +56,9 @@ def test_variants_with_values_of_others_are_long(words: str, num_tests: range, t
         command, env=environment, cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True
     ).stdout
     assert int(printed.splitlines()[-1].split()[0]) in num_tests
+
+
+@pytest.mark.hypothesis
+def test_properties_have_the_examples_that_are_asked_for(request: pytest.FixtureRequest) -> None:
+    assert settings.get_current_profile_name() == (request.config.getoption("--hypothesis-profile") or "short")
+    assert settings().deadline is None
