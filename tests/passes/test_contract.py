@@ -90,6 +90,12 @@ def test_the_real_pipelines_are_in_order() -> None:
     check_order(LOWER, given=frozenset({VALUES_KNOWN}))
 
 
+def test_equal_gradients_are_never_merged_before_they_are_summed() -> None:
+    """Two equal contributions would become one: a gradient of half its size."""
+    with pytest.raises(VerifyError, match="'merge_subexpressions' requires one_gradient_each"):
+        check_order(tuple(reversed(JOINT)))
+
+
 def test_names_of_passes_are_unique() -> None:
     names = [item.name for pipeline in (PREPARE, JOINT, FORM, LOWER) for item in pipeline]
     assert len(set(names)) == len(names)

@@ -17,13 +17,13 @@ ALL_VARIANTS = "all variants"  # an argument of the mark ``long``: `make test-lo
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects, and behind what folders mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as ``long`` the variants of other tests whose values occur in variants that are not."""
+    """Mark variants as ``long`` if each of their values occurs in a variant that is not."""
     for item in _find_surplus(items, lambda item: item.get_closest_marker("long") is None):
         item.add_marker(pytest.mark.long(ALL_VARIANTS))
 
 
 def find_surplus_long(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the variants of long tests whose values occur in other variants too."""
+    """Return the variants of ``long`` tests that `make test-long` leaves out: their values occur in other variants."""
     return _find_surplus(items, _may_be_left_out)
 
 
@@ -33,7 +33,7 @@ def _may_be_left_out(item: pytest.Item) -> bool:
 
 
 def _find_surplus(items: Sequence[pytest.Item], do_count: Callable[[pytest.Item], bool]) -> list[pytest.Item]:
-    """Return the variants not chosen, of those of each test that count."""
+    """Return the variants that ``choose_variants`` leaves out of those of each test for which ``do_count`` is true."""
     variants: dict[tuple[object, str], dict[str, Mapping[str, object]]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and do_count(item):

@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_memory_that_was_touched_is_seen() -> None:
-    """In pages of its own: malloc would reuse memory that is freed and still held."""
+    """In pages mapped for the test: malloc may reuse freed memory that still counts as resident."""
     return_freed_memory()
     nbytes = 64 * 2**20
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
