@@ -26,11 +26,12 @@ CORE := tests/zinf_compile/ir tests/passes/analysis tests/passes/transforms test
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
+# Byte code is made on all cores, where pip uses one. The packages named are left to their first import: few of their thousands
+# of modules are used. Modules in the syntax of Python 3.12 would be reported as errors by 3.11.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[hf,dev]'
-	# On all cores, where pip uses one. These are left to their first import: few of their thousands of modules are used.
-	-$(BIN)/python -m compileall -q -j 0 -x '/(mypy|narwhals|pip|plotly|pygments|scipy|setuptools|tests|transformers)/' $(VENV)/lib
+	-$(BIN)/python -m compileall -q -j 0 -x '/(mypy|narwhals|pip|plotly|pygments|scipy|setuptools|tests|transformers)/|/py312_' $(VENV)/lib
 	touch $@
 
 setup: $(VENV)/.installed  ## make a virtual environment with everything in it
