@@ -4,8 +4,8 @@
 #     OUT=results sh benchmarks/gpu.sh                 # all steps
 #     OUT=results sh benchmarks/gpu.sh machine tests   # some of them
 #
-# Steps: machine, tests, parity, memcheck, step. Each ends after LIMIT seconds (540), and leaves machine.txt, tests.txt,
-# parity.txt, memcheck.txt or gpu_step.jsonl in OUT; the last belongs under benchmarks/results/. What a step leaves is
+# Steps: machine, tests, parity, ranks, memcheck, step. Each ends after LIMIT seconds (540), and leaves machine.txt, tests.txt,
+# parity.txt, ranks.txt, memcheck.txt or gpu_step.jsonl in OUT; the last belongs under benchmarks/results/. What a step leaves is
 # not measured again: gpu_step goes on after the last line of its file.
 set -u
 OUT=${OUT:-.}
@@ -24,7 +24,7 @@ run_tests() { # FILE ARGUMENTS..
     tail -3 "$file"
 }
 
-for step in ${*:-machine tests parity memcheck step}; do
+for step in ${*:-machine tests parity ranks memcheck step}; do
     case $step in
     machine)
         {
@@ -42,12 +42,13 @@ for step in ${*:-machine tests parity memcheck step}; do
         ZINF_GPU=1 run_tests "$OUT/parity.txt" tests/parity/test_models.py tests/parity/test_by_default.py \
             tests/parity/test_recurrent.py
         ;;
+    ranks) WORKERS=0 run_tests "$OUT/ranks.txt" -m gpu tests/distributed/test_devices.py ;;
     memcheck)
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s INT -k 15 "$LIMIT" compute-sanitizer --tool memcheck \
             $PYTHON -m pytest -m gpu -q tests/runtime/optim/test_kernels.py > "$OUT/memcheck.txt" 2>&1
         tail -3 "$OUT/memcheck.txt"
         ;;
     step) timeout -s INT -k 15 "$LIMIT" $PYTHON -m benchmarks.gpu_step --json "$OUT/gpu_step.jsonl" ;;
-    *) echo "$step is none of: machine tests parity memcheck step" >&2 && exit 2 ;;
+    *) echo "$step is none of: machine tests parity ranks memcheck step" >&2 && exit 2 ;;
     esac
 done

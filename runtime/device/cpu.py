@@ -2,7 +2,7 @@
 
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zinf_compile.ir.config import free_memory
 from zinf_compile.ir.hardware import MemorySpace
-from zinf_compile.runtime.device.device import CopyStreams, Event, MemoryUse
+from zinf_compile.runtime.device.device import CollectiveStreams, CopyStreams, Event, MemoryUse
 from zinf_compile.runtime.device.host_mapping import map_large
 from zinf_compile.runtime.process.ram import DeviceRam
 
@@ -55,6 +55,10 @@ class CpuStream:
         """Copy flat bytes now."""
         destination.copy_(source)
 
+    def run(self, call: Callable[[], None]) -> None:
+        """Call it now."""
+        call()
+
 
 class CpuBlock:
     """A page-aligned mapping, as O_DIRECT requires. Its pages are touched, so that the system counts them at once.
@@ -80,8 +84,10 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     memory = MemorySpace(unified=True)
+    identity = "cpu"
     compute = update = CpuStream()
     copies = update_copies = CopyStreams(compute, compute)
+    collectives = CollectiveStreams(compute, compute, compute)
 
     def updating(self) -> AbstractContextManager[object]:
         """Do nothing: ops run on the calling thread."""

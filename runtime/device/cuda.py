@@ -1,10 +1,12 @@
 """An NVIDIA GPU as a device: six streams, events between them, and memory from torch's allocator.
 
+Where several ranks train there are three streams more.
+
 Code that depends on the order of streams and events is in ``link.py``, which tests run on a fake device, without a GPU.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 
 import torch
@@ -14,7 +16,7 @@ from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
-from zinf_compile.runtime.device.device import AllocatedBlock, CopyStreams, Event, MemoryUse, Stream
+from zinf_compile.runtime.device.device import AllocatedBlock, CollectiveStreams, CopyStreams, Event, MemoryUse, Stream
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # by which a user chooses
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
@@ -62,6 +64,11 @@ class CudaStream:
         with torch.cuda.stream(self.stream), torch.no_grad():
             destination.data.copy_(source, non_blocking=True)
 
+    def run(self, call: Callable[[], None]) -> None:
+        """Enqueue what ``call`` enqueues on the current stream of torch."""
+        with torch.cuda.stream(self.stream):
+            call()
+
 
 class CudaDevice:
     """One GPU. ConfigError if torch finds no GPU with this index."""
@@ -90,6 +97,7 @@ class CudaDevice:
         self._copies = CopyStreams(self._new_stream(), self._new_stream())
         self._update_copies = CopyStreams(self._new_stream(), self._new_stream())
         self._update = self._new_stream()
+        self._collectives: CollectiveStreams | None = None
         self._compute: CudaStream | None = None
         self._own_limit: float | None = None  # the user's fraction of the memory, while ours is set
 
@@ -123,6 +131,18 @@ class CudaDevice:
     def update_copies(self) -> CopyStreams:
         """See Device.update_copies."""
         return self._update_copies
+
+    @property
+    def identity(self) -> str:
+        """The number that the GPU was made with."""
+        return str(torch.cuda.get_device_properties(self.torch_device).uuid)
+
+    @property
+    def collectives(self) -> CollectiveStreams:
+        """The streams of collectives between ranks, which a process that trains alone never creates."""
+        if self._collectives is None:
+            self._collectives = CollectiveStreams(self._new_stream(), self._new_stream(), self._new_stream())
+        return self._collectives
 
     @property
     def update(self) -> Stream:

@@ -36,6 +36,9 @@ class Stream(Protocol):
     def copy(self, source: Tensor, destination: Tensor) -> None:
         """Enqueue a copy of flat bytes. Both tensors have the same length, and must stay alive until it is done."""
 
+    def run(self, call: Callable[[], None]) -> None:
+        """Enqueue what ``call`` enqueues on the current stream of torch. The tensors it uses must stay alive until then."""
+
 
 class Block(Protocol):
     """One allocation on a device that many tensors share."""
@@ -100,11 +103,23 @@ class CopyStreams(NamedTuple):
     to_host: Stream
 
 
+class CollectiveStreams(NamedTuple):
+    """Streams of collectives between ranks, which run concurrently with each other and with compute."""
+
+    gathers: Stream
+    reductions: Stream  # among the ranks of a replica
+    replicas: Stream  # of what is reduced there, between replicas
+
+
 class Device(Protocol):
     """A device. A CPU shares the host's memory and its streams are synchronous; others copy bytes on their streams."""
 
     torch_device: torch.device
     memory: MemorySpace
+
+    @property
+    def identity(self) -> str:
+        """The hardware, by a name that is the same in every process of a machine."""
 
     @property
     def compute(self) -> Stream:
@@ -117,6 +132,10 @@ class Device(Protocol):
     @property
     def update_copies(self) -> CopyStreams:
         """The streams that copy what optimizer updates read and write: other copies often wait for compute, these do not."""
+
+    @property
+    def collectives(self) -> CollectiveStreams:
+        """The streams of collectives between ranks."""
 
     @property
     def update(self) -> Stream:

@@ -1,7 +1,7 @@
 """Measures the first steps of a captured graph: compute seconds without stalls, and the bandwidth of each route."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from zinf_compile.hardware.observed import BusyTime, Observed, RouteBytes
@@ -33,8 +33,11 @@ class StepWatch:
         yield
         self._seconds[phase].append(time.perf_counter() - start - (self._meter.stalled_seconds - stalled))
 
-    def look(self) -> Observed | None:
-        """Return the measurements of the first steps once, when enough have ended, else None. Called before each forward."""
+    def look(self, agree: Callable[[bool], bool] = bool) -> Observed | None:
+        """Return the measurements of the first steps once, when enough have ended, else None. Called before each forward.
+
+        ``agree`` gets whether this process has seen enough, and returns whether all have that train together.
+        """
         if self._is_over or self._steps_begun == self._meter.num_steps or not self._seconds[Phase.BACKWARD]:
             return None  # in the middle of a step: gradients may be accumulated in part
         self._num_steps += 1
@@ -42,7 +45,7 @@ class StepWatch:
             self._begin()
             return None
         watched = sum(map(sum, self._seconds.values()))
-        if self._num_steps < _FIRST_STEPS or watched < _LEAST_SECONDS:
+        if self._num_steps < _FIRST_STEPS or not agree(watched >= _LEAST_SECONDS):
             return None
         self._is_over = True
         return Observed(

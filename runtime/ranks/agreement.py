@@ -10,15 +10,18 @@ import os
 import statistics
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 
 import torch
 from torch import Tensor
 
+from zinf_compile.hardware.observed import BusyTime, Observed, RouteBytes
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import RankError
 from zinf_compile.ir.hardware import Hardware
+from zinf_compile.runtime.device.device import Device
 from zinf_compile.runtime.ranks.ranks import Collective, Ranks, describe_ranks, hash_of
 
 _BUDGETS = ("device_memory", "host_memory", "nvme_memory", "prefetch_memory")
@@ -98,7 +101,11 @@ def agree_on_config(ranks: Ranks, config: Config) -> Config:
     if ranks.is_alone:
         return config
     alike = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _OWN}
-    alike |= {"version of torch": torch.__version__, "whether there is an nvme folder": config.nvme is not None}
+    alike |= {
+        "version of torch": torch.__version__,
+        "whether there is an nvme folder": config.nvme is not None,
+        "kind of device": torch.device(config.device).type,
+    }
     check_alike(ranks, "options", alike)
     budgets = ranks.exchange("budgets", [getattr(config, name) for name in _BUDGETS])
     on_device, host, nvme, prefetch = (_least(given) for given in zip(*budgets, strict=True))
@@ -132,11 +139,11 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 
-def agree_on_hardware(ranks: Ranks, mine: Hardware) -> Hardware:
-    """Return rates that all ranks plan with: the median of each route, and the links, which are timed."""
+def agree_on_hardware(ranks: Ranks, mine: Hardware, device: Device) -> Hardware:
+    """Return rates that all ranks plan with: the median of each route, and the links of devices, which are timed."""
     if ranks.is_alone:
         return mine
-    link, between = _measure_links(ranks), _measure_replica_links(ranks)
+    link, between = _measure_links(ranks, device), _measure_replica_links(ranks, device)
     everywhere = ranks.exchange("rates of the hardware", (mine, os.uname().nodename, link, between))
     machines, nodes, links, links_between = zip(*everywhere, strict=True)
     first: Hardware = machines[0]
@@ -165,6 +172,24 @@ def agree_on_hardware(ranks: Ranks, mine: Hardware) -> Hardware:
     return agreed.with_world(ranks.size, ranks.num_replicas)
 
 
+def agree_on_observed(ranks: Ranks, mine: Observed) -> Observed:
+    """Return what all ranks have measured of the same steps: the median of seconds, and what moved on any of them."""
+    if ranks.is_alone:
+        return mine
+    everywhere = ranks.exchange("what the first steps took", mine)
+    moved, busy = Counter[str](), Counter[tuple[str, ...]]()
+    for each in everywhere:
+        moved.update(dict(each.moved))
+        busy.update(dict(each.busy))
+    return Observed(
+        num_steps=mine.num_steps,
+        compute_seconds=statistics.median_low(each.compute_seconds for each in everywhere),
+        step_seconds=statistics.median_low(each.step_seconds for each in everywhere),
+        moved=tuple(RouteBytes(route, moved[route]) for route in sorted(moved)),
+        busy=tuple(BusyTime(routes, busy[routes]) for routes in sorted(busy)),
+    )
+
+
 def count_devices(nodes: Sequence[str], num_ranks: int) -> int:
     """Return how many ranks share a node, for plans, which have as many on each and no replica spread unevenly.
 
@@ -174,30 +199,31 @@ def count_devices(nodes: Sequence[str], num_ranks: int) -> int:
     return math.gcd(each, num_ranks) if num_ranks % each and each % num_ranks else each
 
 
-def _measure_links(ranks: Ranks) -> float:
+def _measure_links(ranks: Ranks, device: Device) -> float:
     """Return the bytes per second that a rank receives in an all-gather; 0 where each has all of everything."""
     if ranks.size == 1:
         return 0.0
-    shard = torch.zeros(_PROBE_NBYTES // ranks.size, dtype=torch.uint8)
-    whole = torch.empty(shard.numel() * ranks.size, dtype=torch.uint8)
-    seconds = _usual_seconds(ranks, lambda: ranks.all_gather("a timed all-gather", [shard], [whole]))
+    shard = torch.zeros(_PROBE_NBYTES // ranks.size, dtype=torch.uint8, device=device.torch_device)
+    whole = device.allocate([shard.numel() * ranks.size], torch.uint8)
+    seconds = _usual_seconds(ranks, device, lambda: ranks.all_gather("a timed all-gather", [shard], [whole]))
     return (whole.numel() - shard.numel()) / seconds
 
 
-def _measure_replica_links(ranks: Ranks) -> float:
+def _measure_replica_links(ranks: Ranks, device: Device) -> float:
     """Return the bytes per second that a rank sends in an all-reduce of a shard between replicas; 0 for one replica."""
     if ranks.num_replicas == 1:
         return 0.0
-    shard = torch.zeros(_PROBE_NBYTES // ranks.size // torch.float32.itemsize)
-    seconds = _usual_seconds(ranks, lambda: ranks.sum_replicas("a timed all-reduce between replicas", shard))
+    shard = torch.zeros(_PROBE_NBYTES // ranks.size // torch.float32.itemsize, device=device.torch_device)
+    seconds = _usual_seconds(ranks, device, lambda: ranks.sum_replicas("a timed all-reduce between replicas", shard))
     return 2 * shard.nbytes * (ranks.num_replicas - 1) / ranks.num_replicas / seconds
 
 
-def _usual_seconds(ranks: Ranks, start: Callable[[], Collective]) -> float:
+def _usual_seconds(ranks: Ranks, device: Device, start: Callable[[], Collective]) -> float:
     """Return the median seconds of a collective."""
     seconds = []
     for _ in range(_NUM_PROBES):
         began = time.perf_counter()
         ranks.wait(start())
+        device.synchronize()
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)

@@ -4,12 +4,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
+from zinf_compile.runtime.device.device import Device
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, is_grouped
 
 
@@ -64,11 +66,29 @@ def check_for_ranks(config: Config, parameters: Mapping[str, Tensor]) -> Config:
             "them out, or say stage=3"
         )
     refuse_coded_states(config)
-    if config.device != "cpu":
-        raise ConfigError(f"device={config.device!r} is not supported on several ranks yet; say device='cpu'")
     for name, parameter in parameters.items():
         if parameter.dim() == 0:
             raise UnsupportedError(
                 f"'{name}' has no dimension that ranks could divide; make it a parameter of one element, of shape (1,)"
             )
     return config if config.stage == 3 else replace(config, tiles=None)
+
+
+def refuse_shared_devices(ranks: Ranks, device: Device) -> None:
+    """Raise ConfigError, on every rank, if ranks share a GPU, or cannot exchange what is there and in host memory."""
+    kinds = {"cpu": torch.device("cpu"), device.torch_device.type: device.torch_device}
+    missing = [kind for kind, each in kinds.items() if ranks.backend_of(each) is None]
+    if missing:
+        raise ConfigError(
+            f"the default process group moves no tensors of {' and '.join(missing)}, and ranks exchange both what is on "
+            'their device and what is in host memory; say init_process_group("cpu:gloo,cuda:nccl"), or leave the backend out'
+        )
+    if ranks.backend_of(device.torch_device) != "nccl":  # which takes one rank on each GPU
+        return
+    everywhere = ranks.exchange("devices", (os.uname().nodename, device.identity))
+    for rank, each in enumerate(everywhere):
+        if (first := everywhere.index(each)) < rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} both compute on the GPU {each[1]} of {each[0]}, and NCCL takes one rank on each; "
+                'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before optimize(), or pass device="cuda:<number>"'
+            )

@@ -11,7 +11,11 @@ all ranks.
 
 Only the thread that computes starts collectives, in the order of the program. So every rank starts them in the same
 order. Parameter gathers, gradient reductions, what passes between replicas, and control messages have a process group
-each.
+each. With replicas a thread of its own reduces gradients, in the order in which the thread that computes hands them to it:
+so the order of the collectives of these groups is the same everywhere too.
+
+NCCL enqueues a collective behind what is on the current stream. To wait for it makes the stream wait that is current then,
+and not the caller.
 """
 
 import hashlib
@@ -21,7 +25,7 @@ import pickle
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -81,8 +85,10 @@ class Ranks:
         self.failure: str | None = None  # why no collective can run any more
         self.timeout_seconds = _timeout_of(mesh)
         self.waited_seconds = 0.0  # for collectives and control messages so far, of which a slow rank waits the least
-        self._num_waits = 0  # collectives that were waited for: on every rank the same ones, in the same order
-        self._told_waits = 0  # the last one of which the others were told that this rank waits for it
+        self._moving: tuple[dist.ProcessGroup, ...] = ()  # the groups of parameters and gradients
+        # Collectives that were waited for by the thread that computes, and beside it: on every rank the same ones, in the
+        # same order. And the last ones of which the others were told that this rank waits for them.
+        self._num_waits, self._told_waits = {"waits": 0, "waits beside": 0}, {"waits": 0, "waits beside": 0}
         if mesh is None:
             return
         members: list[int] = mesh.mesh.flatten().tolist()  # replica by replica
@@ -90,8 +96,10 @@ class Ranks:
         sharing = members[self.replica * self.size :][: self.size]
         self._gathers = _group_of("gathers", sharing, self.timeout_seconds)
         self._reductions = _group_of("reductions", sharing, self.timeout_seconds)
+        self._moving = self._gathers, self._reductions
         if self.num_replicas > 1:
             self._replicas = _group_of("replicas", members[self.rank :: self.size], self.timeout_seconds)
+            self._moving = *self._moving, self._replicas
         self._control = _group_of("control", members, self.timeout_seconds, backend="gloo")
         self._messages = PrefixStore(f"zinf/{'-'.join(map(str, members))}/{next(_numbers)}", _get_default_store())
 
@@ -99,6 +107,14 @@ class Ranks:
     def is_alone(self) -> bool:
         """Return whether this process trains the model by itself."""
         return self.mesh_size == 1
+
+    def backend_of(self, device: torch.device) -> str | None:
+        """Return the name of the backend that moves tensors of a device: "gloo" or "nccl"; None if there is none."""
+        try:
+            name: str = self._gathers._get_backend(device).name()
+        except RuntimeError:
+            return None
+        return name
 
     def shard_of(self, whole: Slice) -> Slice:
         """Return this rank's rows of a whole parameter; a slice that is not whole is a shard already."""
@@ -109,14 +125,14 @@ class Ranks:
     def all_gather(self, name: str, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> Collective:
         """Start gathering flat shards, of equal sizes in the shard group, into wholes of ``size`` times as many elements.
 
-        Gloo copies what is coalesced into one tensor and out again, so only small tensors are.
+        Gloo copies what is coalesced into one tensor and out again, so only small tensors are. On a GPU it coalesces none.
         """
         self.check_together()
         group, works, together = self._gathers, [], []
         with self.raising(name):
-            copies = dist.get_backend(group) == "gloo"
+            copies = self.backend_of(shards[0].device) == "gloo"
             for shard, whole in zip(shards, wholes, strict=True):
-                if copies and whole.nbytes >= _GATHERED_ALONE_NBYTES:
+                if copies and (whole.nbytes >= _GATHERED_ALONE_NBYTES or whole.is_cuda):
                     works.append(_all_gather(whole, shard, group=group, async_op=True))
                 else:
                     together.append((shard, whole))
@@ -210,8 +226,17 @@ class Ranks:
             work = dist.all_reduce(total, group=self._replicas, async_op=True)
         return Collective(name=name, works=(work,), tensors=(total,))
 
-    def wait(self, collective: Collective) -> None:
-        """Block until a collective is done. RankError if another rank has failed, or cannot be reached."""
+    def wait(self, collective: Collective, *, beside: bool = False) -> None:
+        """Block until a collective is done. With NCCL the current stream waits instead, and the caller does not.
+
+        ``beside``: another thread than the one that computes waits, which does not count as waiting for others.
+        RankError if another rank has failed, or cannot be reached. With NCCL the next message between ranks tells that.
+        """
+        on_gpu = [tensor.device for tensor in collective.tensors if tensor.is_cuda]
+        if on_gpu and self.backend_of(on_gpu[0]) == "nccl":
+            for work in collective.works:
+                work.synchronize()
+            return
 
         def is_done() -> bool:
             for work in collective.works:
@@ -226,15 +251,22 @@ class Ranks:
             return True
 
         start = time.monotonic()
-        self._num_waits += 1
+        kind = "waits beside" if beside else "waits"
+        self._num_waits[kind] += 1
 
         def look() -> None:
             waited = time.monotonic() - start
             if waited > _SHORT_SECONDS:
-                self._look_for_others(collective.name, waited)
+                self._look_for_others(collective.name, waited, kind)
 
-        with self.raising(collective.name):
+        with self.raising(collective.name), nullcontext() if beside else self.counting_wait():
             wait_for(is_done, f"rank {self.mesh_rank}, at {collective.name}", look=look)
+
+    @contextmanager
+    def counting_wait(self) -> Iterator[None]:
+        """A block whose seconds are spent on waiting for others."""
+        start = time.monotonic()
+        yield
         self.waited_seconds += time.monotonic() - start
 
     # Control messages
@@ -375,9 +407,14 @@ class Ranks:
         self._tell(f"rank {self.mesh_rank}: {why}")
 
     def _note_failure(self, why: str) -> None:
-        """Refuse all collectives from now on. Later models get groups of their own."""
+        """Refuse all collectives from now on, and end those that hang on a GPU. Later models get groups of their own."""
         self.failure = why
         _groups.made.clear()
+        for group in self._moving:
+            for device in group._device_types:
+                # Without that, whatever is enqueued behind a collective would wait as long as NCCL does.
+                if device.type == "cuda" and (backend := group._get_backend(device)).name() == "nccl":
+                    backend.abort()
 
     def _tell(self, failure: str) -> None:
         """Give the other ranks a failure, unless they know of one."""
@@ -386,28 +423,28 @@ class Ranks:
         with suppress(RuntimeError):  # whoever holds the store is gone: the others learn of it from their connections
             self._messages.compare_set("failed", "", failure)
 
-    def _look_for_others(self, what: str, waited: float) -> None:
+    def _look_for_others(self, what: str, waited: float, kind: str) -> None:
         """Raise RankError if a rank has failed, or has not come to the same point for too long."""
         try:
             failed = self._messages.get("failed").decode() if self._messages.check(["failed"]) else None
-            if self._told_waits != self._num_waits:
-                self._told_waits = self._num_waits
-                self._messages.set(f"waits/{self.mesh_rank}", str(self._num_waits))
+            if self._told_waits[kind] != self._num_waits[kind]:
+                self._told_waits[kind] = self._num_waits[kind]
+                self._messages.set(f"{kind}/{self.mesh_rank}", str(self._num_waits[kind]))
             if failed is None and waited > self.timeout_seconds:
-                failed = f"{self._describe_absent(what)} after {waited:.0f} seconds"
+                failed = f"{self._describe_absent(what, kind)} after {waited:.0f} seconds"
         except RuntimeError as error:
             raise self._broken(f"the store of torch.distributed is gone ({_first_line(error)})") from error
         if failed is not None:
             raise self._broken(failed)
 
-    def _describe_absent(self, what: str) -> str:
+    def _describe_absent(self, what: str, kind: str) -> str:
         """Return which ranks have not come to ``what``, where this one waits."""
         absent = []
         for rank in range(self.mesh_size):
-            key = f"waits/{rank}"
+            key = f"{kind}/{rank}"
             if rank == self.mesh_rank:
                 continue
-            if not self._messages.check([key]) or int(self._messages.get(key)) < self._num_waits:
+            if not self._messages.check([key]) or int(self._messages.get(key)) < self._num_waits[kind]:
                 absent.append(rank)
         return f"{describe_ranks(absent)} had not come to {what}" if absent else f"{what} did not end"
 

@@ -88,7 +88,11 @@ class Store:
         )
         self.io_pool, self.tensor_io = self.transfers.pool, self.transfers.tensors
         self.reductions = Reductions(
-            ranks, is_ordered=config.reduce == "ordered", divide_by=config.gradient_divide_factor or ranks.mesh_size
+            ranks,
+            is_ordered=config.reduce == "ordered",
+            divide_by=config.gradient_divide_factor or ranks.mesh_size,
+            device=self.device,
+            meter=self.meter,
         )
         self.updates = UpdateQueue(begin_thread=self.meter.set_aside_this_thread)
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
@@ -139,6 +143,7 @@ class Store:
             _close,
             self.updates,
             self.device_updates,
+            self.reductions,
             self.transfers,
             self.staging,
             self.memory,
@@ -681,6 +686,7 @@ def _room_for_activations(config: Config, homes_nbytes: Mapping[Tier, int], tier
 def _close(
     updates: UpdateQueue,
     device_updates: DeviceUpdates,
+    reductions: Reductions,
     transfers: Transfers,
     staging: StagingPool,
     memory: TierMemory,
@@ -689,6 +695,7 @@ def _close(
     with uninterrupted(may_raise=False):  # Python discards exceptions of finalizers
         updates.close(wait=False)  # this may run on the update thread itself, if it held the last reference
         device_updates.close()
+        reductions.close()
         transfers.close()
         staging.close()
         memory.close()

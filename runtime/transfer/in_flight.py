@@ -59,6 +59,7 @@ class InFlight:
     copies: list[EnqueuedCopy] = field(default_factory=list)  # over a link
     shared: Sequence[SharedArena] = ()  # of several ranks: where shards arrive, and where they are gathered
     collective: Collective | None = None  # that gathers them, once it is launched
+    gathered: Event | None = None  # or, over a link, its end on the stream of all-gathers
     is_awaited: bool = False
 
     @property

@@ -145,8 +145,8 @@ class Link:
         return self._device.compute
 
     def join(self, event: Event) -> None:
-        """Make the compute stream wait for a copy."""
-        # Hazard: ops enqueued from now on read the copied bytes, and must not begin before the copy is done.
+        """Make the compute stream wait for a copy, or for a collective."""
+        # Hazard: ops enqueued from now on read these bytes, and must not begin before it is done.
         self._device.compute.wait(event)
 
     def take(

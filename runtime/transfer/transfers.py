@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -78,6 +79,7 @@ class Transfers:
     ) -> None:
         """``device`` computes, and ``arena`` is in its memory. Each of ``ranks`` moves its shards."""
         self._ranks = ranks
+        self._device = device
         self.link = link = Link(device)
         self.pool = IOPool(engine=engine, staging=staging, meter=meter, link=link)
         self.tensors = TensorIO(self.pool, arena=arena, meter=meter)
@@ -161,17 +163,34 @@ class Transfers:
                 self.filler.fill_from_memory(moving, slot.tensor, offset, slot.tier, slot)
 
     def launch_gather(self, ticket: int) -> None:
-        """Start the all-gather of a transfer once this rank's shards have arrived: every rank does so in the same order."""
+        """Start the all-gather of a transfer once this rank's shards have arrived: every rank does so in the same order.
+
+        Over a link a stream waits for them, and the caller only until that wait can be enqueued.
+        """
         gather = self._in_flight[ticket]
-        if gather.collective is not None or not gather.shared:
+        if gather.collective is not None or gather.gathered is not None or not gather.shared:
             return
-        self._wait_arrived(gather)
+        stream = self._device.collectives.gathers
+        if stream.synchronous:
+            self._wait_arrived(gather)
+        else:
+            self._wait_enqueued(gather)
+            # Hazard: compute may still read what was in the bytes of the whole values. Copies of shards have waited for
+            # that, but a rank that has no rows copies none.
+            stream.wait(gather.mark)
+            for copy in gather.copies:
+                stream.wait(copy.event)
         views = [
             (self._arena.view(each.shard_offset, (each.num_elements,), each.dtype), self._whole(each))
             for each in gather.shared
         ]
         shards, wholes = zip(*views, strict=True)
-        gather.collective = self._ranks.all_gather(f"the all-gather of {gather.name}", shards, wholes)
+        start = partial(self._ranks.all_gather, f"the all-gather of {gather.name}", shards, wholes)
+        if stream.synchronous:
+            gather.collective = start()
+        else:
+            stream.run(lambda: self._ranks.wait(start(), beside=True))
+            gather.gathered = stream.record()
 
     def _whole(self, each: SharedArena) -> Tensor:
         return self._arena.view(each.offset, (self._ranks.size * each.num_elements,), each.dtype)
@@ -185,24 +204,38 @@ class Transfers:
         if gather.is_awaited:
             return False
         self.launch_gather(ticket)
-        if gather.collective is None:
-            self._wait_arrived(gather)
-        else:
-            with self._meter.stall(gather.collective.name):
-                self._ranks.wait(gather.collective)
+        if gather.shared:
+            self._wait_gathered(gather)
             self._meter.add_collective("all-gather", sum(each.whole_nbytes for each in gather.shared))
+        else:
+            self._wait_arrived(gather)
         gather.is_awaited = True
         return True
 
+    def _wait_gathered(self, gather: InFlight) -> None:
+        """Block until the shards of all ranks have arrived, or make the compute stream wait for them."""
+        name = f"the all-gather of {gather.name}"
+        if gather.gathered is not None:
+            with self._meter.stall_on(self.link.compute, name):
+                self.link.join(gather.gathered)
+            return
+        assert gather.collective is not None
+        with self._meter.stall(name):
+            self._ranks.wait(gather.collective)
+
     def _wait_arrived(self, gather: InFlight) -> None:
         """Block until the bytes that this rank moves have arrived, or compute will wait for them."""
+        self._wait_enqueued(gather)
+        with self._meter.stall_on(self.link.compute, gather.name):
+            self._join(gather)
+
+    def _wait_enqueued(self, gather: InFlight) -> None:
+        """Block until the bytes that this rank moves have arrived or, over a link, their copies are enqueued."""
         if gather.is_ready:
             gather.wait()
         else:
             with self._meter.stall(gather.name):
                 gather.wait()
-        with self._meter.stall_on(self.link.compute, gather.name):
-            self._join(gather)
 
     def _join(self, gather: InFlight) -> None:
         for copy in gather.copies:
@@ -227,6 +260,8 @@ class Transfers:
                 with suppress(RankError):  # the ranks cannot go on, which was raised before
                     self._ranks.wait(gather.collective)
             with suppress(RuntimeError):  # of CUDA, which was raised before
+                if gather.gathered is not None:
+                    self.link.join(gather.gathered)
                 self._join(gather)  # later ops on these bytes must come after copies that are no longer needed
             gather.is_awaited = True
             self.release(ticket)

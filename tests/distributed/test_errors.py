@@ -314,11 +314,11 @@ def _die_at(model: nn.Module, count: int) -> None:
     store = next(store_of(record) for each in model.parameters() if (record := record_of(each)) is not None)
     left, wait = [count], store.ranks.wait
 
-    def counted(collective: Any) -> None:
+    def counted(collective: Any, **given: Any) -> None:
         left[0] -= 1
         if left[0] <= 0:
             os._exit(9)
-        wait(collective)
+        wait(collective, **given)
 
     store.ranks.wait = counted  # type: ignore[method-assign]
 

@@ -91,13 +91,15 @@ def train(options: Mapping[str, Any]) -> Numbers:
     passed: Counter[str] = Counter()
     all_gather, exchange_rows = Ranks.all_gather, Ranks.exchange_rows
 
-    def counted_gather(ranks: Ranks, name: str, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> Collective:
+    def counted_gather(
+        ranks: Ranks, name: str, shards: Sequence[Tensor], wholes: Sequence[Tensor], **given: Any
+    ) -> Collective:
         passed["all-gather"] += sum(each.nbytes for each in wholes)
-        return all_gather(ranks, name, shards, wholes)
+        return all_gather(ranks, name, shards, wholes, **given)
 
-    def counted_exchange(ranks: Ranks, name: str, value: Tensor, *rest: Any) -> Collective:
+    def counted_exchange(ranks: Ranks, name: str, value: Tensor, *rest: Any, **given: Any) -> Collective:
         passed["reduction"] += value.nbytes
-        return exchange_rows(ranks, name, value, *rest)
+        return exchange_rows(ranks, name, value, *rest, **given)
 
     with mock.patch.multiple(Ranks, all_gather=counted_gather, exchange_rows=counted_exchange):
         torch.manual_seed(0)

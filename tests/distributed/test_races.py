@@ -35,7 +35,7 @@ def train_watched(options: Mapping[str, Any], fault: str | None = None) -> tuple
 def waits_that_order_nothing() -> Iterator[None]:
     """Let collectives end, but keep that from the detector, as if compute went on without a wait."""
 
-    def wait(ranks: Ranks, collective: Collective) -> None:
+    def wait(ranks: Ranks, collective: Collective, *, beside: bool = False) -> None:
         while not all(work.is_completed() for work in collective.works):
             pass
 

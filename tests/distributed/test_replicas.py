@@ -103,7 +103,7 @@ def count_waits() -> list[int]:
     ours = Reductions(ranks, is_ordered=True, divide_by=1)
     ours.reduced(Slice.of_whole("large", (64, 64)), torch.ones(64, 64))
     waited, counts, wait = [], [], ranks.wait
-    ranks.wait = lambda collective: (waited.append(collective), wait(collective))  # type: ignore[method-assign,assign,func-returns-value]
+    ranks.wait = lambda collective, **by: (waited.append(collective), wait(collective, **by))  # type: ignore[method-assign,assign,func-returns-value]
     for number in range(6):
         ours.start(Slice.of_whole("small", (16, 64)), torch.full((16, 64), float(number)), lambda shard: None)
         counts.append(len(waited))

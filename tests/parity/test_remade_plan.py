@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ def wrong_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan with the wrong rates, and observe fixed ones, whatever this machine does meanwhile."""
     look = StepWatch.look
 
-    def look_at(watch: StepWatch) -> Observed | None:
-        observed = look(watch)
+    def look_at(watch: StepWatch, agree: Callable[[bool], bool]) -> Observed | None:
+        observed = look(watch, agree)
         return None if observed is None else shown_by(RIGHT, num_steps=observed.num_steps)
 
     monkeypatch.setattr("zinf_compile.driver.session.find_measured", lambda nvme, dtypes: WRONG)

@@ -19,7 +19,7 @@ from torch import Tensor
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
 from zinf_compile.runtime.device.cpu import CPU
-from zinf_compile.runtime.device.device import AllocatedBlock, CopyStreams, Device, Event, MemoryUse
+from zinf_compile.runtime.device.device import AllocatedBlock, CollectiveStreams, CopyStreams, Device, Event, MemoryUse
 
 _MOST_SECONDS = 2e-4  # the longest delay of a copy
 _GIVE_UP_SECONDS = 20.0
@@ -64,20 +64,29 @@ class FakeStream:
         self._condition = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"fake-{name}", daemon=True)
-        self.num_copied = self.num_waits = 0
+        self.num_copied = self.num_waits = self.num_run = 0
+        self._raised: BaseException | None = None
         if not is_compute:
             self._thread.start()
 
     def wait(self, event: Event) -> None:
         """Make later work wait for an event."""
         self.num_waits += 1
-        self._enqueue(event.wait)
+        self._enqueue(lambda: self._wait(event))
+
+    def _wait(self, event: Event) -> None:
+        event.wait()
 
     def record(self, *, timed: bool = False) -> FakeEvent:
         """Return an event after all work enqueued so far."""
+        if self._raised is not None:
+            raise self._raised
         event = FakeEvent(self)
-        self._enqueue(event.happen)
+        self._enqueue(lambda: self._reach(event))
         return event
+
+    def _reach(self, event: FakeEvent) -> None:
+        event.happen()
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
         """Copy a flat tensor."""
@@ -90,6 +99,24 @@ class FakeStream:
     def _copy(self, source: Tensor, destination: Tensor) -> None:
         time.sleep(self._random.random() * self._most_seconds)
         destination.data.copy_(source)  # as a GPU's copy engine, it changes no version
+
+    @property
+    def runs(self) -> bool:
+        """Return whether work is run on it that enqueues more, such as collectives between ranks."""
+        return self.name in ("gathers", "reductions", "replicas")
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Call it on the stream's thread. What it raises is raised by the next ``record``."""
+        assert self.runs
+        self.num_run += 1
+        self._enqueue(lambda: self._try(call))
+
+    def _try(self, call: Callable[[], None]) -> None:
+        time.sleep(self._random.random() * self._most_seconds)
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  # it is raised later
+            self._raised = error
 
     def _enqueue(self, act: Callable[[], None]) -> None:
         if self._is_compute:
@@ -120,6 +147,7 @@ class FakeDevice:
     """Implements ``Device``. Only its streams access its memory."""
 
     memory = MemorySpace(unified=False)
+    identity = "fake"
 
     def __init__(
         self, *, seed: int = 0, nbytes: int = 2**40, pinning: str | None = None, most_seconds: float = _MOST_SECONDS
@@ -128,12 +156,13 @@ class FakeDevice:
         self.torch_device = torch.device("cpu")
         self.compute = FakeStream("compute", seed=seed, is_compute=True)
         self.update = FakeStream("update", seed=seed, is_compute=True)
-        names = ("to-device", "to-host", "update-to-device", "update-to-host")
+        names = ("to-device", "to-host", "update-to-device", "update-to-host", "gathers", "reductions", "replicas")
         self._copying = [
             FakeStream(name, seed=seed + number, is_compute=False, most_seconds=most_seconds)
             for number, name in enumerate(names, 1)
         ]
-        self.copies, self.update_copies = CopyStreams(*self._copying[:2]), CopyStreams(*self._copying[2:])
+        self.copies, self.update_copies = CopyStreams(*self._copying[:2]), CopyStreams(*self._copying[2:4])
+        self.collectives = CollectiveStreams(*self._copying[4:])
         self.nbytes = nbytes
         self.pinning = pinning
         self.pinned: dict[int, int] = {}

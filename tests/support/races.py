@@ -28,6 +28,7 @@ from zinf_compile.runtime.optim import optimizer
 from zinf_compile.runtime.optim.backward_step import JobFeed
 from zinf_compile.runtime.optim.step_chunks import Chunk
 from zinf_compile.runtime.ranks.ranks import Collective, Ranks
+from zinf_compile.runtime.ranks.reductions import Reductions
 from zinf_compile.runtime.storage import futures
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.staging import StagingPool
@@ -59,6 +60,7 @@ class Races:
 
     def __init__(self) -> None:
         self.found: list[str] = []
+        self.device: FakeDevice | None = None  # whose compute stream collectives run on that are on none of their own
         self.num_accesses: dict[str, int] = defaultdict(int)  # by description of the access
         self._lock = threading.RLock()
         self._actor = threading.local()
@@ -427,10 +429,14 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
 
 
 def _watch_collectives(races: Races, replace: Replace) -> None:
-    """Follow collectives between ranks: each is an actor from its start to the end of a wait for it."""
+    """Follow collectives between ranks: each is an actor from its start to the end of a wait for it, or on a stream."""
 
     def start(collective: Collective, read: Sequence[Tensor], written: Sequence[Tensor]) -> Collective:
-        with races.beside(collective):
+        with ExitStack() as stack:
+            if races.device is None:
+                stack.enter_context(races.beside(collective))
+            elif not threading.current_thread().name.startswith("fake-"):
+                stack.enter_context(races.acting(races.device.compute))
             for tensor in read:
                 touch_tensor_of(races, tensor, f"{collective.name}, reading", write=False)
             for tensor in written:
@@ -445,15 +451,41 @@ def _watch_collectives(races: Races, replace: Replace) -> None:
 
     def reduce(original: Any) -> Any:
         def call(ranks: Ranks, name: str, value: Tensor, counts: Sequence[int], received: Tensor) -> Collective:
-            touch_tensor_of(races, value, f"what fills the buffer of {name}", write=True)
             return start(original(ranks, name, value, counts, received), [value], [received])
 
         return call
 
     def wait(original: Any) -> Any:
-        def call(ranks: Ranks, collective: Collective) -> None:
-            original(ranks, collective)
+        def call(ranks: Ranks, collective: Collective, **given: Any) -> None:
+            original(ranks, collective, **given)
             races.observe(collective)
+
+        return call
+
+    def view(original: Any) -> Any:
+        def call(reductions: Reductions, buffer: str, *rest: Any) -> Tensor:
+            part: Tensor = original(reductions, buffer, *rest)
+            if buffer == "outgoing":
+                with _computing(races, reductions._device):
+                    touch_tensor_of(races, part, "what fills the buffer of gradients", write=True)
+            return part
+
+        return call
+
+    def add_up(original: Any) -> Any:
+        def call(reductions: Reductions, piece: Any) -> Tensor:
+            total: Tensor = original(reductions, piece)
+            touch_tensor_of(races, piece.parts, "what adds up gradients", write=True)
+            return total
+
+        return call
+
+    def settle(original: Any) -> Any:
+        def call(reductions: Reductions, piece: Any) -> Tensor:
+            total: Tensor = original(reductions, piece)
+            with _computing(races, reductions._device):
+                touch_tensor_of(races, total, "compute, at a reduced gradient", write=False)
+            return total
 
         return call
 
@@ -461,6 +493,9 @@ def _watch_collectives(races: Races, replace: Replace) -> None:
     replace(Ranks, "exchange_rows", reduce)
     replace(Ranks, "reduce_rows", reduce)
     replace(Ranks, "wait", wait)
+    replace(Reductions, "_view", view)
+    replace(Reductions, "_add_up", add_up)
+    replace(Reductions, "_settle", settle)
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def _fixed_rates() -> Iterator[None]:
     from zinf_compile.runtime.ranks import agreement
 
     def fix(time_links: Any) -> Any:
-        return lambda ranks: LINK_RATE if time_links(ranks) else 0.0
+        return lambda *given: LINK_RATE if time_links(*given) else 0.0
 
     with (
         mock.patch.object(session, "measure_hardware", with_fixed_rates),

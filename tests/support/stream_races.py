@@ -1,6 +1,7 @@
 """The part of the race detector for a fake device: streams, events, and what compute and updates write there."""
 
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,8 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
     def record(original: Any) -> Any:
         def call(stream: FakeStream, *, timed: bool = False) -> FakeEvent:
             event: FakeEvent = original(stream, timed=timed)
+            if stream.runs:
+                return event
             with races.acting(stream):
                 races.publish(event)
             return event
@@ -74,13 +77,20 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
 
     def stream_wait(original: Any) -> Any:
         def call(stream: FakeStream, event: FakeEvent) -> None:
-            with races.acting(stream):
-                races.observe(event)
+            def observe() -> None:
+                if not stream.runs:
+                    with races.acting(stream):
+                        races.observe(event)
+
+            if not event.stream.runs:
+                observe()
             waiting.by_stream = True  # a stream's wait does not order the thread that enqueued it
             try:
                 original(stream, event)
             finally:
                 waiting.by_stream = False
+            if event.stream.runs:  # the compute stream has waited now
+                observe()
 
         return call
 
@@ -90,6 +100,39 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
             is_stream = threading.current_thread().name.startswith("fake-") or getattr(waiting, "by_stream", False)
             if not is_stream:
                 races.observe(event)
+
+        return call
+
+    # What runs on a stream is known when it runs, and so are the events it waits for and those that follow it.
+
+    def run_on_stream(original: Any) -> Any:
+        def call(stream: FakeStream, work: Callable[[], None]) -> None:
+            clock = races.fork()
+
+            def act() -> None:
+                with races.acting(stream):
+                    races.join(clock)
+                    work()
+
+            original(stream, act)
+
+        return call
+
+    def wait_now(original: Any) -> Any:
+        def call(stream: FakeStream, event: FakeEvent) -> None:
+            original(stream, event)
+            if stream.runs:
+                with races.acting(stream):
+                    races.observe(event)
+
+        return call
+
+    def reach(original: Any) -> Any:
+        def call(stream: FakeStream, event: FakeEvent) -> None:
+            if stream.runs:
+                with races.acting(stream):
+                    races.publish(event)
+            original(stream, event)
 
         return call
 
@@ -133,6 +176,9 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
     replace(FakeStream, "copy", copy)
     replace(FakeStream, "record", record)
     replace(FakeStream, "wait", stream_wait)
+    replace(FakeStream, "run", run_on_stream)
+    replace(FakeStream, "_wait", wait_now)
+    replace(FakeStream, "_reach", reach)
     replace(FakeEvent, "wait", event_wait)
     replace(Executor, "_call", run)
     replace(DeviceUpdates, "run", update)

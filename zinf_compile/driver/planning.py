@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zinf_compile.driver.catalog import Catalog, Narrowing
+from zinf_compile.hardware.observed import Observed
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import GraphFacts, ParameterFact, at_sizes
@@ -23,6 +24,7 @@ from zinf_compile.passes.capture.splits import Form, Splitter, other_forms
 from zinf_compile.passes.planner.cost.costs import RESIDENT_THRESHOLD
 from zinf_compile.passes.planner.memory.policies import allowed_policies
 from zinf_compile.passes.planner.search.planner import Request, make_plan
+from zinf_compile.passes.planner.search.remake import Remade, remake_plan
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.runtime.process.interrupts import interruptible
@@ -164,6 +166,20 @@ class GraphPlanner:
         plan = self._ranks.do_on_first(f"planning {self.name}", make)
         verify_plan(plan)
         return PlanView(plan, request)
+
+    def remake(self, plan: Plan, request: Request, observed: Observed) -> Remade:
+        """Return the plan to continue with by the rates that were observed, verified: on all ranks that of rank 0."""
+
+        def make() -> Remade:
+            with interruptible():  # safe: planning changes no state
+                remade = remake_plan(plan, request, observed)
+                return replace(remade, request=replace(remade.request, captured=()))  # its symbols cannot be pickled
+
+        if not self._ranks.is_alone:
+            check_record_alike(self._ranks, f"requests for a plan of {self.name}", _without_own(request))
+        remade = self._ranks.do_on_first(f"planning {self.name} by measured times", make)
+        verify_plan(remade.plan)
+        return replace(remade, request=replace(request, hardware=remade.request.hardware))
 
     def request_for(
         self, candidates: Sequence[GraphFacts[Size]], *, captured: GraphFacts[Size] | None = None

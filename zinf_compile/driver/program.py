@@ -36,8 +36,7 @@ from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planner.memory.activations import plan_activations
 from zinf_compile.passes.planner.search.planner import Request
-from zinf_compile.passes.planner.search.remake import remake_plan, with_open_forwards
-from zinf_compile.passes.planner.search.verify import verify_plan
+from zinf_compile.passes.planner.search.remake import with_open_forwards
 from zinf_compile.passes.transforms.lowering.swap_activations import swapped_inputs
 from zinf_compile.runtime.execute.executor import Executor
 from zinf_compile.runtime.observe.open_forwards import storages_of
@@ -45,6 +44,7 @@ from zinf_compile.runtime.observe.progress import say
 from zinf_compile.runtime.observe.watch import StepWatch
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.interrupts import interruptible
+from zinf_compile.runtime.ranks.agreement import agree_on_observed
 from zinf_compile.runtime.ranks.ranks import hash_of
 
 _log = logging.getLogger(__name__)
@@ -86,9 +86,7 @@ class Program:
         self.replanned: list[str] = []  # the reasons for replanning, as sentences
         self._watch = StepWatch(self._store.meter)
         # Enqueueing an op takes as long as the op itself only on a synchronous stream.
-        # Of several ranks each measures other times.
-        is_alone = self._store.ranks.is_alone
-        self._is_watched = catalog.config.remake_plan and self._store.device.compute.synchronous and is_alone
+        self._is_watched = catalog.config.remake_plan and self._store.device.compute.synchronous
         self._refused_reserve: int | None = None  # a reserve for which replanning found no room after the first run
         self._most_open = planner.open_nbytes  # the most bytes of open forwards seen before a run
         self.last_runs: dict[Phase, int] = {}  # the number of steps begun at the last run
@@ -355,20 +353,26 @@ class Program:
 
     def _look_at_first_steps(self) -> None:
         """After the first steps have been measured, switch to the plan that is best by the measured times."""
-        observed = self._watch.look() if self._is_watched else None
+        ranks = self._store.ranks
+
+        def agree(is_enough: bool) -> bool:
+            return ranks.largest("whether steps are to be measured", int(not is_enough)) == (0,)
+
+        observed = self._watch.look(agree) if self._is_watched else None
         if observed is None:
             return
         self._is_watched = False
+        observed = agree_on_observed(ranks, observed)
         assert self.plan is not None
         assert self._shapes is not None
         request = self._request()
         if len(self._catalog.plans) == 1:  # several graphs share homes, so those stay
             request = replace(request, placements=None)
-        with self._store.held.planning(), interruptible():
-            remade = remake_plan(self.plan, request, observed)
-            verify_plan(remade.plan)
+        with self._store.held.planning():
+            remade = self._planner.remake(self.plan, request, observed)
+        placements = join_placements(remade.plan.placements)
         try:
-            self._store.reserve_growth(join_placements(remade.plan.placements))
+            ranks.do_alike("reserving room for a new plan", lambda: self._store.reserve_growth(placements))
         except StoreError as error:
             _log.info("%s; the plan stays, since the disk has no room for it: %s", printable(remade.sentence), error)
             return

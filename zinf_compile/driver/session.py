@@ -210,7 +210,7 @@ class Session:
                 measured = kept or measure_hardware(self.store, dtypes)
                 if self.config.state_dtype is not None:
                     measured = with_coded_states(measured, self.config.state_dtype)
-                self.catalog.hardware = agree_on_hardware(self.store.ranks, measured)
+                self.catalog.hardware = agree_on_hardware(self.store.ranks, measured, self.store.device)
         before = self.config.reserve_memory
         self.catalog.reserve(self.catalog.process.expect(self.config))
         try:

@@ -49,7 +49,7 @@ from zinf_compile.runtime.observe.recorder import Recorder
 from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.params.records import owner_of, record_of, replacement_of
 from zinf_compile.runtime.ranks.agreement import agree_on_config
-from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, find_ranks, folder_of_rank
+from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, find_ranks, folder_of_rank, refuse_shared_devices
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.weights.initialize import Init, choose_values, undo
 
@@ -189,6 +189,8 @@ def optimize(
         parameters = session.prefixed(parameters, type(model).__name__)
     replaced: list[tuple[Module, str, Parameter]] = []
     try:
+        if not ranks.is_alone:
+            refuse_shared_devices(ranks, session.store.device)
         with torch.device("cpu"):  # regardless of the caller's default device
             session.adopt(parameters, as_home=True, with_values=values is None)
             replaced = _register_replacements(model)

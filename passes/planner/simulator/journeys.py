@@ -1,8 +1,8 @@
 """Transfers in progress. Each takes one or more legs: over a route, and over the links between ranks.
 
 Lanes are used in the order in which legs become ready. A later leg takes its lane only when the leg before has ended, so
-that meanwhile the lane is free for others. A journey may be held before one of its legs until compute launches that: a
-gather of several ranks before they exchange their shards, a gradient before it goes on between replicas.
+that meanwhile the lane is free for others. The gather of several ranks may be held behind its first leg, until compute
+launches the second one: then they exchange their shards.
 """
 
 import heapq
@@ -18,28 +18,27 @@ class Journeys:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._names: list[str] = []
-        # By journey: the node of its last leg that has been placed; before the first leg, the nodes that this comes after.
-        self._ends: list[tuple[int, ...]] = []
+        self._after: list[tuple[int, ...]] = []  # by journey: the nodes that its first leg comes after
+        self._placed: list[list[int]] = []  # by journey: the nodes of its legs so far
         self._to_go: list[Sequence[Leg]] = []
         self._ready: list[tuple[float, int]] = []  # a heap: when the next leg may start, and the number of its journey
 
-    def start(self, name: str, legs: Sequence[Leg], after: tuple[int, ...], *, held_before: int | None = None) -> int:
+    def start(self, name: str, legs: Sequence[Leg], after: tuple[int, ...], *, is_held: bool = False) -> int:
         """Start a transfer of one or more legs after some nodes; return its number.
 
-        It takes the leg ``held_before``, the first (0) or the second (1), only when that is launched.
+        One that ``is_held`` takes its second leg only when that is launched.
         """
         journey = len(self._names)
         self._names.append(name)
-        self._ends.append(after)
+        self._after.append(after)
+        self._placed.append([])
         self._to_go.append(legs)
-        if held_before != 0:
-            self._place(journey, (), is_held=held_before == 1)
+        self._place(journey, (), is_held=is_held)
         return journey
 
     def last_of(self, journey: int) -> int:
-        """Return the node of the last leg of a journey that has been placed; at least one has to be."""
-        (node,) = self._ends[journey]
-        return node
+        """Return the node of the last leg of a journey that has been placed."""
+        return self._placed[journey][-1]
 
     def launch(self, journey: int, now: float, after: tuple[int, ...]) -> None:
         """Place the next leg of a journey that is held, after some nodes: compute is there now, and what came has ended."""
@@ -53,9 +52,13 @@ class Journeys:
 
     def finish(self, journey: int) -> int:
         """Place every leg that can start before the last one of a journey, and that one; return its node."""
-        while self._to_go[journey]:
+        return self.reach(journey, len(self._placed[journey]) + len(self._to_go[journey]) - 1)
+
+    def reach(self, journey: int, leg: int) -> int:
+        """Place every leg that can start before one of a journey, which is not held, and that one; return its node."""
+        while len(self._placed[journey]) <= leg:
             self._place_next()
-        return self.last_of(journey)
+        return self._placed[journey][leg]
 
     def _place_next(self) -> None:
         _, journey = heapq.heappop(self._ready)
@@ -64,8 +67,9 @@ class Journeys:
     def _place(self, journey: int, after: tuple[int, ...], *, is_held: bool = False) -> None:
         """Place the next leg of a journey after its last one and after some nodes; hold it before the one that follows."""
         leg, *rest = self._to_go[journey]
-        node = self._lanes.travel(leg, self._names[journey], (*self._ends[journey], *after))
-        self._ends[journey] = (node,)
+        before = self._placed[journey][-1:] or self._after[journey]
+        node = self._lanes.travel(leg, self._names[journey], (*before, *after))
+        self._placed[journey].append(node)
         self._to_go[journey] = rest
         if rest and not is_held:
             heapq.heappush(self._ready, (self._lanes.end_of((node,)), journey))

@@ -5,9 +5,8 @@ turns on it, like reads and writes of one disk. At the need-by tick of a transfe
 wait is a stall. What leaves the device starts after the op that computes it; backward ends when the last gradient is home.
 A reload starts after its offload has ended. All ranks do the same, so one of them is simulated: its shards move over its
 routes, full values and gradients over the links. Compute starts what moves over the links: at the launch tick of a gather
-it waits until the shards are there, and before a gradient is reduced until the buffers have room for it. Between replicas a
-gradient moves only while compute waits for it: when buffers are full, or at the end of backward. Before forward compute
-waits for the rows of residents that other ranks have updated.
+it waits until the shards are there, and before a gradient is reduced until the buffers have room for it. Before forward
+compute waits for the rows of residents that other ranks have updated.
 
 The simulated step is one of many equal ones. With an overlapped optimizer step, forward therefore runs beside the updates
 of the step before. These use the disk whenever nothing else does, in the order of first use. A gather waits for the
@@ -101,8 +100,6 @@ class _Reduction(NamedTuple):
     """A gradient that is being reduced."""
 
     journey: int
-    reduced: int | None  # the node that reduces it inside the shard group; None where that is one rank
-    taken_by: Placement | None  # whose update in backward takes it
     nbytes: int
 
 
@@ -201,8 +198,6 @@ class _Walk:
         """Issue the gradients of the last op, and wait until all gradients are home."""
         for tick in reversed(self._visits):
             self._visit(tick)
-        if self._plan.num_replicas > 1:
-            self._finish_reductions()
         self._journeys.advance(math.inf)
         nodes = [self._journeys.finish(sink) for sink in self._sinks]
         if nodes:
@@ -272,8 +267,7 @@ class _Walk:
         elif transfer.is_reload:
             after = (*after, self._journeys.finish(self._offloads[transfer.name]))
         is_held = transfer.what is Moved.PARAMETERS and self._plan.num_ranks > 1
-        held_before = 1 if is_held else None
-        journey = self._journeys.start(transfer.label, self._ways.legs(transfer), after, held_before=held_before)
+        journey = self._journeys.start(transfer.label, self._ways.legs(transfer), after, is_held=is_held)
         self._awaited[transfer.need_by].append(journey)
         if is_held:
             self._held.add(journey)
@@ -308,25 +302,18 @@ class _Walk:
             return
         if sum(each.nbytes for each in self._reductions) + sink.nbytes > self._largest:
             self._finish_reductions()
-        journey = self._journeys.start(sink.label, legs, self._after, held_before=self._ways.between_replicas)
+        journey = self._journeys.start(sink.label, legs, self._after)
         self._sinks.append(journey)
-        reduced = self._journeys.last_of(journey) if self._plan.num_ranks > 1 else None
         if self._plan.mesh_size > 1:
-            self._reductions.append(_Reduction(journey, reduced, taken_by, sink.nbytes))
-        if self._plan.num_replicas == 1 and taken_by is not None:
+            self._reductions.append(_Reduction(journey, sink.nbytes))
+        if taken_by is not None:
             self._update(taken_by, (self._journeys.finish(journey),))
 
     def _finish_reductions(self) -> None:
-        """Wait for the reductions in flight. Of several replicas, that is when they go on between them."""
+        """Wait for the reductions in flight."""
         pending, self._reductions = self._reductions, []
         for each in pending:
-            if each.reduced is not None:
-                self._wait(each.reduced)
-            if self._plan.num_replicas > 1:
-                self._journeys.launch(each.journey, self.clock, self._after)
-                self._wait(self._journeys.last_of(each.journey))
-                if each.taken_by is not None:
-                    self._update(each.taken_by, (self._journeys.finish(each.journey),))
+            self._wait(self._journeys.reach(each.journey, self._ways.num_reducing_legs - 1))
 
     def _update(self, placement: Placement | None, after: tuple[int, ...]) -> None:
         """Queue the update in backward of a parameter after some nodes, if there is one."""

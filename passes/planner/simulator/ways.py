@@ -24,11 +24,9 @@ class Ways:
             self._taken = {item.parameter for item in plan.placements if item.update_nbytes_written}
 
     @property
-    def between_replicas(self) -> int | None:
-        """Return the index of the leg of a gradient that goes between replicas; None if there is one replica."""
-        if self.world.num_replicas == 1:
-            return None
-        return 0 if self.world.num_ranks == 1 else 1
+    def num_reducing_legs(self) -> int:
+        """Return how many of the first legs of a gradient reduce it: among the ranks of a replica, and between replicas."""
+        return (self.world.num_ranks > 1) + (self.world.num_replicas > 1)
 
     @cached_property
     def spread(self) -> tuple[Leg, ...]:

@@ -18,7 +18,7 @@ _ENDLESS = {"wait", "wait_for", "result", "exception", "join", "get", "acquire"}
 # Device events, which have no timeout; and waits through the helper under the same name.
 _ALLOWED = (
     *("copy.event", "moving.mark", "origin", "timed.start", "timed.end", "compute.record()", "file_offset=offset)"),
-    *("self.updates", "self._updates", "gather"),
+    *("self.updates", "self._updates", "gather", "piece.ended"),
 )
 _MODULES = ("waiting.py", "cuda.py", "device_updates.py")  # the helper, and what enqueues waits on streams
 

@@ -63,7 +63,7 @@ def test_plans_of_replicas_are_proved_and_count_the_seconds_between_them(
     assert plan.sinks
     alone = replace(plan, num_replicas=1)
     assert measure_links(simulate(plan)).seconds > measure_links(simulate(alone)).seconds
-    assert simulate(plan).step_seconds > simulate(alone).step_seconds
+    assert simulate(plan).step_seconds >= simulate(alone).step_seconds
 
 
 @pytest.mark.parametrize("seed", range(8))
