@@ -46,6 +46,7 @@ class Executor:
             try:
                 return self._call(inputs)
             finally:
+                self._store.finish_spreads()
                 self._store.ram.end()  # a limit on device memory must not outlast the run
 
     def _call(self, inputs: list[Any]) -> Sequence[Any]:

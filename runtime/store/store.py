@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,7 +33,7 @@ from zinf_compile.runtime.process.failure import REMEDY, describe_error, describ
 from zinf_compile.runtime.process.forking import has_ended, leave_when_forked, touch_pages
 from zinf_compile.runtime.process.interrupts import uninterrupted, without_interrupts
 from zinf_compile.runtime.process.waiting import holding, wait_future
-from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, is_grouped
+from zinf_compile.runtime.ranks.ranks import ALONE, Collective, Ranks, is_grouped
 from zinf_compile.runtime.ranks.reductions import Reductions
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import Engine
@@ -49,6 +50,35 @@ from zinf_compile.runtime.store.update_queue import UpdateQueue
 from zinf_compile.runtime.transfer.activations import Activations
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
 from zinf_compile.runtime.transfer.transfers import Transfers
+
+_SPREAD_NBYTES = (
+    8 * 2**20
+)  # of updated residents that are gathered together: a few blocks' small ones, or one large one
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Spread:
+    """Copies that every rank has whole, on their way to having the rows that other ranks have updated."""
+
+    names: tuple[str, ...]
+    collective: Collective
+    padded: Sequence[
+        tuple[Tensor, Tensor]
+    ]  # copies whose rows ranks do not divide evenly, and what is gathered for them
+
+
+def _in_groups(records: Sequence[StoredParameter]) -> Iterator[list[StoredParameter]]:
+    """Yield consecutive parameters whose copies are gathered together."""
+    group: list[StoredParameter] = []
+    nbytes = 0
+    for record in records:
+        group.append(record)
+        nbytes += record.copies.compute.nbytes
+        if nbytes >= _SPREAD_NBYTES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
 
 
 class Store:
@@ -98,6 +128,7 @@ class Store:
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
         self.updates_ahead: UpdatesAhead | None = None  # begins updates in backward, which step() takes
         self.unreduced: dict[str, StoredParameter] = {}  # whose gradients are reduced once per step, in this order
+        self._spreads: dict[str, _Spread] = {}  # by parameter: what brings the rows that other ranks have updated
         self.wanted_norms: set[float] = set()  # orders of gradient norms that were requested, as by clip_grad_norm_
         self.update_order: Mapping[str, int] = {}  # by parameter: the position of its first gather in the next forward
         self.chunk_elements = 2**20  # of the streamed step; set by the plan
@@ -305,18 +336,31 @@ class Store:
     def refresh_stale(self) -> None:
         """Recompute every compute copy whose master copy the user has written since.
 
-        Whole copies of several ranks then get the rows that the others have updated.
+        Whole copies of several ranks then start to get the rows that the others have updated, in the order in which forward
+        reads them.
         """
         for record in self.records.values():
             self._sync(record)
-        self._spread([record for record in self.records.values() if self._is_behind(record)])
+        behind = [record for record in self.records.values() if self._is_behind(record)]
+        behind.sort(key=lambda record: self.update_order.get(record.name, len(self.update_order)))
+        for group in _in_groups(behind):
+            self._start_spread(group)
 
     @without_interrupts
     def refresh_one(self, record: StoredParameter) -> None:
-        """Recompute one compute copy if its master copy was written since."""
+        """Recompute one compute copy if its master copy was written since, and wait for the rows of other ranks."""
         self._sync(record)
         if self._is_behind(record):
-            self._spread([record])
+            self._start_spread([record])
+        if record.name in self._spreads:
+            self._finish_spread(self._spreads[record.name])
+
+    @without_interrupts
+    def finish_spreads(self) -> None:
+        """Wait for the rows of other ranks that nothing has waited for, before updates write these copies again."""
+        for spread in dict.fromkeys(self._spreads.values()):  # in the order of their start, the same on all ranks
+            with suppress(RankError):  # the ranks cannot go on, which was raised before
+                self._finish_spread(spread)
 
     def _sync(self, record: StoredParameter) -> None:
         version = record.version
@@ -335,14 +379,13 @@ class Store:
         """Return whether other ranks have updated their rows of a copy that is whole here since they were gathered."""
         return self.ranks.size > 1 and record.copies.is_behind(record.update.count)
 
-    def _spread(self, records: Sequence[StoredParameter]) -> None:
-        """Gather the updated rows of copies that every rank has whole. Every rank calls this with the same parameters."""
+    def _start_spread(self, records: Sequence[StoredParameter]) -> None:
+        """Start gathering the updated rows of copies that every rank has whole. Every rank does so in the same order."""
         shards: list[Tensor] = []
         wholes: list[Tensor] = []
-        padded: list[tuple[Tensor, Tensor]] = []  # copies whose rows the ranks do not divide evenly
+        padded: list[tuple[Tensor, Tensor]] = []
         for record in records:
             self.finish(record)
-            record.copies.note_spread(record.update.count)
             each = Slice.of_whole(record.name, record.shape).among(self.ranks.size).num_elements
             for slot in record.copies.all:
                 if slot.num_ranks == 1:
@@ -353,11 +396,21 @@ class Store:
                     shards.append(shard)
                     wholes.append(whole)
         if wholes:
-            with self.failing_on_error(), self.meter.stall("updated residents"):
-                self.ranks.wait(self.ranks.all_gather("the all-gather of updated residents", shards, wholes))
-            for target, gathered in padded:
-                target.copy_(gathered[: target.numel()])
+            with self.failing_on_error():
+                collective = self.ranks.all_gather("the all-gather of updated residents", shards, wholes)
+            names = tuple(record.name for record in records)
+            self._spreads.update(dict.fromkeys(names, _Spread(names=names, collective=collective, padded=padded)))
             self.meter.add_collective("all-gather", sum(whole.nbytes for whole in wholes))
+        for record in records:
+            record.copies.note_spread(record.update.count)
+
+    def _finish_spread(self, spread: "_Spread") -> None:
+        for name in spread.names:
+            self._spreads.pop(name, None)
+        with self.failing_on_error(), self.meter.stall("updated residents"):
+            self.ranks.wait(spread.collective)
+        for target, gathered in spread.padded:
+            target.copy_(gathered[: target.numel()])
 
     @without_interrupts
     def finish(self, record: StoredParameter, *, may_leave: bool = True) -> None:
