@@ -17,7 +17,7 @@ from zinf_compile.ir.errors import DamageError, RankError, StoreError, Unsupport
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.ops import make_anchor
-from zinf_compile.ir.plan import Placement
+from zinf_compile.ir.plan import SPREAD_NBYTES, Placement
 from zinf_compile.ir.slices import Slice
 from zinf_compile.ir.tiles import tile_name
 from zinf_compile.runtime.device.make_device import make_device
@@ -51,10 +51,6 @@ from zinf_compile.runtime.transfer.activations import Activations
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
 from zinf_compile.runtime.transfer.transfers import Transfers
 
-_SPREAD_NBYTES = (
-    8 * 2**20
-)  # of updated residents that are gathered together: a few blocks' small ones, or one large one
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Spread:
@@ -74,7 +70,7 @@ def _in_groups(records: Sequence[StoredParameter]) -> Iterator[list[StoredParame
     for record in records:
         group.append(record)
         nbytes += record.copies.compute.nbytes
-        if nbytes >= _SPREAD_NBYTES:
+        if nbytes >= SPREAD_NBYTES:
             yield group
             group, nbytes = [], 0
     if group:

@@ -25,6 +25,7 @@ SMALL_UPDATE_SETS = 4
 SMALL_UPDATE_PART = 64
 
 
+SPREAD_NBYTES = 8 * 2**20  # of updated residents that are gathered together: a few blocks' small ones, or one large one
 REDUCED_NBYTES = 32 * 2**20  # of gradients that pass between ranks at once: buffers of a constant size
 
 

@@ -62,7 +62,7 @@ class _BusyLanes:
         for transfer in plan.transfers:
             self._add_legs(phase_of(transfer.issue), ways.legs(transfer))
         if plan.schedule.is_training:
-            self._add_legs(Phase.FORWARD, ways.spread)
+            self._add_legs(Phase.FORWARD, [leg for _, leg in ways.spread])
             self._add_updates(timing)
 
     def _add_legs(self, phase: Phase, legs: Iterable[Leg]) -> None:

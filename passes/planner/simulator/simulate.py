@@ -5,8 +5,8 @@ turns on it, like reads and writes of one disk. At the need-by tick of a transfe
 wait is a stall. What leaves the device starts after the op that computes it; backward ends when the last gradient is home.
 A reload starts after its offload has ended. All ranks do the same, so one of them is simulated: its shards move over its
 routes, full values and gradients over the links. Compute starts what moves over the links: at the launch tick of a gather
-it waits until the shards are there, and before a gradient is reduced until the buffers have room for it. Before forward
-compute waits for the rows of residents that other ranks have updated.
+it waits until the shards are there, and before a gradient is reduced until the buffers have room for it. The rows of
+residents that other ranks have updated come at the beginning of forward, in the order of first reads, which wait for them.
 
 The simulated step is one of many equal ones. With an overlapped optimizer step, forward therefore runs beside the updates
 of the step before. These use the disk whenever nothing else does, in the order of first use. A gather waits for the
@@ -128,6 +128,7 @@ class _Walk:
         self._held: set[int] = set()  # gathers whose shards the ranks do not exchange yet
         self._reductions: list[_Reduction] = []  # in flight: their buffers are as large as the largest gradient
         self._largest = min(REDUCED_NBYTES, max((sink.nbytes for sink in plan.sinks), default=0))
+        self._spread: dict[int, list[int]] = defaultdict(list)  # by first read: what brings rows of residents
         self._updates = Updates(plan, self.lanes)
         self._read: dict[int, list[str]] = defaultdict(list)  # residents that are updated beside forward, by first use
         self._timing = plan.step.timing
@@ -147,7 +148,7 @@ class _Walk:
             self._spread_residents()
         self._placements = {placement.parameter: placement for placement in plan.placements}
         self._awaited: dict[int, list[int]] = defaultdict(list)  # by tick, the journeys that compute waits for there
-        visits = set(self._read)
+        visits = {*self._read, *self._spread}
         for transfer in plan.transfers:
             if transfer.what is not Moved.GRADIENT:
                 visits.update((transfer.issue, transfer.need_by))
@@ -245,6 +246,8 @@ class _Walk:
         if tick in self._read:
             for node in self._updates.finish(self._read[tick]):
                 self._wait(node)
+        for node in self._spread.get(tick, ()):
+            self._wait(node)
         for journey in self._awaited.get(tick, ()):
             self._launch(journey)
             self._wait(self._journeys.finish(journey))
@@ -276,12 +279,12 @@ class _Walk:
             self._offloads[transfer.name] = journey
 
     def _spread_residents(self) -> None:
-        """Wait for the updates of residents, and until every rank has what the others have updated of them."""
+        """Wait for the updates of residents; start to bring every rank what the others have updated of them."""
         updated = self._ways.updated_residents
         for node in self._updates.finish(placement.parameter for placement in updated):
             self._wait(node)
-        for leg in self._ways.spread:
-            self._wait(self.lanes.travel(leg, UPDATED_RESIDENTS, self._after))
+        for tick, leg in self._ways.spread:
+            self._spread[tick].append(self.lanes.travel(leg, UPDATED_RESIDENTS, self._after))
 
     def _launch(self, journey: int) -> None:
         """Let the ranks exchange the shards of a gather, once those of this one have arrived; of others, do nothing."""

@@ -4,7 +4,7 @@ from functools import cached_property
 
 from zinf_compile.hardware.world import Leg, World
 from zinf_compile.ir.glossary import StepTiming, Tier
-from zinf_compile.ir.plan import Plan
+from zinf_compile.ir.plan import SPREAD_NBYTES, Plan
 from zinf_compile.ir.transfers import Moved, Transfer
 
 
@@ -13,6 +13,7 @@ class Ways:
 
     def __init__(self, plan: Plan) -> None:
         self.world = World.of_plan(plan)
+        self._uses = plan.uses
         self.resident = {use.parameter for use in plan.uses} - plan.by_tick.gathered
         self.updated_residents = [  # every rank has them whole and updates its rows
             placement
@@ -29,10 +30,21 @@ class Ways:
         return (self.world.num_ranks > 1) + (self.world.num_replicas > 1)
 
     @cached_property
-    def spread(self) -> tuple[Leg, ...]:
-        """Return the way on which ranks get the rows of residents that others have updated; () where there are none."""
-        nbytes = sum(placement.compute_nbytes for placement in self.updated_residents)
-        return (Leg(self.world.links, nbytes),) if nbytes else ()
+    def spread(self) -> tuple[tuple[int, Leg], ...]:
+        """Return the legs on which ranks get the rows of residents that others have updated, in the order of first reads.
+
+        Each comes with the tick of the first read of what it brings.
+        """
+        first = {use.parameter: use.ticks[0] for use in reversed(self._uses)}
+        sizes = sorted((first.get(each.parameter, 0), each.compute_nbytes) for each in self.updated_residents)
+        legs: list[tuple[int, Leg]] = []
+        tick, nbytes = 0, 0
+        for read, size in sizes:
+            tick, nbytes = read if nbytes == 0 else tick, nbytes + size
+            if nbytes >= SPREAD_NBYTES:
+                legs.append((tick, Leg(self.world.links, nbytes)))
+                nbytes = 0
+        return (*legs, (tick, Leg(self.world.links, nbytes))) if nbytes else tuple(legs)
 
     def legs(self, transfer: Transfer) -> tuple[Leg, ...]:
         """Return the legs of a transfer, in order; () where nothing moves."""

@@ -140,9 +140,9 @@ num ranks: 2 -> 1
 is reduced in order: yes -> no
 hardware num nodes: 2 -> 1
 predicted forward: 8.40 s -> 7.00 s (-16.7%)
-predicted backward: 19.0 s -> 16.0 s (-15.8%)
-predicted stalls: 43.4 s -> 39.0 s (-10.1%)
-predicted total: 67.4 s -> 63.0 s (-6.5%)""",
+predicted backward: 16.0 s -> 14.0 s (-12.5%)
+predicted stalls: 40.4 s -> 37.0 s (-8.4%)
+predicted total: 64.4 s -> 61.0 s (-5.3%)""",
         )
 
     def test_what_differs(self) -> None:
