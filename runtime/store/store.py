@@ -345,11 +345,11 @@ class Store:
     @without_interrupts
     def refresh_one(self, record: StoredParameter) -> None:
         """Recompute one compute copy if its master copy was written since, and wait for the rows of other ranks."""
+        self._finish_spread_of(record)
         self._sync(record)
         if self._is_behind(record):
             self._start_spread([record])
-        if record.name in self._spreads:
-            self._finish_spread(self._spreads[record.name])
+            self._finish_spread_of(record)
 
     @without_interrupts
     def finish_spreads(self) -> None:
@@ -357,6 +357,7 @@ class Store:
         for spread in dict.fromkeys(self._spreads.values()):  # in the order of their start, the same on all ranks
             with suppress(RankError):  # the ranks cannot go on, which was raised before
                 self._finish_spread(spread)
+        self._spreads.clear()
 
     def _sync(self, record: StoredParameter) -> None:
         version = record.version
@@ -400,11 +401,15 @@ class Store:
         for record in records:
             record.copies.note_spread(record.update.count)
 
+    def _finish_spread_of(self, record: StoredParameter) -> None:
+        if record.name in self._spreads:
+            self._finish_spread(self._spreads[record.name])
+
     def _finish_spread(self, spread: "_Spread") -> None:
-        for name in spread.names:
-            self._spreads.pop(name, None)
         with self.failing_on_error(), self.meter.stall("updated residents"):
             self.ranks.wait(spread.collective)
+        for name in spread.names:
+            del self._spreads[name]
         for target, gathered in spread.padded:
             target.copy_(gathered[: target.numel()])
 

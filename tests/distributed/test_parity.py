@@ -1,6 +1,6 @@
 """Bit by bit: N ranks give what one process gives that accumulates their batches in the order of ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tests.distributed.workloads import (
     Loop,
     batch_of,
     build_frozen,
+    build_gpt,
     full,
     of_rank,
     optimize,
@@ -25,11 +26,12 @@ from tests.distributed.workloads import (
     train_on_ranks,
 )
 from tests.support.rank_pool import RankPool
-from tests.support.traces import assert_same
+from tests.support.traces import Trace, assert_same
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.params import home_gradient
-from zinf_compile.runtime.params.records import record_of
-from zinf_compile.runtime.store.store import store_of
+from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.store import store as store_module
+from zinf_compile.runtime.store.store import Store, store_of
 
 LOOPS = {
     "ordinary": Loop(),
@@ -162,3 +164,64 @@ def test_gradients_that_are_not_reduced_are_dropped_whole(two: RankPool, tmp_pat
         assert gradients.keys() == second.keys()
         assert all(torch.equal(gradients[name], each) for name, each in second.items())
         assert "had not been reduced over ranks when the model was closed" in warning
+
+
+def train_and_watch_residents(loop: Loop, options: Mapping[str, Any]) -> tuple[Trace, list[str], int]:
+    """Train; return also when updated rows of residents began to come and were waited for, one parameter at a time."""
+    happened: list[str] = []
+    start, finish = Store._start_spread, Store._finish_spread
+
+    def note_start(store: Store, records: Sequence[StoredParameter]) -> None:
+        happened.append("start")
+        start(store, records)
+
+    def note_finish(store: Store, spread: Any) -> None:
+        happened.append("finish")
+        finish(store, spread)
+
+    with (
+        mock.patch.multiple(Store, _start_spread=note_start, _finish_spread=note_finish),
+        mock.patch.object(store_module, "SPREAD_NBYTES", 1),
+    ):
+        trace = train_on_ranks(loop, options)
+    return trace, happened, len(list(loop.build().parameters()))
+
+
+def test_updated_residents_come_beside_the_forward(two: RankPool, tmp_path: Path) -> None:
+    """All of them begin to come before the first is waited for."""
+    loop = Loop(num_steps=2, looks_at_gradients=False)
+    plain = train_alone(loop, 2)
+    plain.gradients = []
+    options = placements(str(tmp_path))["resident"]
+    for rank, (ours, happened, num_parameters) in enumerate(two.run(train_and_watch_residents, loop, options)):
+        assert_same(ours, of_rank(plain, rank, 2))
+        assert happened == ["start"] * num_parameters + ["finish"] * num_parameters
+
+
+def break_off_and_train_on(options: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many gathers of residents are left by a forward that breaks off on all ranks, and how many there were."""
+    model = optimize(build_gpt(), options)
+    store = store_of(record_of(next(model.parameters())))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**batch_of(0, dist.get_rank())).backward()
+    optimizer.step()
+    started: list[int] = []
+    start = Store.refresh_stale
+
+    def start_and_stop(store: Store) -> None:
+        start(store)
+        started.append(len(store._spreads))
+        raise zinf_compile.CapacityError("the test")
+
+    with mock.patch.object(Store, "refresh_stale", start_and_stop), pytest.raises(zinf_compile.CapacityError):
+        model(**batch_of(1, dist.get_rank()))
+    left = len(store._spreads)
+    model(**batch_of(1, dist.get_rank())).backward()
+    zinf_compile.close(model)
+    return left, started[0]
+
+
+def test_a_forward_that_breaks_off_leaves_no_gather_of_residents(two: RankPool, tmp_path: Path) -> None:
+    for left, started in two.run(break_off_and_train_on, placements(str(tmp_path))["resident"]):
+        assert started > 0
+        assert left == 0
