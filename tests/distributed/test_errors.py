@@ -324,7 +324,7 @@ def _die_at(model: nn.Module, count: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seeds", [range(1, 6), range(6, 11)])
+@pytest.mark.parametrize("seeds", [range(1, 6), range(6, 11), range(11, 16), range(16, 21)])
 def test_killed_ranks_lose_nothing_that_was_saved(
     seeds: Sequence[int], two: RankPool, options: Mapping[str, Any], tmp_path: Path
 ) -> None:
