@@ -3,9 +3,6 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-
-from torch import Tensor
 
 from zinf_compile.runtime.device.device import Event
 from zinf_compile.runtime.process.waiting import end_pool, wait_future
@@ -24,10 +21,6 @@ class ThreadEvent:
         if error is not None:
             raise error
 
-    def seconds_until(self, later: Event) -> float:
-        """Threads take no times."""
-        raise NotImplementedError
-
 
 def _nothing() -> Future[None]:
     done: Future[None] = Future()
@@ -37,7 +30,7 @@ def _nothing() -> Future[None]:
 
 @dataclass(slots=True, kw_only=True)
 class ThreadStream:
-    """Runs work in order on one thread, which the first work starts and ``close`` ends."""
+    """Runs work in order on one thread, which the first work starts and ``close`` ends. It is never timed."""
 
     name: str
     synchronous: bool = False
@@ -48,17 +41,9 @@ class ThreadStream:
         """Make later work wait for an event."""
         self.run(event.wait)
 
-    def record(self, *, timed: bool = False) -> ThreadEvent:
+    def record(self) -> ThreadEvent:
         """Return an event after all work so far."""
         return ThreadEvent(name=self.name, done=self._last)
-
-    def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Copy flat bytes behind the work so far."""
-        self.run(partial(self._copy, source, destination))
-
-    @staticmethod
-    def _copy(source: Tensor, destination: Tensor) -> None:
-        destination.copy_(source)
 
     def run(self, call: Callable[[], None]) -> None:
         """Call it on the thread, behind the work so far."""

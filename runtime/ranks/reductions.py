@@ -38,8 +38,8 @@ from zinf_compile.ir.errors import RankError
 from zinf_compile.ir.plan import REDUCED_NBYTES
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.device.cpu import CPU
-from zinf_compile.runtime.device.device import Device, Event
-from zinf_compile.runtime.device.thread_stream import ThreadStream
+from zinf_compile.runtime.device.device import Device, Event, Stream
+from zinf_compile.runtime.device.thread_stream import ThreadEvent, ThreadStream
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.ranks.ranks import Collective, Ranks
 
@@ -57,7 +57,7 @@ class _Piece:
     start: int
     into: Tensor | None  # where the sum is copied, at its place
     collective: Collective | None = None
-    ended: Event | None = None  # on the stream that reduces it beside compute
+    ended: Event | ThreadEvent | None = None  # on the stream that reduces it beside compute
     total: Tensor | None = None  # its sum, then
 
     def exchange(self, start: Callable[[], Collective]) -> None:
@@ -84,7 +84,8 @@ class Reductions:
         self._ranks = ranks
         self._device = device
         self._meter = meter or Meter()
-        self._exchanges = self._sums = device.compute
+        self._exchanges: Stream = device.compute
+        self._sums: Stream | ThreadStream = device.compute
         if not ranks.is_alone:
             self._exchanges = self._sums = device.collectives.reductions
         if ranks.num_replicas > 1:
@@ -157,18 +158,17 @@ class Reductions:
 
     def _settle(self, piece: _Piece) -> Tensor:
         """Return the sum of a piece, for which compute waits."""
-        compute = self._device.compute
         if piece.ended is None:
             assert piece.collective is not None
             with self._meter.stall(piece.name):
                 self._wait(piece.collective)
             return self._add_up(piece)
-        if compute.synchronous:
+        if isinstance(piece.ended, ThreadEvent):
             with self._meter.stall(piece.name), self._ranks.counting_wait():
                 piece.ended.wait()
         else:
-            with self._meter.stall_on(compute, piece.name):
-                compute.wait(piece.ended)
+            with self._meter.stall_on(self._device.compute, piece.name):
+                self._device.compute.wait(piece.ended)
         assert piece.total is not None
         return piece.total
 

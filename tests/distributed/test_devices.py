@@ -13,11 +13,11 @@ import torch
 
 import zinf_compile
 from tests.distributed.test_owners import LOOPS as OWNED_LOOPS
+from tests.distributed.test_parity import LOOPS as PARITY_LOOPS
 from tests.distributed.workloads import (
     KIB,
     TILES,
     Loop,
-    build_frozen,
     build_gpt,
     build_small,
     of_rank,
@@ -34,12 +34,7 @@ from zinf_compile.ir.config import Config
 from zinf_compile.runtime.ranks.find_ranks import find_ranks
 from zinf_compile.runtime.ranks.ranks import Ranks
 
-LOOPS = {
-    "ordinary": Loop(),
-    "accumulated": Loop(num_steps=2, num_accumulated=2),
-    "frozen": Loop(build=build_frozen),
-    "momentum": Loop(optimizer="SGD", optimizer_options={"lr": 0.1, "momentum": 0.9}),
-}
+LOOPS = {name: loop for name, loop in PARITY_LOOPS.items() if loop.divide_by is None}
 # More than on a CPU: gradients and what arrives from the disk pass through host memory.
 MEMORY: Mapping[str, Mapping[str, Any]] = {
     "nvme": {"device_memory": 800 * KIB, "host_memory": 1024 * KIB},
