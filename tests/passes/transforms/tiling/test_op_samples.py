@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import settings
 from torch import Tensor, fx
 
 from zinf_compile.passes.transforms.tiling.calls import arguments_of
@@ -34,8 +35,10 @@ _SOME = 6  # samples per op variant
 @pytest.fixture(scope="module")
 def infos() -> dict[str, list[Any]]:
     """Return torch's ``OpInfo`` entries by op name, one per variant. A fixture, since importing them takes seconds."""
+    profile = settings.get_current_profile_name()
     from torch.testing._internal.common_methods_invocations import op_db
 
+    settings.load_profile(profile)  # torch's module loads a hypothesis profile of its own
     found: dict[str, list[Any]] = {}
     for info in op_db:
         if info.name in FUNCTIONS:
@@ -45,6 +48,12 @@ def infos() -> dict[str, list[Any]]:
 
 def test_torch_has_samples_of_each_op(infos: dict[str, list[Any]]) -> None:
     assert infos.keys() == FUNCTIONS.keys()
+
+
+def test_the_samples_leave_the_hypothesis_profile_of_this_suite(
+    infos: dict[str, list[Any]], request: pytest.FixtureRequest
+) -> None:
+    assert settings.get_current_profile_name() == (request.config.getoption("--hypothesis-profile") or "short")
 
 
 @pytest.mark.parametrize("most", [_SOME, pytest.param(None, marks=pytest.mark.long)], ids=["some", "all"])
