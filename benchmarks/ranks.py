@@ -1,6 +1,6 @@
 """Several ranks on one machine: seconds of a step beside FSDP2 and beside one process, memory, and bytes exchanged.
 
-    python -m benchmarks.ranks [--ranks 2] [--layers 8 --hidden 512] [--tokens 1024] [--rounds 2] [--nvme DIR]
+    python -m benchmarks.ranks [--ranks 2] [--layers 8 --hidden 512] [--tokens 1024 --seq 256] [--rounds 2] [--nvme DIR]
 
 Every contestant trains the same GPT with fp32 AdamW on the same tokens, over gloo, one thread a rank: in bfloat16 where the
 CPU has instructions for it, and in float32 otherwise (``--dtype``). They run one after the other in fresh processes, in
@@ -45,20 +45,20 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 def _build(args: argparse.Namespace) -> Any:
     gpt = load_gpt()
-    return gpt.GPT(gpt.GPTConfig(vocab_size=4096, layers=args.layers, hidden=args.hidden, heads=8, seq=256))
+    return gpt.GPT(gpt.GPTConfig(vocab_size=4096, layers=args.layers, hidden=args.hidden, heads=8, seq=args.seq))
 
 
-def _batch(step: int, rank: int, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(step: int, rank: int, sequences: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    tokens = torch.randint(4096, (sequences, 257), generator=generator)
+    tokens = torch.randint(4096, (sequences, seq + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _train(model: Any, rank: int, sequences: int) -> list[float]:
+def _train(model: Any, rank: int, sequences: int, seq: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     seconds = []
     for step in range(_WARM_UP + _STEPS):
-        tokens, targets = _batch(step, rank, sequences)
+        tokens, targets = _batch(step, rank, sequences, seq)
         start = time.perf_counter()
         model(tokens, targets).backward()
         optimizer.step()
@@ -89,7 +89,7 @@ def _zinf(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> dic
         compute=args.compute,
     )
     store = store_of(record_of(next(model.parameters())))
-    seconds = _train(model, rank, args.total // num_ranks)
+    seconds = _train(model, rank, args.sequences // num_ranks, args.seq)
     zinf_compile.synchronize(model)
     report = zinf_compile.report(model)
     steps = _WARM_UP + _STEPS
@@ -126,7 +126,7 @@ def _fsdp2(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> di
             block.compile()
         fully_shard(block, **policy)
     fully_shard(model, **policy)
-    return {"seconds": _train(model, rank, args.tokens // 256)}
+    return {"seconds": _train(model, rank, args.sequences // num_ranks, args.seq)}
 
 
 _CONTESTANTS: dict[str, Callable[[str, argparse.Namespace, int, int], dict[str, Any]]] = {
@@ -145,8 +145,8 @@ def _deepspeed(args: argparse.Namespace) -> dict[str, Any]:
         "hidden": args.hidden,
         "heads": 8,
         "vocab": 4096,
-        "batch": args.tokens // 256,
-        "seq": 256,
+        "batch": args.tokens // args.seq,
+        "seq": args.seq,
         "ranks": args.ranks,
         "threads": 1,
         "dtype": args.dtype,
@@ -179,7 +179,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=1024, help="of each rank, a multiple of 256")
+    parser.add_argument("--tokens", type=int, default=1024, help="of each rank, a multiple of ``--seq``")
+    parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16" if has_fast_bfloat16() else "float32")
     parser.add_argument("--compute", choices=("inductor", "aten"), default="inductor")
     parser.add_argument("--device-mib", type=int, default=0, help="device memory of a rank; enough where left out")
@@ -191,7 +192,9 @@ def main() -> None:
     parser.add_argument("--peer", help="python of an environment that has DeepSpeed")
     parser.add_argument("--only", default=",".join(_CONTESTANTS))
     args = parser.parse_args()
-    args.total = args.tokens * args.ranks // 256
+    if args.tokens % args.seq:
+        parser.error(f"--tokens {args.tokens} is not a multiple of --seq {args.seq}")
+    args.sequences = args.ranks * args.tokens // args.seq
     os.environ |= {"OMP_NUM_THREADS": "1", "ZINF_QUIET": "1"}
     found: dict[str, list[dict[str, Any]]] = {}
     context = mp.get_context("spawn")
