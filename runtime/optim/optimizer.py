@@ -361,7 +361,7 @@ class StreamedStep:
                     continue
                 if slot.in_memory:  # of an update ahead, which leaves it as it is
                     chunk.tensor(key, slot).copy_(slot.elements(slot.stored(part)))
-                else:
+                elif not (key == GRADIENT and job.takes_from_staging(self._store.tensor_io, part, chunk.views[key])):
                     offset, _ = slot.byte_range(slot.stored(part))
                     chunk.reads += self._store.io_pool.read(slot, offset, chunk.views[key])
         except BaseException:

@@ -45,6 +45,7 @@ from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.random_state import keeping_random_state
 from zinf_compile.runtime.storage.slots import Slot, local_of
 from zinf_compile.runtime.store.store import Store
+from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 Group = dict[str, Any]  # a parameter group of an optimizer, as torch has it
 
@@ -143,6 +144,14 @@ class Job:
         self.shadows = {key: replace(slot, shown=None) for key, slot in shadows.items()}
         self.home_slots = slots = {key: replace(slot, shown=None) for key, slot in self.home_slots.items()}
         self.staged_slots = {key: slot for key, slot in slots.items() if not shadows.get(key, slot).in_memory}
+
+    def takes_from_staging(self, tensor_io: TensorIO, part: Slice, buffer: memoryview) -> bool:
+        """Fill a buffer with a part of its gradient, if it is an update ahead and staging still has what arrived."""
+        return (
+            self.ahead is not None
+            and self.home_gradient is not None
+            and tensor_io.copy_landed(self.home_gradient, part, buffer)
+        )
 
     @property
     def slots_to_reload(self) -> Mapping[CopyKey, Slot]:

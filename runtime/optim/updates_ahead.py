@@ -110,6 +110,8 @@ class UpdatesAhead:
     def plan(self, name: str, parameters: frozenset[str]) -> None:
         """See UpdatesAhead in ``records``."""
         self._planned[name] = parameters
+        if (store := self._store()) is not None:
+            store.tensor_io.keeps_gradients = self.is_planned
 
     @property
     def is_planned(self) -> bool:

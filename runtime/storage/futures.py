@@ -66,6 +66,11 @@ def then_start(after: Future[None], start: Callable[[], Sequence[Future[None]]])
     return ended
 
 
-def return_when_done(staging: StagingPool, lease: StagingBuffer, futures: Sequence[Future[None]]) -> None:
-    """Return a staging buffer when the last of its calls is done, whether they succeed or not."""
-    call_when_done(futures, lambda _: staging.return_(lease))
+def return_when_done(
+    staging: StagingPool, lease: StagingBuffer, futures: Sequence[Future[None]], *, holds: object | None = None
+) -> None:
+    """Return a staging buffer when the last of its calls is done, whether they succeed or not.
+
+    If they did, with a note of what it holds.
+    """
+    call_when_done(futures, lambda error: staging.return_(lease, holds=holds if error is None else None))

@@ -14,7 +14,7 @@ from zinf_compile.runtime.storage.layout import Extent, FileLayout
 from zinf_compile.runtime.storage.state_codes import Coded
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Slot:
     """One tensor's home. On nvme it has an extent of the store file, and ``tensor`` is a mapping of it."""
 

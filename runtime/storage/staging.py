@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from zinf_compile.ir.errors import CapacityError, StoreError, VerifyError
 from zinf_compile.runtime.device.host_mapping import map_memory
@@ -27,6 +27,13 @@ class _Ticket:
 
     def __init__(self, leaves: int) -> None:
         self.leaves = leaves  # bytes that the lease leaves to others
+
+
+class _Idle(NamedTuple):
+    """Memory that is not leased."""
+
+    memory: Memory
+    holds: object | None  # what somebody may want of its bytes, until it is leased again
 
 
 class StagingBuffer:
@@ -76,6 +83,9 @@ class StagingPool:
     since the first touch of fresh memory costs more than a copy into it; the longest unused are dropped when room is
     needed. Leases are served in the order they were asked for, so a big one is not starved by small ones. Those that leave
     some of the capacity to others let these go first.
+
+    A buffer may be returned with a note of what its bytes hold. It can be leased by that note, with these bytes, as long as
+    no other lease has taken its memory, which happens last to the memory that was returned last.
     """
 
     def __init__(self, capacity: int, allocate: Allocate = map_memory) -> None:
@@ -83,7 +93,7 @@ class StagingPool:
         self._allocate = allocate
         self._condition = threading.Condition()  # guards everything below
         self._leased: dict[StagingBuffer, Memory] = {}
-        self._idle: deque[Memory] = deque()  # the longest unused first
+        self._idle: deque[_Idle] = deque()  # the longest unused first
         self._waiting: deque[_Ticket] = deque()
         self._leased_nbytes = 0
         self._idle_nbytes = 0
@@ -159,8 +169,22 @@ class StagingPool:
             return self._grant(nbytes, reserved) if has_room and is_first else None
 
     @without_interrupts
-    def return_(self, buffer: StagingBuffer) -> None:
-        """Take ``buffer`` back; VerifyError when it is not leased from this pool."""
+    def lease_holding(self, what: object) -> StagingBuffer | None:
+        """The buffer that was returned with the note ``what``, leased again; None if other leases have taken its memory."""
+        with self._condition:
+            for index, idle in enumerate(self._idle):
+                if idle.holds is what and not self._closed:
+                    del self._idle[index]
+                    self._idle_nbytes -= len(idle.memory)
+                    return self._hand_out(idle.memory, len(idle.memory))
+        return None
+
+    @without_interrupts
+    def return_(self, buffer: StagingBuffer, *, holds: object | None = None) -> None:
+        """Take ``buffer`` back; VerifyError when it is not leased from this pool.
+
+        ``holds`` notes what its bytes are: see ``lease_holding``.
+        """
         with self._condition:
             memory = self._leased.pop(buffer, None)
             if memory is None:
@@ -172,7 +196,7 @@ class StagingPool:
             buffer._view = None
             self._leased_nbytes -= len(memory)
             if not self._closed:
-                self._idle.append(memory)
+                self._idle.append(_Idle(memory, holds))
                 self._idle_nbytes += len(memory)
             self._condition.notify_all()
 
@@ -220,11 +244,11 @@ class StagingPool:
         with self._condition:
             if expect_idle:  # whoever waited for a call goes on a moment before that call's buffer is returned
                 wait_until(self._condition, lambda: not self._leased, "staging to come back", timeout=_RETURN_SECONDS)
-            memories = [*self._leased.values(), *self._idle]
+            memories = [*self._leased.values(), *(idle.memory for idle in self._idle)]
             if len({id(memory) for memory in memories}) != len(memories):
                 raise VerifyError("the same staging memory is leased twice, or both leased and idle")
             leased = sum(len(memory) for memory in self._leased.values())
-            idle = sum(len(memory) for memory in self._idle)
+            idle = sum(len(each.memory) for each in self._idle)
             if (leased, idle) != (self._leased_nbytes, self._idle_nbytes):
                 raise VerifyError(
                     f"the staging pool counts {self._leased_nbytes} bytes leased and {self._idle_nbytes} idle, "
@@ -252,10 +276,12 @@ class StagingPool:
         return next((share for share in shares if wanted <= share), wanted)
 
     def _grant(self, nbytes: int, reserved: int) -> StagingBuffer:
-        memory = self._take_memory(reserved)
+        return self._hand_out(self._take_memory(reserved), nbytes)
+
+    def _hand_out(self, memory: Memory, nbytes: int) -> StagingBuffer:
         buffer = StagingBuffer(self, memory, nbytes)
         self._leased[buffer] = memory
-        self._leased_nbytes += reserved
+        self._leased_nbytes += len(memory)
         self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes + self._idle_nbytes)
         return buffer
 
@@ -264,14 +290,21 @@ class StagingPool:
         return first is ticket and self._leased_nbytes + reserved + ticket.leaves <= self.capacity
 
     def _take_memory(self, reserved: int) -> Memory:
-        """Idle memory of exactly this size, the last used first, else new, after dropping idle memory for room."""
-        for index in range(len(self._idle) - 1, -1, -1):
-            memory = self._idle[index]
-            if len(memory) == reserved:
-                del self._idle[index]
-                self._idle_nbytes -= reserved
-                return memory
+        """Idle memory of exactly this size, or new memory, after dropping idle memory for room.
+
+        Of idle memory what holds nothing goes first, the last used before others; then, if there is no room for more, what
+        holds something, the longest unused first.
+        """
+        fitting = [index for index, idle in enumerate(self._idle) if len(idle.memory) == reserved]
+        index = next((index for index in reversed(fitting) if self._idle[index].holds is None), None)
+        if index is None and fitting and self._leased_nbytes + self._idle_nbytes + reserved > self.capacity:
+            index = fitting[0]
+        if index is not None:
+            memory = self._idle[index].memory
+            del self._idle[index]
+            self._idle_nbytes -= reserved
+            return memory
         while self._leased_nbytes + self._idle_nbytes + reserved > self.capacity:
             # Not mmap.close(): it raises BufferError as long as someone kept a view.
-            self._idle_nbytes -= len(self._idle.popleft())
+            self._idle_nbytes -= len(self._idle.popleft().memory)
         return self._allocate(reserved)

@@ -1,12 +1,15 @@
 """Tensor I/O: reads, writes, adds to and changes whole tensors of slots, a staging buffer at a time."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.copies import GRADIENT
 from zinf_compile.ir.errors import StoreError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
@@ -17,6 +20,13 @@ from zinf_compile.runtime.storage.slots import Slot, SlotPart, elements_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.storage.state_codes import encode
 from zinf_compile.runtime.transfer.io_pool import IOPool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Landed:
+    """A part of a gradient on nvme whose bytes may still be in staging, where its write has left them."""
+
+    part: Slice
 
 
 class TensorIO:
@@ -33,6 +43,8 @@ class TensorIO:
         self._arena = arena
         self._writes: list[tuple[Slot, Future[None]]] = []
         self.failed_slots: list[Slot] = []  # slots with a failed write: their content is undefined
+        self.keeps_gradients = False  # somebody will read them soon: what is written of them is remembered
+        self._landed: weakref.WeakKeyDictionary[Slot, list[_Landed]] = weakref.WeakKeyDictionary()
 
     def write_value(self, slot: Slot | SlotPart, value: Tensor, source: Tier = Tier.HOST) -> None:
         """Start writing ``value`` to a slot; ``wait_writes`` completes it. The caller may reuse ``value`` at once.
@@ -219,8 +231,40 @@ class TensorIO:
         else:
             view = lease.view
             futures = [then_start(after, lambda: self.pool.write(slot, offset, view, source))]
-        return_when_done(self.staging, lease, futures)
+        landed = self._note_landing(slot.whole, part) if slot.whole.key == GRADIENT else None
+        return_when_done(self.staging, lease, futures, holds=landed)
         self._writes += [(slot.whole, future) for future in futures]
+
+    def _note_landing(self, slot: Slot, part: Slice) -> _Landed | None:
+        """Forget what staging holds of a part of a gradient, which is written now; return the note of what it will hold."""
+        others = [each for each in self._landed.pop(slot, ()) if each.part.intersect(part) is None]
+        landed = _Landed(part) if self.keeps_gradients else None
+        if landed is not None:
+            others.append(landed)
+        if others:
+            self._landed[slot] = others
+        return landed
+
+    def copy_landed(self, slot: Slot, part: Slice, buffer: memoryview) -> bool:
+        """Fill a buffer with a part of a gradient as it was written last, if staging still holds that.
+
+        False if not: then the buffer holds anything.
+        """
+        written = self._landed.get(slot, ())
+        if next(part.without([each.part for each in written]), None) is not None:
+            return False
+        itemsize = slot.tensor.dtype.itemsize
+        for landed in written:
+            if (common := part.intersect(landed.part)) is None:
+                continue
+            if (lease := self.staging.lease_holding(landed)) is None:
+                return False
+            start, first, nbytes = (
+                itemsize * each for each in (common.offset_in(part), common.offset_in(landed.part), common.num_elements)
+            )
+            buffer[start : start + nbytes] = lease.view[first : first + nbytes]
+            self.staging.return_(lease, holds=landed)
+        return True
 
     def wait_writes(self) -> None:
         """Block until every write so far is complete; raise the StoreError of the first that failed."""

@@ -193,7 +193,7 @@ def test_updates_that_are_done_hold_no_staging_memory(optimize: Callable[..., nn
     store.check_integrity()  # waits for the updates, and keeps their futures
     assert record.update.future is not None
     assert store.staging.held_nbytes > 0
-    num_held = [sys.getrefcount(memory) for memory in store.staging._idle]
+    num_held = [sys.getrefcount(idle.memory) for idle in store.staging._idle]
     assert num_held == [num_held[0]] * len(num_held)
     with store.staging.lease(4096) as lease:
         fresh = sys.getrefcount(store.staging._leased[lease])

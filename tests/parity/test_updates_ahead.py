@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,12 +19,16 @@ import zinf_compile
 from tests.support.parity import on_streams
 from zinf_compile.ir.copies import MASTER, CopyKey
 from zinf_compile.ir.errors import CapacityError, StoreError, UnsupportedError
+from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.device.host_mapping import map_memory
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.updates_ahead import AheadCounts, UpdatesAhead
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
+from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 pytestmark = pytest.mark.keeps_captures
 
@@ -228,6 +233,28 @@ def test_an_ordinary_loop_takes_every_update(model: nn.Module, waits: bool) -> N
     assert not counts.dropped
     assert counts.num_taken + counts.num_late == num_planned(model) * (NUM_STEPS - 1)
     assert not waits or counts.num_late == 0
+
+
+@pytest.mark.parametrize("optimized", ["mixed", pytest.param("bfloat16", marks=pytest.mark.long)], indirect=True)
+def test_gradients_that_staging_still_holds_are_not_read(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = store_and_ahead(model)
+    found: Counter[bool] = Counter()
+    copy_landed = TensorIO.copy_landed
+
+    def compare(self: TensorIO, slot: Slot, part: Slice, buffer: memoryview) -> bool:
+        found[is_there := copy_landed(self, slot, part, buffer)] += 1
+        if is_there:
+            offset, nbytes = slot.byte_range(part)
+            on_disk = memoryview(map_memory(nbytes)).cast("B")
+            self.pool.wait(self.pool.read(slot, offset, on_disk), "a test")
+            num = part.num_elements * slot.tensor.dtype.itemsize
+            assert on_disk[:num] == buffer[:num]
+        return is_there
+
+    monkeypatch.setattr(TensorIO, "copy_landed", compare)
+    check(Loop(num_backwards=lambda step: 2), model, waits=True)
+    assert store.tensor_io.keeps_gradients
+    assert found[True] > NUM_STEPS
 
 
 @ONE

@@ -309,7 +309,7 @@ def _watch_memory(races: Races, replace: Replace) -> None:
 
     def take_memory(original: Any) -> Any:
         def call(pool: StagingPool, nbytes: int) -> Any:
-            idle = {id(memory) for memory in pool._idle}
+            idle = {id(each.memory) for each in pool._idle}
             memory = original(pool, nbytes)
             if id(memory) in idle:
                 races.observe(memory)
@@ -320,10 +320,19 @@ def _watch_memory(races: Races, replace: Replace) -> None:
         return call
 
     def give_back(original: Any) -> Any:
-        def call(pool: StagingPool, buffer: Any) -> None:
+        def call(pool: StagingPool, buffer: Any, **options: Any) -> None:
             if (memory := pool._leased.get(buffer)) is not None:
                 races.publish(memory)
-            original(pool, buffer)
+            original(pool, buffer, **options)
+
+        return call
+
+    def lease_holding(original: Any) -> Any:
+        def call(pool: StagingPool, what: object) -> Any:
+            if (buffer := original(pool, what)) is not None:
+                races.observe(pool._leased[buffer])
+                races.touch("memory", _address(buffer.view), buffer.nbytes, "what staging still holds", write=False)
+            return buffer
 
         return call
 
@@ -338,6 +347,7 @@ def _watch_memory(races: Races, replace: Replace) -> None:
 
     replace(StagingPool, "_take_memory", take_memory)
     replace(StagingPool, "return_", give_back)
+    replace(StagingPool, "lease_holding", lease_holding)
     replace(Arena, "reserve", reserve)
 
 
@@ -402,6 +412,14 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
 
         return call
 
+    def copy_landed(original: Any) -> Any:
+        def call(owner: TensorIO, slot: Any, part: Any, buffer: memoryview) -> bool:
+            if is_there := original(owner, slot, part, buffer):
+                races.touch("memory", _address(buffer), len(buffer), f"a copy of {slot.name} in staging", write=True)
+            return is_there
+
+        return call
+
     def release(original: Any) -> Any:
         def call(owner: Transfers, ticket: int) -> None:
             held_by(owner, ticket)
@@ -422,6 +440,7 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
     replace(KvikioReads, "read", direct_read)
     replace(IOPool, "_copy", copy)
     replace(TensorIO, "send_home", send_home)
+    replace(TensorIO, "copy_landed", copy_landed)
     replace(Chunk, "tensor", chunk_tensor)
     replace(Transfers, "wait_gather", wait_gather)
     replace(Transfers, "release", release)

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from zinf_compile.ir.errors import CapacityError, StoreError, VerifyError
-from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
+from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool, _Idle
 
 PAGE = 4096
 
@@ -63,11 +63,53 @@ def test_idle_memory_counts_and_is_dropped_for_room() -> None:
             pass
     assert pool.peak_nbytes == 6 * PAGE
     with pool.lease(5 * PAGE):
-        assert [len(memory) for memory in pool._idle] == [3 * PAGE], "the oldest go first, and only as needed"
+        assert [len(idle.memory) for idle in pool._idle] == [3 * PAGE], "the oldest go first, and only as needed"
         pool.check_integrity()
     with pool.lease(8 * PAGE):
         assert not pool._idle
     assert pool.peak_nbytes == 8 * PAGE
+    pool.check_integrity(expect_idle=True)
+
+
+def test_a_returned_buffer_can_be_leased_again_with_its_bytes() -> None:
+    pool = StagingPool(4 * PAGE)
+    notes = [object() for _ in range(3)]
+    for number, note in enumerate(notes):
+        buffer = pool.lease(PAGE)
+        buffer.view[:] = bytes([number]) * PAGE
+        pool.return_(buffer, holds=note)
+    assert pool.lease_holding(object()) is None
+    for _ in range(2):
+        for number, note in enumerate(notes):
+            again = pool.lease_holding(note)
+            assert again is not None
+            assert pool.lease_holding(note) is None, "it is leased"
+            assert bytes(again.view) == bytes([number]) * PAGE
+            pool.check_integrity()
+            pool.return_(again, holds=note)
+    assert pool.peak_nbytes == 3 * PAGE
+    pool.drop_idle()
+    assert pool.lease_holding(notes[0]) is None
+    pool.check_integrity(expect_idle=True)
+
+
+def test_other_leases_take_memory_that_holds_something_last_and_the_longest_unused_first() -> None:
+    pool = StagingPool(4 * PAGE)
+    empty, first, second = (pool.lease(PAGE) for _ in range(3))
+    notes = [object(), object()]
+    pool.return_(empty)
+    pool.return_(first, holds=notes[0])
+    pool.return_(second, holds=notes[1])
+    taken = [pool.lease(PAGE)]
+    assert pool.held_nbytes == 3 * PAGE, "memory that holds nothing was there"
+    taken.append(pool.lease(PAGE))
+    assert pool.held_nbytes == 4 * PAGE, "there was room for more"
+    taken.append(pool.lease(PAGE))
+    assert pool.lease_holding(notes[0]) is None
+    kept = pool.lease_holding(notes[1])
+    assert kept is not None
+    for buffer in (*taken, kept):
+        pool.return_(buffer)
     pool.check_integrity(expect_idle=True)
 
 
@@ -228,7 +270,7 @@ def test_check_integrity_finds_what_was_not_returned_and_wrong_sums() -> None:
     pool.check_integrity()
     with pytest.raises(VerifyError, match=r"1 staging buffers \(4096 bytes\) were not returned"):
         pool.check_integrity(expect_idle=True)
-    pool._idle.append(pool._leased[buffer])
+    pool._idle.append(_Idle(pool._leased[buffer], None))
     with pytest.raises(VerifyError, match="leased twice, or both leased and idle"):
         pool.check_integrity()
     pool._idle.clear()

@@ -63,6 +63,7 @@ def test_updates_ahead_of_the_step_have_no_race(tmp_path: Path) -> None:
         train(224, 3, nvme=tmp_path, device_memory=1600 * KIB, host_memory=MIB, speculate=True)
     assert races.found == []
     assert sum(taken) > 0
+    assert races.num_accesses["what staging still holds"] > 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -117,7 +118,9 @@ def test_a_gather_that_does_not_wait_for_an_update_is_found(tmp_path: Path) -> N
 
 
 def test_staging_that_is_returned_too_early_is_found(tmp_path: Path) -> None:
-    def at_once(staging: StagingPool, lease: StagingBuffer, waited: Sequence[Future[None]]) -> None:
+    def at_once(
+        staging: StagingPool, lease: StagingBuffer, waited: Sequence[Future[None]], *, holds: object | None = None
+    ) -> None:
         for future in waited:
             while future._state != "FINISHED":  # the bytes have arrived, but nothing orders the accesses
                 pass
