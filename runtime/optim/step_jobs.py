@@ -150,6 +150,7 @@ class Job:
         return (
             self.ahead is not None
             and self.home_gradient is not None
+            and not self.record.gradient.was_edited  # perhaps unseen, between its tiles
             and tensor_io.copy_landed(self.home_gradient, part, buffer)
         )
 

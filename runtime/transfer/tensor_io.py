@@ -27,6 +27,7 @@ class _Landed:
     """A part of a gradient on nvme whose bytes may still be in staging, where its write has left them."""
 
     part: Slice
+    version: int  # of the home tensor, by autograd's count, which rises where somebody writes in place
 
 
 class TensorIO:
@@ -238,7 +239,7 @@ class TensorIO:
     def _note_landing(self, slot: Slot, part: Slice) -> _Landed | None:
         """Forget what staging holds of a part of a gradient, which is written now; return the note of what it will hold."""
         others = [each for each in self._landed.pop(slot, ()) if each.part.intersect(part) is None]
-        landed = _Landed(part) if self.keeps_gradients else None
+        landed = _Landed(part, slot.tensor._version) if self.keeps_gradients else None
         if landed is not None:
             others.append(landed)
         if others:
@@ -248,9 +249,10 @@ class TensorIO:
     def copy_landed(self, slot: Slot, part: Slice, buffer: memoryview) -> bool:
         """Fill a buffer with a part of a gradient as it was written last, if staging still holds that.
 
-        False if not: then the buffer holds anything.
+        False if not, or if it was changed in place since: then the buffer holds anything.
         """
-        written = self._landed.get(slot, ())
+        version = slot.tensor._version
+        written = [landed for landed in self._landed.get(slot, ()) if landed.version == version]
         if next(part.without([each.part for each in written]), None) is not None:
             return False
         itemsize = slot.tensor.dtype.itemsize

@@ -1,0 +1,33 @@
+"""The benchmark of enqueuing runs: blocks are compiled and streamed, and all chunks are updated on the device."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from benchmarks.host_overhead import _CHUNKS, measure_blocks, measure_updates
+from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
+
+
+def test_every_chunk_is_timed() -> None:
+    run, num_chunks = DeviceUpdates.run, 0
+
+    def counted(updates: DeviceUpdates, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_chunks
+        num_chunks += 1
+        return run(updates, *args, **kwargs)
+
+    with mock.patch.object(DeviceUpdates, "run", counted):
+        seconds = measure_updates(rounds=2)
+    assert len(seconds) == 2
+    assert min(seconds) > 0.0
+    assert num_chunks >= 2 * _CHUNKS
+
+
+@pytest.mark.long
+def test_blocks_are_compiled_and_streamed() -> None:
+    found = measure_blocks(rounds=2)
+    assert found["op by op"] == 0
+    assert found["streamed"] > 0.5
+    assert len(found["forward"]) == len(found["backward"]) == 2
+    assert min(found["forward"] + found["backward"]) > 0.0
