@@ -14,6 +14,7 @@ def narrow_parameter(store: Store, record: StoredParameter, dtype: torch.dtype) 
     The new one is made on the tier of the master copy, and replaces a separate compute copy if there was one. StoreError
     if bytes cannot be moved.
     """
+    store.join_master(record)
     master = record.copies.master
     if (wide := record.copies.drop_compute()) is not None:
         store.held.count_home(wide.tier, -wide.nbytes)

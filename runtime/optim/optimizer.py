@@ -354,7 +354,7 @@ class StreamedStep:
         cursor = 0
         try:
             for key, slot in job.staged_slots.items():
-                padded = slot.staged_nbytes(part.num_elements)
+                padded = job.staged_nbytes(key, part.num_elements)
                 chunk.views[key] = chunk.lease.view[cursor : cursor + padded]
                 cursor += padded
                 if not job.reads(key):
@@ -362,7 +362,7 @@ class StreamedStep:
                 if slot.in_memory:  # of an update ahead, which leaves it as it is
                     chunk.tensor(key, slot).copy_(slot.elements(slot.stored(part)))
                 elif not (key == GRADIENT and job.takes_from_staging(self._store.tensor_io, part, chunk.views[key])):
-                    offset, _ = slot.byte_range(slot.stored(part))
+                    offset, _ = job.range_read(key, part)
                     chunk.reads += self._store.io_pool.read(slot, offset, chunk.views[key])
         except BaseException:
             self._return(chunk)
@@ -395,9 +395,8 @@ class StreamedStep:
         try:
             for key in () if job.reloaded else job.staged_slots:
                 if chunk.lease is not None and (key != GRADIENT or job.changes_gradient):
-                    written = job.slot_written(key)
-                    offset, _ = written.byte_range(written.stored(chunk.slice))
-                    write = partial(io_pool.write, written, offset, chunk.views[key])
+                    offset, nbytes = job.range_written(key, chunk.slice)
+                    write = partial(io_pool.write, job.slot_written(key), offset, chunk.views[key][:nbytes])
                     writes += [then_start(back[key], write)] if key in back else write()
         finally:  # reached also when a pool that was shut down refuses a write
             writes += (done for key, done in back.items() if key not in job.staged_slots)
@@ -458,13 +457,14 @@ class StreamedStep:
         job, record = chunk.job, chunk.job.record
         operands = Operands(
             slice=chunk.slice,
-            master=chunk.tensor(MASTER, record.copies.master),
+            master=chunk.low_halves() if job.reads_split else chunk.tensor(MASTER, job.home_slots[MASTER]),
             gradient=chunk.gradient(),
             states={name: chunk.tensor(state_key(name), slot) for name, slot in record.copies.states.items()},
             compute=chunk.tensor(COMPUTE, record.copies.compute) if record.copies.are_two else None,
         )
-        if job.coded_states:
-            for decoded in decoding(job, operands, num_threads=self._num_threads):
+        if job.coded_states or job.splits:
+            low_halves = chunk.low_halves() if job.splits else None
+            for decoded in decoding(job, operands, low_halves, num_threads=self._num_threads):
                 self._update_elements(job, decoded)
         elif self._element_wise:
             self._update_elements(job, operands)

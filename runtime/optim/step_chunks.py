@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import GRADIENT, CopyKey
+from zinf_compile.ir.copies import GRADIENT, MASTER, CopyKey, low_halves_nbytes
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.optim.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.optim.shadow import copy_value, shadow_step
 from zinf_compile.runtime.optim.step_jobs import Job
+from zinf_compile.runtime.storage.low_halves import join, split
 from zinf_compile.runtime.storage.slots import Slot, elements_of, local_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.storage.state_codes import encode
 
-_DECODED_NBYTES = 2 * 2**20  # of all states at once; no plan counts them
+_DECODED_NBYTES = 2 * 2**20  # of all states, and of a split master copy, at once; no plan counts them
+_MASTER = torch.float32  # what a master copy is that can be split
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,6 +39,11 @@ class Chunk:
         if key in self.views:
             return torch.frombuffer(self.views[key], dtype=slot.tensor.dtype, count=stored.num_elements)
         return slot.elements(stored)
+
+    def low_halves(self) -> Tensor:
+        """Return the staged pages of what the compute copy lacks of the master copy: read, or to be written."""
+        nbytes = low_halves_nbytes(self.slice.num_elements)
+        return torch.frombuffer(self.views[MASTER], dtype=torch.uint8, count=nbytes)
 
     def reload(self) -> Mapping[CopyKey, Future[None]]:
         """Copy what was read of shadows into the copies in memory; nothing has to come back."""
@@ -63,7 +70,7 @@ class Operands:
     """What an update reads and writes of a slice of a parameter, as flat tensors."""
 
     slice: Slice
-    master: Tensor
+    master: Tensor  # or pages of what the compute copy lacks of it, uint8
     gradient: Tensor
     states: Mapping[str, Tensor]
     compute: Tensor | None
@@ -72,7 +79,9 @@ class Operands:
         """Return those of a part of the slice, in the same memory."""
         return Operands(
             slice=part,
-            master=elements_of(self.master, self.slice, part),
+            master=_pages_of(self.master, self.slice, part)
+            if self.master.dtype == torch.uint8
+            else elements_of(self.master, self.slice, part),
             gradient=elements_of(self.gradient, self.slice, part),
             states={key: elements_of(state, self.slice, part) for key, state in self.states.items()},
             compute=None if self.compute is None else elements_of(self.compute, self.slice, part),
@@ -112,17 +121,27 @@ def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> d
     return new_state
 
 
-def decoding(job: Job, operands: Operands, *, num_threads: int) -> Iterator[Operands]:
+def _pages_of(pages: Tensor, held: Slice, part: Slice) -> Tensor:
+    """Return the pages of lower halves of a part, which begins with a page, among those of a slice."""
+    first = low_halves_nbytes(part.offset_in(held))
+    return pages[first : first + low_halves_nbytes(part.num_elements)]
+
+
+def decoding(job: Job, operands: Operands, low_halves: Tensor | None, *, num_threads: int) -> Iterator[Operands]:
     """Yield parts of a slice with states decoded from their codes, and encode what was made of each before the next.
 
-    So values are decoded, updated and encoded in the cache.
+    So values are decoded, updated and encoded in the cache. A master copy is joined from its compute copy and what that
+    lacks, if it is split, and split into ``low_halves``, if these are given. They may lie over a master copy that is whole:
+    a part is read before its pages are written, and they end no later.
     """
     coded = {name: slot.coded for name, slot in job.coded_states.items() if slot.coded is not None}
     whole, step = operands.slice, _number_of(job.scalars.get("step"))
     exact = replace(operands, states={name: each for name, each in operands.states.items() if name not in coded})
-    most = _DECODED_NBYTES // sum(each.dtype.itemsize for each in coded.values())
+    itemsizes = [each.dtype.itemsize for each in coded.values()] + [_MASTER.itemsize] * (low_halves is not None)
+    most = _DECODED_NBYTES // sum(itemsizes)
     size = max(1, min(whole.length, max(job.multiple, most - most % job.multiple)))
     values = {name: each.room(size) for name, each in coded.items()}
+    room = None if low_halves is None else torch.empty(size, dtype=_MASTER, device="cpu")
     for part in whole.pieces(size):
         pages, states = {}, {}
         for name, each in coded.items():
@@ -132,7 +151,13 @@ def decoding(job: Job, operands: Operands, *, num_threads: int) -> Iterator[Oper
             if name in job.kept_states:
                 each.decode(pages[name], states[name], num_threads=num_threads)
         decoded = exact.part(part)
-        yield replace(decoded, states={**decoded.states, **states})
+        decoded = replace(decoded, states={**decoded.states, **states})
+        if room is not None:
+            decoded = replace(decoded, master=_joined(decoded, room[: part.length], num_threads=num_threads))
+        yield decoded
+        if low_halves is not None:
+            assert decoded.compute is not None
+            split(decoded.master, decoded.compute, _pages_of(low_halves, whole, part), num_threads=num_threads)
         for name, each in coded.items():
             seed = zlib.crc32(f"{part.parameter}/{name}/{step}".encode())
             encode(
@@ -144,6 +169,15 @@ def decoding(job: Job, operands: Operands, *, num_threads: int) -> Iterator[Oper
                 drawn_from=decoded.master if decoded.master.dtype == torch.float32 else None,
                 num_threads=num_threads,
             )
+
+
+def _joined(operands: Operands, room: Tensor, *, num_threads: int) -> Tensor:
+    """Return the values of a master copy in ``room``."""
+    if operands.master.dtype != torch.uint8:
+        return room.copy_(operands.master)
+    assert operands.compute is not None
+    join(operands.master, operands.compute, room, num_threads=num_threads)
+    return room
 
 
 def _number_of(step: object) -> float:

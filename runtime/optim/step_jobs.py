@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, chunk_multiple, code_of_state, state_key
+from zinf_compile.ir.copies import (
+    COMPUTE,
+    GRADIENT,
+    LOW_HALVES,
+    MASTER,
+    CopyKey,
+    chunk_multiple,
+    code_of_state,
+    low_halves_nbytes,
+    state_key,
+)
 from zinf_compile.ir.errors import StoreError, UnsupportedError
 from zinf_compile.ir.glossary import dtype_name
 from zinf_compile.ir.slices import Slice
@@ -117,9 +127,12 @@ class Job:
     shadows: Mapping[CopyKey, Slot] = field(default_factory=dict)  # written in the place of what is read
     reloaded: Mapping[CopyKey, Slot] = field(default_factory=dict)  # all it does is copy shadows to these
     after: Sequence[Future[None]] = ()  # what is to end before anything is read
+    splits: bool = False  # of the master copy it writes what the compute copy lacks
+    reads_split: bool = field(init=False)  # and so was the master copy written last
 
     def __post_init__(self) -> None:
         record = self.record
+        self.reads_split = record.copies.master.upper is not None
         self.home_gradient = record.gradient.slot if record.gradient.is_home(self.grad) else None
         slots = {MASTER: record.copies.master}
         slots |= {state_key(name): slot for name, slot in record.copies.states.items()}
@@ -164,6 +177,7 @@ class Job:
         reload = copy.copy(self)
         reload.update, reload.writes = Future(), []
         reload.is_begun = reload.is_updated = reload.changes_gradient = False
+        reload.splits = reload.reads_split = False
         reload.ahead, reload.shadows, reload.deferred, reload.next_state = None, {}, (), {}
         reload.is_on_device, reload.before = False, None
         reload.after = (self.update,)
@@ -181,6 +195,13 @@ class Job:
         self.is_begun = True
         if self.ahead is None:
             self.record.update.tear()
+            if not self.reloaded:
+                self.note_form()
+
+    def note_form(self) -> None:
+        """Note, for whoever reads the master copy, what it writes of it. They wait for its end."""
+        copies = self.record.copies
+        copies.master.upper = copies.compute if self.splits else None
 
     def end(self, error: BaseException | None) -> None:
         """Wake whoever waits for the parameter: all of it is home, or the update has failed."""
@@ -197,9 +218,11 @@ class Job:
             self.update.set_exception(error)
 
     def reads(self, key: CopyKey) -> bool:
-        """Return whether its update reads a copy: all but the compute copy, and state that is not there yet."""
+        """Return whether its update reads a copy: all but state that is not there yet, and most compute copies."""
         if self.reloaded:
             return True
+        if key == COMPUTE:
+            return self.reads_split
         return key in (MASTER, GRADIENT) or key.state in self.kept_states
 
     @property
@@ -219,7 +242,27 @@ class Job:
 
     def lease_nbytes(self, num_elements: int) -> int:
         """Return the bytes of staging that so many elements of it take."""
-        return sum(slot.staged_nbytes(num_elements) for slot in self.staged_slots.values())
+        return sum(self.staged_nbytes(key, num_elements) for key in self.staged_slots)
+
+    def staged_nbytes(self, key: CopyKey, num_elements: int) -> int:
+        """Return the bytes of staging that so many elements of one of its copies take."""
+        if key == MASTER and self.reads_split:
+            return low_halves_nbytes(num_elements)
+        return self.staged_slots[key].staged_nbytes(num_elements)
+
+    def range_read(self, key: CopyKey, part: Slice) -> tuple[int, int]:
+        """Return where in the file a part of a copy is that it reads, and its bytes."""
+        slot = self.staged_slots[key]
+        if key == MASTER and self.reads_split:
+            return slot.low_halves_range(part)
+        return slot.byte_range(slot.stored(part))
+
+    def range_written(self, key: CopyKey, part: Slice) -> tuple[int, int]:
+        """Return where in the file it writes a part of a copy, and its bytes."""
+        slot = self.slot_written(key)
+        if key == MASTER and self.splits:
+            return slot.low_halves_range(part)
+        return slot.byte_range(slot.stored(part))
 
     @property
     def coded_states(self) -> Mapping[str, Slot]:
@@ -230,8 +273,10 @@ class Job:
     def multiple(self) -> int:
         """Return of how many elements every part of it but the last is a multiple."""
         slots = self.home_slots.values()
-        codes = {slot.coded.code for slot in slots if slot.coded is not None}
-        return chunk_multiple(codes, {slot.tensor.dtype.itemsize for slot in slots if slot.coded is None})
+        pages = {slot.coded.code.page_elements for slot in slots if slot.coded is not None}
+        if self.splits or self.reads_split:
+            pages.add(LOW_HALVES)
+        return chunk_multiple(pages, {slot.tensor.dtype.itemsize for slot in slots if slot.coded is None})
 
     @property
     def whole_nbytes(self) -> int:
@@ -355,8 +400,12 @@ class JobCollector:
         if changes_gradient and record.gradient.is_home(grad):
             self._store.await_gradient(record)  # applies deferred operations
             record.gradient.forget_norms()
+        splits = self._splits(record)
+        if not splits:
+            self._store.join_master(record)
         job = Job(
             record=record,
+            splits=splits,
             optimizer=self.frozen,
             real_optimizer=self._optimizer,
             place=place,
@@ -379,6 +428,19 @@ class JobCollector:
         else:
             job.temporary_nbytes = self._count_temporaries(job)
         return job
+
+    def _splits(self, record: StoredParameter) -> bool:
+        """Return whether an update leaves of the master copy what the compute copy lacks: not where others see it whole."""
+        placement, copies = self._store.placements.get(record.name), record.copies
+        return (
+            placement is not None
+            and placement.splits_master
+            and self.is_element_wise
+            and self._store.ranks.is_alone
+            and copies.may_split(record.update.count)
+            and isinstance(record.parameter, HomeParameter)
+            and not copies.master.may_change_unseen
+        )
 
     def _make_state_slots(self, record: StoredParameter, place: Place) -> None:
         """Give every per-element state tensor a slot before the first step, so that chunks have somewhere to go."""

@@ -363,6 +363,7 @@ class UpdatesAhead:
             self.counts.num_taken += 1
             for key in begun.shadows.keys() - to_reload.keys():
                 self._exchange(record, key, begun.shadows[key])
+            job.note_form()
             job.show_next_state()
             if is_reloaded:
                 left.append(job.reload())

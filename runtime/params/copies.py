@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from zinf_compile.ir.copies import MASTER, CopyKey
 from zinf_compile.runtime.storage.slots import Slot
 
+_MOST_WHOLE = 64  # updates that leave a master copy whole, where it is looked at again and again
+
 
 class Seat:
     """What connects the captured gathers of one parameter to the autograd graph.
@@ -39,6 +41,8 @@ class Copies:
     synced_version: int = 0  # of the parameter, when the compute copy was last cast from the master
     spread_count: int = 0  # of updates, when the rows of other ranks were last gathered into copies that are whole here
     is_exposed: bool = False  # a writable alias of the master was handed out since
+    joined_at: int | None = None  # the number of updates when somebody wanted the master copy whole last
+    whole_for: int = 1  # the updates that leave it whole after that
 
     @property
     def are_two(self) -> bool:
@@ -81,6 +85,22 @@ class Copies:
             self.master = moved
         if self.compute is slot:
             self.compute = moved
+
+    # Whether updates leave, of the master copy, only what the compute copy lacks
+
+    def may_split(self, count: int) -> bool:
+        """Return whether update number ``count`` may: one leaves it whole where the one before was looked at, or more."""
+        is_f32 = (self.master.dtype, self.compute.dtype) == (torch.float32, torch.bfloat16)
+        is_apart = (
+            self.are_two and is_f32 and self.master.extent is not None and self.compute.slice == self.master.slice
+        )
+        return is_apart and (self.joined_at is None or count - self.joined_at >= self.whole_for)
+
+    def note_joined(self, count: int) -> None:
+        """Note that the master copy had to be made whole after ``count`` updates; where that happens often, it stays so."""
+        is_again = self.joined_at is not None and count - self.joined_at <= 2 * self.whole_for
+        self.whole_for = min(_MOST_WHOLE, 2 * self.whole_for) if is_again else 1
+        self.joined_at = count
 
     # Whether the compute copy is the master's value
 

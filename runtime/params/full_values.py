@@ -19,6 +19,7 @@ def write_piece(record: StoredParameter, first: int, values: Tensor) -> None:
     cast from what the master copy then holds.
     """
     store = record.store
+    store.join_master(record)
     flat = values.to(record.original_dtype).reshape(-1)
     written = Slice.of_whole(record.name, record.shape).flat.part(first, first + flat.numel())
     with store.failing_on_error():

@@ -220,6 +220,8 @@ def await_home(tensor: HomeParameter | HomeTensor) -> None:
     if isinstance(tensor, HomeTensor):
         tensor.prepare_look()
     record.store.finish(record)
+    if isinstance(tensor, HomeParameter):
+        record.store.join_master(record)
     if record.store.is_forked:
         with torch._C.DisableTorchFunctionSubclass():
             record.store.take_into_child(record, tensor)

@@ -154,6 +154,9 @@ class RecordStore(Protocol):
     def finish(self, record: "StoredParameter", *, may_leave: bool = True) -> None:
         """Block until nothing is in flight for a parameter."""
 
+    def join_master(self, record: "StoredParameter") -> None:
+        """Make the master copy whole, where an update has left only what the compute copy lacks; blocks."""
+
     def await_gradient(self, record: "StoredParameter") -> None:
         """Block until the gradient at home may be added to, with deferred operations applied."""
 

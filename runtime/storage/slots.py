@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import COMPUTE, Code, CopyKey
+from zinf_compile.ir.copies import COMPUTE, LOW_HALVES, SECTOR_NBYTES, Code, CopyKey, low_halves_nbytes
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.storage.engine import whole_sectors
@@ -25,6 +25,7 @@ class Slot:
     tensor: Tensor  # the home tensor, for the runtime, whose callers make sure that nothing is in flight for it
     extent: Extent | None = None
     coded: Coded | None = None  # what it holds, if that is codes, in pages
+    upper: "Slot | None" = None  # the compute copy, while an update has left here only what that lacks of a master copy
     on_device: bool = False  # in memory that only the device's streams reach; that of a CPU is host memory
     shown: Tensor | None = None  # the home tensor for users, of a gradient or optimizer state: using it waits
     num_own_references: int = field(init=False)  # to its bytes, by our tensors; further ones are aliases of others
@@ -64,6 +65,13 @@ class Slot:
         if self.coded is None:
             return whole_sectors(num_elements * self.tensor.dtype.itemsize)
         return self.coded.code.nbytes(num_elements)
+
+    def low_halves_range(self, part: Slice) -> tuple[int, int]:
+        """Return where in the file the pages are with what the compute copy lacks of a slice, and their bytes."""
+        assert self.extent is not None
+        first, beyond = divmod(part.offset_in(self.slice), LOW_HALVES)
+        assert beyond == 0, f"{part} begins {beyond} elements behind the start of a page"
+        return self.extent.offset + first * SECTOR_NBYTES, low_halves_nbytes(part.num_elements)
 
     @property
     def whole(self) -> "Slot":

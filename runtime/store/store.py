@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import COMPUTE, Code, CopyKey
+from zinf_compile.ir.copies import COMPUTE, Code, CopyKey, low_halves_nbytes
 from zinf_compile.ir.errors import DamageError, RankError, StoreError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
@@ -38,6 +38,7 @@ from zinf_compile.runtime.ranks.reductions import Reductions
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.layout import FileLayout
+from zinf_compile.runtime.storage.low_halves import join
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.nvme.verified import VerifiedEngine
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, map_tensor, memory_of
@@ -320,6 +321,37 @@ class Store:
             return whole[: shape.numel()].view(shape)
 
     @without_interrupts
+    def join_master(self, record: StoredParameter) -> None:
+        """Make the master copy whole, where an update has left only what the compute copy lacks; blocks.
+
+        An update ahead of ``step()`` that reads it is dropped. Of a parameter that is torn there is nothing to join.
+        """
+        self.finish(record)
+        master = record.copies.master
+        if master.upper is None or record.update.is_torn:
+            return
+        if self.is_forked or self._closed:
+            self._join_in_memory(record, master, master.upper)
+            return
+        record.update.note_look()
+        record.update.tear()
+        with self.failing_on_error():
+            self.tensor_io.join(master)
+        master.upper = None
+        record.update.mend()
+        record.copies.note_joined(record.update.count)
+
+    def _join_in_memory(self, record: StoredParameter, master: Slot, upper: Slot) -> None:
+        """Join a master copy through its mapping, where nothing can be read or written otherwise."""
+        if self.is_forked:
+            for slot in (upper, master):
+                self.take_into_child(record, slot.tensor)
+        flat = master.tensor.detach().view(-1)
+        pages = flat.view(torch.uint8)[: low_halves_nbytes(flat.numel())].clone()
+        join(pages, upper.tensor.detach().view(-1), flat)
+        master.upper = None
+
+    @without_interrupts
     def await_gradient(self, record: StoredParameter) -> None:
         """Block until others, such as autograd, may add to the gradient at its home; apply postponed changes first."""
         self.finish(record)
@@ -363,7 +395,7 @@ class Store:
         version = record.version
         if record.copies.is_synced(version):
             return
-        self.finish(record)
+        self.join_master(record)
         if record.copies.are_two:
             with self.failing_on_error():
                 shard = record.shard
@@ -640,6 +672,7 @@ class Store:
             self.updates_ahead.drop("parameters were loaded")
         for record in records:
             record.update.tear()
+            record.copies.master.upper = None
         try:
             yield
             self.tensor_io.wait_writes()

@@ -116,6 +116,10 @@ def pieces_of(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[mem
 
     Of a slot of codes these are the bytes of its values.
     """
+    if slot.whole.upper is not None:
+        assert tensor_io is not None
+        yield from (tensor_bytes(piece) for _, piece in tensor_io.read_pieces(slot))
+        return
     if isinstance(slot, SlotPart) or slot.coded is None:
         yield from _stored_pieces(slot, tensor_io)
         return

@@ -3,19 +3,21 @@
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import GRADIENT
+from zinf_compile.ir.copies import GRADIENT, LOW_HALVES, chunk_multiple
 from zinf_compile.ir.errors import StoreError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.futures import return_when_done, then_start
+from zinf_compile.runtime.storage.low_halves import join
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, elements_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.storage.state_codes import encode
@@ -293,6 +295,11 @@ class TensorIO:
 
         The tensors are flat, and each is valid until the next is requested.
         """
+        if slot.whole.upper is not None:
+            for part in self._joined_parts(slot.whole):
+                with self._joined(slot.whole, part, destination) as (piece, _):
+                    yield part, piece
+            return
         for part in self._pieces(slot):
             if slot.in_memory:
                 yield part, slot.elements(part)
@@ -301,6 +308,47 @@ class TensorIO:
             with self.pool.lease(nbytes, f"room for {slot.name}") as lease:
                 self.pool.wait(self.pool.read(slot, offset, lease.view, destination), slot.name)
                 yield part, torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=part.num_elements)
+
+    def join(self, slot: Slot) -> None:
+        """Write all of a master copy of which there is only what the compute copy lacks; blocks.
+
+        From its end on: the values of a part are written over pages of parts that lie before it, at most of its own.
+        """
+        assert slot.upper is not None
+        for part in reversed(list(self._joined_parts(slot))):
+            with self._joined(slot, part) as (_, view):
+                self.pool.wait(self.pool.write(slot, slot.byte_range(part)[0], view), slot.name)
+
+    def _joined_parts(self, slot: Slot) -> Iterator[Slice]:
+        """Yield consecutive parts of a split master copy, each of which fits into staging with all that it takes."""
+        assert slot.upper is not None
+        itemsizes = [slot.tensor.dtype.itemsize, slot.upper.tensor.dtype.itemsize]
+        multiple = chunk_multiple([LOW_HALVES], itemsizes)
+        wanted = self.pool.piece_elements(slot.tensor.dtype) // 2  # beside the values there is as much to join
+        return slot.slice.flat.pieces(max(multiple, wanted - wanted % multiple))
+
+    @contextmanager
+    def _joined(self, slot: Slot, part: Slice, destination: Tier = Tier.HOST) -> Iterator[tuple[Tensor, memoryview]]:
+        """Read a part of a split master copy; inside, give its values and the staged bytes of these."""
+        upper, count = slot.upper, part.num_elements
+        assert upper is not None
+        values_nbytes, (offset, pages_nbytes) = slot.byte_range(part)[1], slot.low_halves_range(part)
+        upper_nbytes = 0 if upper.in_memory else upper.byte_range(part)[1]
+        with self.pool.lease(values_nbytes + pages_nbytes + upper_nbytes, f"room for {slot.name}") as lease:
+            values, rest = lease.view[:values_nbytes], lease.view[values_nbytes:]
+            reads = self.pool.read(slot, offset, rest[:pages_nbytes], destination)
+            if upper_nbytes:
+                reads += self.pool.read(upper, upper.byte_range(part)[0], rest[pages_nbytes:], destination)
+            self.pool.wait(reads, slot.name)
+            pages = torch.frombuffer(rest, dtype=torch.uint8, count=pages_nbytes)
+            halves = (
+                torch.frombuffer(rest[pages_nbytes:], dtype=upper.tensor.dtype, count=count)
+                if upper_nbytes
+                else upper.elements(part)
+            )
+            piece = torch.frombuffer(values, dtype=slot.tensor.dtype, count=count)
+            join(pages, halves, piece, num_threads=torch.get_num_threads())
+            yield piece, values
 
 
 def _add(addend: Tensor, home: Tensor, _: Slice) -> None:

@@ -398,6 +398,14 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
 
         return call
 
+    def low_halves(original: Any) -> Any:
+        def call(chunk: Chunk) -> Tensor:
+            pages: Tensor = original(chunk)
+            touch_tensor(pages, "the update, at its split master copy", write=True)
+            return pages
+
+        return call
+
     def held_by(owner: Transfers, ticket: int) -> None:
         offset = owner._in_flight[ticket].offset
         nbytes = owner._arena._taken[offset] - offset
@@ -442,6 +450,7 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
     replace(TensorIO, "send_home", send_home)
     replace(TensorIO, "copy_landed", copy_landed)
     replace(Chunk, "tensor", chunk_tensor)
+    replace(Chunk, "low_halves", low_halves)
     replace(Transfers, "wait_gather", wait_gather)
     replace(Transfers, "release", release)
     replace(Arena, "strided_view", strided_view)

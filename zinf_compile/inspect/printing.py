@@ -268,6 +268,12 @@ def _dump_values(plan: Plan) -> list[str]:
             f"             reads {format_bytes(step.nbytes_read)}, writes {format_bytes(step.nbytes_written)}, "
             f"staging {format_bytes(step.staging_nbytes)}"
         )
+    if split := [placement for placement in plan.placements if placement.splits_master]:
+        saved = sum(placement.split_saves_nbytes for placement in split)
+        lines.append(
+            f"             of {len(split)} master copies only what their compute copies lack: "
+            f"{format_bytes(saved)} less move a step"
+        )
     if step.ahead:
         shadows = format_bytes(plan.tier(plan.shadow_tier).nbytes_of(TierPart.SHADOWS))
         lines.append(

@@ -84,19 +84,26 @@ _PAGE_ELEMENTS = {
     Code.INT8: 15 * 256,  # and their 15 scales
 }
 LEAST_CODED = 4096  # elements: smaller states stay exact
+LOW_HALVES = 15 * 128  # float32 values of which a page holds what bfloat16 lacks: 16 bits of each, and a bit for ties
 _CHUNK_MULTIPLE = 4096
 
 
-def chunk_multiple(codes: Collection[Code] = (), itemsizes: Collection[int] = ()) -> int:
-    """Return of how many elements a chunk of an update is a multiple, with copies in these codes and bytes of an element.
+def low_halves_nbytes(num_elements: int) -> int:
+    """Return the bytes of the pages that hold, of so many float32 values, what their bfloat16 copies lack."""
+    return -(-num_elements // LOW_HALVES) * SECTOR_NBYTES
 
-    So that a slice of every dtype begins at a sector, and of codes with a page, and that vectorised kernels see the same
+
+def chunk_multiple(page_elements: Collection[int] = (), itemsizes: Collection[int] = ()) -> int:
+    """Return of how many elements a chunk of an update is a multiple.
+
+    ``page_elements`` are those in a page of each copy that is stored in pages, ``itemsizes`` the bytes of an element of the
+    others. A slice of every dtype begins at a sector, what is in pages at a page, and vectorised kernels see the same
     alignment as on the whole tensor.
     """
-    if not codes:
+    if not page_elements:
         return _CHUNK_MULTIPLE
     sectors = (SECTOR_NBYTES // math.gcd(SECTOR_NBYTES, itemsize) for itemsize in itemsizes)
-    multiple = math.lcm(*sectors, *(code.page_elements for code in codes))
+    multiple = math.lcm(*sectors, *page_elements)
     return multiple * -(-_CHUNK_MULTIPLE // multiple)
 
 

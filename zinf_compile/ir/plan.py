@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from zinf_compile.ir.copies import SECTOR_NBYTES, Copy, Role
+from zinf_compile.ir.copies import SECTOR_NBYTES, Copy, Role, low_halves_nbytes
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
-PLAN_VERSION = 7
+PLAN_VERSION = 8
 UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
 BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
 UPDATE_SETS = 3  # sets of device buffers for updates: one chunk arrives, one is updated, one is copied back
@@ -57,6 +57,7 @@ class Placement:
 
     parameter: str  # its name, or that of the tile
     copies: tuple[Copy, ...]  # in the order of roles: at most one of each, and any number of states
+    splits_master: bool = False  # updates write of a master copy on nvme what its bfloat16 compute copy lacks
 
     @cached_property
     def by_role(self) -> dict[Role, tuple[Copy, ...]]:
@@ -184,13 +185,31 @@ class Placement:
     @cached_property
     def update_nbytes_read(self) -> int:
         """Return the bytes that an optimizer step reads from nvme, with the gradient; 0 for a frozen parameter."""
+        if self.splits_master:
+            nbytes = self._update_nbytes_on_nvme(Role.GRADIENT, Role.COMPUTE, Role.STATE)
+            return nbytes + self._low_halves_nbytes
         master = Role.MASTER if Role.MASTER in self.by_role else Role.COMPUTE
         return self._update_nbytes_on_nvme(Role.GRADIENT, master, Role.STATE)
 
     @cached_property
     def update_nbytes_written(self) -> int:
         """Return the bytes that an optimizer step writes to nvme; 0 for a frozen parameter."""
+        if self.splits_master:
+            return self._update_nbytes_on_nvme(Role.COMPUTE, Role.STATE) + self._low_halves_nbytes
         return self._update_nbytes_on_nvme(Role.COMPUTE, Role.MASTER, Role.STATE)
+
+    @property
+    def split_saves_nbytes(self) -> int:
+        """Return by how many bytes less an optimizer step moves to and from nvme, since it splits the master copy."""
+        if not self.splits_master:
+            return 0
+        whole = replace(self, splits_master=False)
+        moved = (each.update_nbytes_read + each.update_nbytes_written for each in (whole, self))
+        return next(moved) - next(moved)
+
+    @property
+    def _low_halves_nbytes(self) -> int:
+        return low_halves_nbytes(self.by_role[Role.MASTER][0].slice.num_elements)
 
     @cached_property
     def update_nbytes_to_device(self) -> int:

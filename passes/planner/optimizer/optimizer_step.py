@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import Code, chunk_multiple
+from zinf_compile.ir.copies import LOW_HALVES, chunk_multiple
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import StepTiming, Tier, format_bytes
@@ -69,12 +69,12 @@ def _device_nbytes_per_element(parameters: Sequence[ParameterFact]) -> int:
     return max(1, max(sizes, default=0) + _TEMPORARIES * max(masters, default=0))
 
 
-def _encodings_of(parameters: Sequence[ParameterFact]) -> tuple[set[Code], set[int]]:
-    """Return the codes of all states, and the bytes of an element of all other copies."""
+def _encodings_of(parameters: Sequence[ParameterFact]) -> tuple[set[int], set[int]]:
+    """Return the elements of a page of all states in codes, and the bytes of an element of all other copies."""
     states = {state.encoding for parameter in parameters for state in parameter.states}
     others = {encoding for each in parameters for encoding in (each.master, each.compute, each.gradient) if encoding}
-    codes = {encoding.code for encoding in states if encoding.code is not None}
-    return codes, {encoding.itemsize for encoding in states | others if encoding.code is None}
+    pages = {encoding.code.page_elements for encoding in states if encoding.code is not None}
+    return pages, {encoding.itemsize for encoding in states | others if encoding.code is None}
 
 
 def plan_step(
@@ -96,7 +96,10 @@ def plan_step(
     streamed = [parameter for parameter in trainable if homes[parameter.name].nbytes_on(Tier.NVME)]
     per_element = max((chunk_nbytes_per_element(parameter) for parameter in streamed), default=1)
     limit = device_chunk if device_share else _MAX_CHUNK_ELEMENTS
-    multiple = chunk_multiple(*_encodings_of(trainable))
+    pages, itemsizes = _encodings_of(trainable)
+    if any(placement.splits_master for placement in placements):
+        pages.add(LOW_HALVES)
+    multiple = chunk_multiple(pages, itemsizes)
     chunk = min(limit, staging_nbytes // (_CHUNKS_IN_FLIGHT * per_element))
     chunk -= chunk % multiple
     if streamed and chunk == 0:

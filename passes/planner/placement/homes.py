@@ -10,7 +10,7 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import Copy, Role
+from zinf_compile.ir.copies import LOW_HALVES, Copy, Role, chunk_multiple
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import ParameterFact, UseFact
 from zinf_compile.ir.glossary import Tier, format_bytes
@@ -23,6 +23,10 @@ from zinf_compile.passes.planner.placement.prices import COMPUTE, MASTER, ROLES,
 MIN_STAGING = 256 * 2**10
 # Before a graph is known, small residents take at most this fraction of the device: 1/8.
 _SMALL_SHARE = 8
+_LEAST_SPLIT = 16 * LOW_HALVES  # elements of a master copy that is split: of fewer, pages save little
+# The staging with which master copies may be split: chunks are multiples of 30,720 elements then, up to 18 bytes each, and
+# updates ahead of step() have eight of them in it.
+_LEAST_SPLIT_STAGING = 8 * chunk_multiple([LOW_HALVES], [2, 4]) * 18
 _TIERS = tuple(Tier)
 _DEVICE, _HOST, _NVME = range(len(_TIERS))
 
@@ -68,7 +72,12 @@ class Placer:
     """
 
     def __init__(
-        self, parameters: Sequence[ParameterFact], uses: Sequence[UseFact] | None = None, *, num_ranks: int = 1
+        self,
+        parameters: Sequence[ParameterFact],
+        uses: Sequence[UseFact] | None = None,
+        *,
+        num_ranks: int = 1,
+        num_replicas: int = 1,
     ) -> None:
         self._tiles = _group_tiles(parameters)
         self._parameters = parameters = [_join_facts(tiles) for tiles in self._tiles]
@@ -83,7 +92,7 @@ class Placer:
                 self._uses[index] = sum(len(use.ticks) for use in found) / len(tiles)
                 if tiles[0].has_two_copies and found[-1].dtype != tiles[0].compute_dtype:
                     self._read[index] = MASTER
-        self._num_ranks = num_ranks
+        self._num_ranks, self._num_replicas = num_ranks, num_replicas
         self._nbytes = [role_nbytes(parameter.among(num_ranks)) for parameter in parameters]
         self._full_nbytes = [  # of the copy that is gathered
             parameter.nbytes_of(ROLES[read]) for parameter, read in zip(parameters, self._read, strict=True)
@@ -96,8 +105,10 @@ class Placer:
             *sorted(large, key=lambda index: -self._uses[index]),
         ]
         self._orders: dict[HomePrices, list[_Copy]] = {}
-        self._made: dict[tuple[int, bytes], list[Placement]] = {}
-        self._placed: dict[bytes, Placed] = {}  # by the home of every copy
+        self._made: dict[tuple[int, bytes, bool], list[Placement]] = {}
+        self._placed: dict[
+            tuple[bytes, bool], Placed
+        ] = {}  # by the home of every copy, and whether masters may be split
 
     @property
     def small_nbytes(self) -> int:
@@ -145,7 +156,7 @@ class Placer:
                 host_left -= copy.nbytes
                 homes[copy.slot] = _HOST
         self._fill_device(homes, spare_nbytes, self._by_price(prices), config)
-        placed = self._placed_at(bytes(homes))
+        placed = self._placed_at(bytes(homes), config.staging_memory >= _LEAST_SPLIT_STAGING)
         _check_nvme(placed.placements, config, placed.file_nbytes)
         return placed
 
@@ -171,14 +182,14 @@ class Placer:
             return True
         return role == STATE and config.update_on != "host"
 
-    def _placed_at(self, homes: bytes) -> Placed:
-        if homes not in self._placed:
+    def _placed_at(self, homes: bytes, may_split: bool) -> Placed:
+        if (homes, may_split) not in self._placed:
             placements = (
-                self._placements(index, homes[len(ROLES) * index : len(ROLES) * (index + 1)])
+                self._placements(index, homes[len(ROLES) * index : len(ROLES) * (index + 1)], may_split)
                 for index in range(len(self._parameters))
             )
-            self._placed[homes] = count_placed(tuple(chain.from_iterable(placements)))
-        return self._placed[homes]
+            self._placed[homes, may_split] = count_placed(tuple(chain.from_iterable(placements)))
+        return self._placed[homes, may_split]
 
     def _by_price(self, prices: HomePrices) -> list[_Copy]:
         """Return every copy that has bytes, the most expensive first."""
@@ -206,15 +217,32 @@ class Placer:
         moved_by_step = prices.of_step(ROLES[MASTER if role == COMPUTE else role]) if is_updated else 0.0
         return prices.gather * gathers + moved_by_step
 
-    def _placements(self, index: int, homes: bytes) -> list[Placement]:
+    def _placements(self, index: int, homes: bytes, may_split: bool) -> list[Placement]:
         """Return the placement of a parameter, or of each of its tiles."""
-        if (index, homes) not in self._made:
+        if (index, homes, may_split) not in self._made:
             tiers = {role: _TIERS[home] for role, home in zip(ROLES, homes, strict=True)}
             read = ROLES[self._read[index]]
-            self._made[index, homes] = [
-                make_placement(tile, tiers, num_ranks=self._num_ranks, read=read) for tile in self._tiles[index]
-            ]
-        return self._made[index, homes]
+            is_alone = self._num_ranks * self._num_replicas == 1
+            splits_master = may_split and is_alone and _may_split_master(self._parameters[index], tiers, read)
+            made = (make_placement(tile, tiers, num_ranks=self._num_ranks, read=read) for tile in self._tiles[index])
+            self._made[index, homes, may_split] = [replace(each, splits_master=splits_master) for each in made]
+        return self._made[index, homes, may_split]
+
+
+def _may_split_master(parameter: ParameterFact, homes: Mapping[Role, Tier], read: Role) -> bool:
+    """Return whether updates may write of a master copy only what its compute copy lacks.
+
+    On a CPU, of a float32 one on nvme that no graph reads, with a bfloat16 compute copy, and large enough to be worth it.
+    """
+    return (
+        parameter.unified
+        and parameter.trainable
+        and not parameter.narrowed
+        and (parameter.master.dtype, parameter.compute_dtype) == ("float32", "bfloat16")
+        and homes[Role.MASTER] is Tier.NVME
+        and read is Role.COMPUTE
+        and parameter.num_elements >= _LEAST_SPLIT
+    )
 
 
 def _group_tiles(parameters: Sequence[ParameterFact]) -> list[list[ParameterFact]]:

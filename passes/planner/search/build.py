@@ -5,6 +5,7 @@ What does not depend on the choice (bound values, spans, activations) is compute
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from zinf_compile.hardware.world import World
 from zinf_compile.ir.config import Config
@@ -108,8 +109,11 @@ class Groundwork:
             num_replicas=request.num_replicas,
             is_ordered=request.config.reduce == "ordered",
         )
-        self.unseen_placer = Placer(request.parameters, num_ranks=request.num_ranks)  # before a graph is known
-        self.placer = Placer(request.parameters, graph.uses, num_ranks=request.num_ranks)
+        make_placer = partial(
+            Placer, request.parameters, num_ranks=request.num_ranks, num_replicas=request.num_replicas
+        )
+        self.unseen_placer = make_placer()  # before a graph is known
+        self.placer = make_placer(graph.uses)
         self.transfers = TransferPlanner(graph, request.parameters, self.world, request.config.step_timing)
         self.seconds_of_ops = tuple(ops_seconds(graph.ops, request.hardware))
         self.recomputed = find_recomputed(graph, request.hardware)

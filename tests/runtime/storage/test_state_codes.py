@@ -188,12 +188,13 @@ def test_pages_of_a_part() -> None:
 
 
 def test_sizes() -> None:
+    bfloat16, int8 = Code.BFLOAT16.page_elements, Code.INT8.page_elements
     assert chunk_multiple(()) == 4096
-    assert chunk_multiple([Code.BFLOAT16]) == chunk_multiple([Code.BFLOAT16], [4, 2, 1]) == 4096
-    assert chunk_multiple([Code.INT8], [4]) == 15_360  # of float32 a sector is 1024 elements, and a page of codes 3840
-    assert chunk_multiple([Code.INT8], [4, 2]) == chunk_multiple(Code, [4, 2]) == 30_720
-    assert chunk_multiple([Code.INT8], [1, 16]) == 61_440
-    assert chunk_multiple([Code.INT8]) == 7680
+    assert chunk_multiple([bfloat16]) == chunk_multiple([bfloat16], [4, 2, 1]) == 4096
+    assert chunk_multiple([int8], [4]) == 15_360  # of float32 a sector is 1024 elements, and a page of codes 3840
+    assert chunk_multiple([int8], [4, 2]) == chunk_multiple([bfloat16, int8], [4, 2]) == 30_720
+    assert chunk_multiple([int8], [1, 16]) == 61_440
+    assert chunk_multiple([int8]) == 7680
     assert Encoding(dtype="float32", code=Code.INT8).nbytes(30_720 * 100) / (30_720 * 100) == pytest.approx(
         1.0667, abs=1e-4
     )
