@@ -29,6 +29,10 @@ class CpuEvent:
     def wait(self) -> None:
         """Return at once: the event has happened."""
 
+    def has_happened(self) -> bool:
+        """Return True: the work before it was done when it was enqueued."""
+        return True
+
     def seconds_until(self, later: Event) -> float:
         """Return the seconds between two timed events."""
         assert isinstance(later, CpuEvent)

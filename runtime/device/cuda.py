@@ -32,6 +32,11 @@ class CudaEvent:
         """Block the calling thread, and no other, until the stream has reached the event."""
         self.event.synchronize()
 
+    def has_happened(self) -> bool:
+        """Return whether the stream has reached the event. RuntimeError of CUDA if earlier work failed."""
+        has_happened: bool = self.event.query()
+        return has_happened
+
     def seconds_until(self, later: Event) -> float:
         """Return the seconds between two timed events, both of which have been waited for."""
         assert isinstance(later, CudaEvent)

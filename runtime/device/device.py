@@ -18,6 +18,9 @@ class Event(Protocol):
     def wait(self) -> None:
         """Block the calling thread until the stream has reached the event."""
 
+    def has_happened(self) -> bool:
+        """Return whether the stream has reached the event. Does not block; raises what work before the event raised."""
+
     def seconds_until(self, later: "Event") -> float:
         """Return the seconds between two timed events, both of which have been waited for."""
 

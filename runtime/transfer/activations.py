@@ -28,7 +28,7 @@ from zinf_compile.runtime.storage.futures import return_when_done, then_start
 from zinf_compile.runtime.storage.host_memory import Allocate
 from zinf_compile.runtime.storage.layout import Extent, FileLayout
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
-from zinf_compile.runtime.transfer.in_flight import InFlight
+from zinf_compile.runtime.transfer.in_flight import InFlight, Source
 from zinf_compile.runtime.transfer.transfers import Transfers
 
 
@@ -147,7 +147,7 @@ class Activations:
                 filler.fill_from_file(moving, swapped, extent.offset, offset, extent.reserved_nbytes)
             elif swapped.buffer is not None:
                 source = torch.frombuffer(swapped.buffer.view, dtype=torch.uint8, count=swapped.nbytes)
-                filler.fill_from_memory(moving, source, offset, Tier.HOST, swapped)
+                filler.fill_from_memory(moving, [Source(source, offset, Tier.HOST, swapped.name)])
 
         ticket = self._transfers.issue(
             swapped.name, offset, whole_sectors(swapped.nbytes), after=swapped.leaving, start=start

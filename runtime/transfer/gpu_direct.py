@@ -7,6 +7,7 @@ host memory if drivers or the file system do not support direct reads.
 """
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import end_pool
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import Engine
-from zinf_compile.runtime.transfer.in_flight import Filler, InFlight, Named
+from zinf_compile.runtime.transfer.in_flight import Filler, InFlight, Named, Source
 
 NUM_CALLS = 4  # in flight at once
 _BLOCK_NBYTES = 16 * 2**20  # per call
@@ -96,9 +97,9 @@ class GpuDirectFiller:
             destination = self._arena.bytes_at(arena_offset + start, min(_BLOCK_NBYTES, nbytes - start))
             moving.futures.append(self._pool.submit(self._read, moving, slot.name, file_offset + start, destination))
 
-    def fill_from_memory(self, moving: InFlight, source: Tensor, arena_offset: int, home: Tier, slot: Named) -> None:
-        """Enqueue the copy."""
-        self._over_link.fill_from_memory(moving, source, arena_offset, home, slot)
+    def fill_from_memory(self, moving: InFlight, sources: Sequence[Source]) -> None:
+        """Enqueue the copies."""
+        self._over_link.fill_from_memory(moving, sources)
 
     def _read(self, moving: InFlight, name: str, offset: int, destination: Tensor) -> None:
         # Hazard: ops that read the previous content of these bytes may be enqueued and not yet done.

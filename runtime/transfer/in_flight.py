@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done, wait_all
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
+from zinf_compile.runtime.transfer.link import Copy as LinkCopy
 from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
 from zinf_compile.runtime.transfer.shared_arena import SharedArena
 
@@ -86,14 +87,23 @@ class InFlight:
 Read = Callable[[Named, int, memoryview, Tier], list[Future[None]]]  # IOPool.read
 
 
+class Source(NamedTuple):
+    """A tensor in host memory that is copied into the arena."""
+
+    tensor: Tensor
+    arena_offset: int
+    home: Tier
+    name: str  # for errors
+
+
 class Filler(Protocol):
     """Fills arena bytes for a transfer that has started."""
 
     def fill_from_file(self, moving: InFlight, slot: Named, file_offset: int, arena_offset: int, nbytes: int) -> None:
         """Start reading bytes of the file, in whole sectors."""
 
-    def fill_from_memory(self, moving: InFlight, source: Tensor, arena_offset: int, home: Tier, slot: Named) -> None:
-        """Start copying a tensor from host memory."""
+    def fill_from_memory(self, moving: InFlight, sources: Sequence[Source]) -> None:
+        """Start copying tensors from host memory."""
 
     def close(self) -> None:
         """End its threads."""
@@ -112,10 +122,11 @@ class DirectFiller:
         """Start reading into the arena itself."""
         moving.futures += self._read(slot, file_offset, self._arena.buffer(arena_offset, nbytes), Tier.DEVICE)
 
-    def fill_from_memory(self, moving: InFlight, source: Tensor, arena_offset: int, home: Tier, slot: Named) -> None:
+    def fill_from_memory(self, moving: InFlight, sources: Sequence[Source]) -> None:
         """Start copying on a thread."""
-        destination = self._arena.view(arena_offset, source.shape, source.dtype)
-        moving.futures.append(self._copy([source], destination, home, Tier.DEVICE, slot.name))
+        for tensor, arena_offset, home, name in sources:
+            destination = self._arena.view(arena_offset, tensor.shape, tensor.dtype)
+            moving.futures.append(self._copy([tensor], destination, home, Tier.DEVICE, name))
 
     def close(self) -> None:
         """Do nothing: it has no threads."""
@@ -165,16 +176,22 @@ class LinkFiller:
         moving.futures += (piece.enqueued for piece in pieces)
         self._feeder.submit(self._feed, moving, slot, pieces)
 
-    def fill_from_memory(self, moving: InFlight, source: Tensor, arena_offset: int, home: Tier, slot: Named) -> None:
-        """Enqueue the copy."""
-        flat = source.detach().view(-1).view(torch.uint8)
-        self._meter.add_moved(home, Tier.DEVICE, flat.numel())
-        self._bring(moving, flat, arena_offset)
+    def fill_from_memory(self, moving: InFlight, sources: Sequence[Source]) -> None:
+        """Enqueue the copies, with one event behind all of them."""
+        copies = []
+        for tensor, arena_offset, home, _ in sources:
+            flat = tensor.detach().view(-1).view(torch.uint8)
+            self._meter.add_moved(home, Tier.DEVICE, flat.numel())
+            copies.append(self._copy(moving, flat, arena_offset))
+        moving.copies.append(self._link.bring_all(copies, behind=moving.mark))
 
-    def _bring(self, moving: InFlight, source: Tensor, arena_offset: int) -> Future[None]:
+    def _copy(self, moving: InFlight, source: Tensor, arena_offset: int) -> LinkCopy:
         destination = self._arena.bytes_at(arena_offset, source.numel())
         timing = self._meter.copying(Tier.HOST, Tier.DEVICE, source.numel(), moving.name)
-        copy = self._link.bring(source, destination, behind=moving.mark, timing=timing)
+        return LinkCopy(source, destination, timing)
+
+    def _bring(self, moving: InFlight, source: Tensor, arena_offset: int) -> Future[None]:
+        copy = self._link.bring_all([self._copy(moving, source, arena_offset)], behind=moving.mark)
         moving.copies.append(copy)
         return copy.done
 

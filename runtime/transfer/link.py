@@ -16,10 +16,9 @@ them.
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -30,12 +29,11 @@ from zinf_compile.runtime.device.device import Device, Event, Stream, Timing
 from zinf_compile.runtime.process.waiting import join_thread, next_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnqueuedCopy:
+class EnqueuedCopy(NamedTuple):
     """A copy to or from the device that is enqueued on its stream."""
 
     event: Event  # at its end, for the compute stream to wait for
-    done: Future[None]
+    done: Future[None]  # that costs nothing until it is waited for
 
 
 class _Leaving(NamedTuple):
@@ -54,51 +52,135 @@ class Copy(NamedTuple):
     timing: Timing | None = None
 
 
-class _Enqueued(NamedTuple):
-    """Enqueued copies: their end, the future that waits for it, and their host memory, which must live until then."""
+class Landing(Future[None]):
+    """A future that is done when copies have landed, with a StoreError if they failed.
 
-    event: Event
-    done: Future[None]
-    memory: Sequence[Tensor]
+    ``done`` asks their event. Only from a wait or a callback on does a thread wait for it: to wake that takes longer than
+    to enqueue a copy.
+    """
+
+    def __init__(self, event: Event, memory: Sequence[Tensor], watcher: "CopyWatcher") -> None:
+        """``memory`` is kept alive until the copies have landed."""
+        super().__init__()
+        self.event, self.memory = event, memory
+        self.is_watched = False  # by the watcher's thread, which alone ends it then
+        self._watcher = watcher
+
+    def done(self) -> bool:
+        """Return whether the copies have landed, or failed."""
+        if not self.is_watched and not super().done():
+            self._watcher.ask(self)
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the copies; raise their error."""
+        self._watcher.watch(self)
+        super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the copies; return their error, or None."""
+        self._watcher.watch(self)
+        return super().exception(timeout)
+
+    def add_done_callback(self, call: Callable[["Future[None]"], object]) -> None:
+        """Call ``call`` when the copies have landed: at once if they have, else on the watcher's thread."""
+        self._watcher.watch(self)
+        super().add_done_callback(call)
+
+    def end(self, error: RuntimeError | None = None) -> None:
+        """Note that the copies have landed, or failed with an error of CUDA, for example if an earlier kernel failed."""
+        self.memory = ()  # first: a waiter may need it
+        if error is None:
+            self.set_result(None)
+        else:
+            refused = StoreError(f"a copy between host memory and the device failed: {error}")
+            refused.__cause__ = error
+            self.set_exception(refused)
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether ``end`` was called."""
+        return super().done()
 
 
-class _Watcher:
-    """A thread that waits for the copies of one stream, which end in the order in which they were enqueued."""
+class CopyWatcher:
+    """Knows which copies of one stream have landed. They do in the order in which they were enqueued."""
 
     def __init__(self, name: str) -> None:
-        self._enqueued: SimpleQueue[_Enqueued | None] = SimpleQueue()
+        self._lock = threading.RLock()  # reentrant: garbage collection while it is held may ask for a copy
+        self._unwatched: deque[Landing] = deque()  # in the order of the stream; keeps the memory of copies alive
+        self._watched: SimpleQueue[Landing | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_started = False
 
-    def watch(self, event: Event, memory: Sequence[Tensor]) -> Future[None]:
-        """Return a future that is done when the stream reaches an event. Called with the stream's lock held."""
-        if not self._is_started:
-            self._is_started = True
-            self._thread.start()
-        done: Future[None] = Future()
-        self._enqueued.put(_Enqueued(event, done, memory))
-        return done
+    def add(self, event: Event, memory: Sequence[Tensor]) -> Landing:
+        """Return the end of copies that were just enqueued, at ``event``. Called with the stream's lock held."""
+        landing = Landing(event, memory, self)
+        with self._lock:
+            self._forget_landed()
+            self._unwatched.append(landing)
+        return landing
+
+    def _forget_landed(self) -> None:
+        """Let go of the memory of copies that have landed."""
+        while self._unwatched and _is_past(self._unwatched[0].event):
+            self._unwatched.popleft().memory = ()
+
+    def ask(self, landing: Landing) -> None:
+        """End a landing if its copies have landed. A watched one is left to the thread, which calls its callbacks."""
+        with self._lock:
+            if landing.is_watched or landing.has_ended:
+                return
+            try:
+                if landing.event.has_happened():
+                    landing.end()
+            except RuntimeError as error:
+                landing.end(error)
+
+    def watch(self, landing: Landing) -> None:
+        """Have the thread wait for a landing that is not done, and for all before it.
+
+        Else one that is watched later would be done later than a copy behind it.
+        """
+        if landing.done():
+            return
+        with self._lock:
+            if not self._is_started:
+                self._is_started = True
+                self._thread.start()
+            while not (landing.is_watched or landing.has_ended):  # another thread may have asked meanwhile
+                first = self._unwatched.popleft() if self._unwatched else landing
+                if not first.has_ended:
+                    first.is_watched = True
+                    self._watched.put(first)
 
     def _run(self) -> None:
-        while (copy := next_of(self._enqueued)) is not None:
-            done = copy.done
+        while (copy := next_of(self._watched)) is not None:
             try:
                 copy.event.wait()
-            except RuntimeError as error:  # of CUDA, for example if an earlier kernel failed
-                refused = StoreError(f"a copy between host memory and the device failed: {error}")
-                refused.__cause__ = error
-                del copy
-                done.set_exception(refused)
+            except RuntimeError as error:
+                copy.end(error)
             else:
-                del copy  # a waiter may need its memory
-                done.set_result(None)
-            del done  # and callbacks refer to what waited
+                copy.end()
+            del copy  # and callbacks refer to what waited
 
     def close(self) -> None:
+        """Wait for all copies, and end the thread."""
+        with self._lock:
+            self._forget_landed()
+            if self._unwatched:
+                self.watch(self._unwatched[-1])
         if self._is_started:
-            self._enqueued.put(None)
+            self._watched.put(None)
             if self._thread is not threading.current_thread():
                 join_thread(self._thread, "copies between host memory and the device")
+
+
+def _is_past(event: Event) -> bool:
+    try:
+        return event.has_happened()
+    except RuntimeError:  # of CUDA: who waits for the copy hears of it
+        return True
 
 
 class Link:
@@ -114,7 +196,7 @@ class Link:
         self.is_crossed = not device.memory.unified  # whether bytes are copied between host and device
         self._in_lock, self._out_lock = threading.Lock(), threading.Lock()
         whose = "update-" if for_updates else ""
-        self._in_watcher, self._out_watcher = _Watcher(f"zinf-{whose}to-device"), _Watcher(f"zinf-{whose}to-host")
+        self._arrivals, self._departures = CopyWatcher(f"zinf-{whose}to-device"), CopyWatcher(f"zinf-{whose}to-host")
         self._leaving: deque[_Leaving] = deque()
         self._leaving_nbytes = 0
         self.leaving_limit = leaving_nbytes
@@ -137,7 +219,7 @@ class Link:
         with self._in_lock:  # no other thread's copy may come between a copy and its event
             stream.wait(behind)
             event = _enqueue(copies, stream)
-            return EnqueuedCopy(event=event, done=self._in_watcher.watch(event, [copy.source for copy in copies]))
+            return EnqueuedCopy(event=event, done=self._arrivals.add(event, [copy.source for copy in copies]))
 
     @property
     def compute(self) -> Stream:
@@ -165,7 +247,7 @@ class Link:
         with self._out_lock:
             stream.wait(behind)
             event = _enqueue(copies, stream)
-            return EnqueuedCopy(event=event, done=self._out_watcher.watch(event, [copy.destination for copy in copies]))
+            return EnqueuedCopy(event=event, done=self._departures.add(event, [copy.destination for copy in copies]))
 
     def let_go(self, value: Tensor) -> None:
         """Free a tensor on the device once the copies that were enqueued for it are done.
@@ -194,8 +276,8 @@ class Link:
 
     def close(self) -> None:
         """Wait for all copies, and end the threads."""
-        self._in_watcher.close()
-        self._out_watcher.close()
+        self._arrivals.close()
+        self._departures.close()
         self._leaving.clear()
 
 

@@ -27,7 +27,7 @@ from zinf_compile.runtime.storage.futures import call_when_done
 from zinf_compile.runtime.storage.slots import Slot, SlotPart
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.gpu_direct import DirectReads, GpuDirectFiller
-from zinf_compile.runtime.transfer.in_flight import DirectFiller, Filler, InFlight, LinkFiller
+from zinf_compile.runtime.transfer.in_flight import DirectFiller, Filler, InFlight, LinkFiller, Source
 from zinf_compile.runtime.transfer.io_pool import IOPool
 from zinf_compile.runtime.transfer.link import Link
 from zinf_compile.runtime.transfer.shared_arena import SharedArena, share_arena
@@ -158,9 +158,13 @@ class Transfers:
     def _start_gather(self, slots: Sequence[Slot | SlotPart], offsets: Sequence[int], moving: InFlight) -> None:
         for run in _file_runs(slots, offsets):
             self.filler.fill_from_file(moving, run.slot, run.file_offset, run.arena_offset, run.nbytes)
-        for slot, offset in zip(slots, offsets, strict=True):
-            if slot.in_memory:
-                self.filler.fill_from_memory(moving, slot.tensor, offset, slot.tier, slot)
+        in_memory = [
+            Source(slot.tensor, offset, slot.tier, slot.name)
+            for slot, offset in zip(slots, offsets, strict=True)
+            if slot.in_memory
+        ]
+        if in_memory:
+            self.filler.fill_from_memory(moving, in_memory)
 
     def launch_gather(self, ticket: int) -> None:
         """Start the all-gather of a transfer once this rank's shards have arrived: every rank does so in the same order.

@@ -38,6 +38,10 @@ class FakeEvent:
         self.seconds = time.perf_counter()
         self.done.set()
 
+    def has_happened(self) -> bool:
+        """Return whether the stream has reached the event."""
+        return self.done.is_set()
+
     def seconds_until(self, later: "FakeEvent") -> float:
         """Return the seconds between two events that are done."""
         assert self.done.is_set()

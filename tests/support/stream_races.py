@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream
 from zinf_compile.runtime.execute.executor import Executor
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
+from zinf_compile.runtime.transfer.link import CopyWatcher
 
 if TYPE_CHECKING:
     from tests.support.races import Races, Replace
@@ -103,6 +104,27 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
 
         return call
 
+    def has_happened(original: Any) -> Any:
+        def call(event: FakeEvent) -> bool:
+            is_there: bool = original(event)
+            if is_there and not getattr(waiting, "by_stream", False):
+                races.observe(event)
+            return is_there
+
+        return call
+
+    def forget_landed(original: Any) -> Any:
+        """That a copy has landed by now is chance, and orders nothing that its caller does next."""
+
+        def call(watcher: CopyWatcher) -> None:
+            waiting.by_stream = True
+            try:
+                original(watcher)
+            finally:
+                waiting.by_stream = False
+
+        return call
+
     # What runs on a stream is known when it runs, and so are the events it waits for and those that follow it.
 
     def run_on_stream(original: Any) -> Any:
@@ -180,5 +202,7 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
     replace(FakeStream, "_wait", wait_now)
     replace(FakeStream, "_reach", reach)
     replace(FakeEvent, "wait", event_wait)
+    replace(FakeEvent, "has_happened", has_happened)
+    replace(CopyWatcher, "_forget_landed", forget_landed)
     replace(Executor, "_call", run)
     replace(DeviceUpdates, "run", update)

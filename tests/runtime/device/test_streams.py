@@ -380,7 +380,7 @@ def test_an_error_of_the_device_is_heard_of_by_who_waits() -> None:
 
     with on_fake_device() as device:
         bench = Bench(device)
-        with mock.patch.object(Link, "bring", refuse), pytest.raises(RuntimeError, match="device-side assert"):
+        with mock.patch.object(Link, "bring_all", refuse), pytest.raises(RuntimeError, match="device-side assert"):
             bench.gather(torch.zeros(16 * ALIGN // 4))
         bench.transfers.abandon_gathers()
         bench.close()
