@@ -399,7 +399,8 @@ class StreamedStep:
                     write = partial(io_pool.write, job.slot_written(key), offset, chunk.views[key][:nbytes])
                     writes += [then_start(back[key], write)] if key in back else write()
         finally:  # reached also when a pool that was shut down refuses a write
-            writes += (done for key, done in back.items() if key not in job.staged_slots)
+            # The copies of a chunk that come back together have one future.
+            writes += dict.fromkeys(done for key, done in back.items() if key not in job.staged_slots)
             job.writes += writes
             if chunk.lease is not None:
                 return_when_done(self._store.staging, chunk.lease, writes)
@@ -418,7 +419,10 @@ class StreamedStep:
         here = {key: slot.elements(chunk.slice) for key, slot in job.device_slots.items()}
         away = {key: slot for key, slot in job.home_slots.items() if key != GRADIENT and key not in here}
         written = {key: chunk.tensor(key, job.shadows.get(key, slot)) for key, slot in away.items()}
-        host = {key: chunk.tensor(key, slot) if job.reads(key) else written[key] for key, slot in away.items()}
+        host = dict(written)
+        host.update(
+            (key, chunk.tensor(key, slot)) for key, slot in away.items() if key in job.shadows and job.reads(key)
+        )
         host[GRADIENT] = chunk.raw_gradient()
 
         def update(there: Mapping[CopyKey, Tensor]) -> None:

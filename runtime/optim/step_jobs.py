@@ -117,6 +117,7 @@ class Job:
     writes: list[Future[None]] = field(default_factory=list)
     is_begun: bool = False  # some of its elements may have changed
     is_updated: bool = False  # all of them have
+    elements: Slice = field(init=False)  # what is updated: all elements that the master copy has, flat
     home_gradient: Slot | None = field(init=False)  # of the gradient; none of a tensor that the user put there
     home_slots: Mapping[CopyKey, Slot] = field(init=False)  # of all that it reads and writes
     staged_slots: Mapping[CopyKey, Slot] = field(init=False)  # those whose chunks pass through staging
@@ -133,6 +134,7 @@ class Job:
     def __post_init__(self) -> None:
         record = self.record
         self.reads_split = record.copies.master.upper is not None
+        self.elements = record.shard.flat
         self.home_gradient = record.gradient.slot if record.gradient.is_home(self.grad) else None
         slots = {MASTER: record.copies.master}
         slots |= {state_key(name): slot for name, slot in record.copies.states.items()}
@@ -229,11 +231,6 @@ class Job:
     def has_device_state(self) -> bool:
         """Return whether some of its optimizer state lives on the device."""
         return any(slot.on_device for slot in self.record.copies.states.values())
-
-    @property
-    def elements(self) -> Slice:
-        """Return what is updated: all elements that the master copy has, flat."""
-        return self.record.shard.flat
 
     @property
     def num_elements(self) -> int:

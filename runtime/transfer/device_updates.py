@@ -117,15 +117,11 @@ class DeviceUpdates:
         self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], source: Tier, destination: Tier
     ) -> list[Copy]:
         """Return copies from one tier to another, which are counted, and timed while something is recorded."""
-        sizes = {key: tensor.numel() * tensor.dtype.itemsize for key, (tensor, _) in copies.items()}
-        self._meter.add_moved(source, destination, sum(sizes.values()))
+        self._meter.add_moved(source, destination, sum(tensor.nbytes for tensor, _ in copies.values()))
+        if self._meter.recorder is None:
+            return [Copy(*pair) for pair in copies.values()]
         return [
-            Copy(
-                *pair,
-                None
-                if self._meter.recorder is None
-                else self._meter.copying(source, destination, sizes[key], f"{name} ({key.label})"),
-            )
+            Copy(*pair, self._meter.copying(source, destination, pair[0].nbytes, f"{name} ({key.label})"))
             for key, pair in copies.items()
         ]
 

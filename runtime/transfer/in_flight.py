@@ -66,12 +66,22 @@ class InFlight:
     @property
     def is_ready(self) -> bool:
         """Return whether waiting for it would not block."""
-        return self.started.done() and all(future.done() for future in self.futures)
+        if not self.started.done():
+            return False
+        for future in self.futures:  # noqa: SIM110  # asked for each parameter of each transfer: a generator takes longer
+            if not future.done():
+                return False
+        return True
 
     @property
     def is_done(self) -> bool:
         """Return whether all bytes have arrived, and nothing reads its source any more."""
-        return self.is_ready and all(copy.done.done() for copy in self.copies)
+        if not self.is_ready:
+            return False
+        for copy in self.copies:  # noqa: SIM110
+            if not copy.done.done():
+                return False
+        return True
 
     def wait_landed(self) -> None:
         """Block until nothing reads its source any more, even if it failed. Called after ``wait``."""

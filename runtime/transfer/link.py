@@ -68,7 +68,9 @@ class Landing(Future[None]):
 
     def done(self) -> bool:
         """Return whether the copies have landed, or failed."""
-        if not self.is_watched and not super().done():
+        if super().done():
+            return True
+        if not self.is_watched:
             self._watcher.ask(self)
         return super().done()
 

@@ -1,5 +1,6 @@
 """Copies: what is stored of a parameter. Each is one encoding of one slice, on one tier."""
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +59,7 @@ class CopyKey:
 COMPUTE, MASTER, GRADIENT = CopyKey(Role.COMPUTE), CopyKey(Role.MASTER), CopyKey(Role.GRADIENT)
 
 
+@functools.cache
 def state_key(name: str) -> CopyKey:
     """Return the key of optimizer state: what ``optimizer.state[parameter]`` calls it may be "gradient" as well."""
     return CopyKey(Role.STATE, name)

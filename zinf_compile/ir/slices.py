@@ -47,7 +47,8 @@ class Slice:
     @property
     def num_elements(self) -> int:
         """Return the number of elements, of one rank's share: ranks divide the indices, and the largest share counts."""
-        return shard_size(self.length, self.num_ranks) * self.elements_per_index
+        each = 1 if len(self.shape) == 1 else self.elements_per_index
+        return shard_size(self.length, self.num_ranks) * each
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -67,10 +68,11 @@ class Slice:
     def offset_in(self, outer: "Slice") -> int:
         """Return how many elements of a slice come before its own first; ValueError if it is not inside of that slice."""
         inner, around = self.flat, outer.flat
-        is_same = (inner.parameter, inner.shape) == (around.parameter, around.shape)
-        if not is_same or inner.start < around.start or inner.stop > around.stop:
+        first = inner.start - around.start
+        is_same = inner.parameter == around.parameter and inner.shape == around.shape
+        if not is_same or first < 0 or first + inner.length > around.length:
             raise ValueError(f"{self} is not inside of {outer}")
-        return inner.start - around.start
+        return first
 
     @property
     def whole(self) -> "Slice":
