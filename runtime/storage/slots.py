@@ -90,6 +90,8 @@ class Slot:
 
     def elements(self, part: Slice) -> Tensor:
         """Return the elements of a slice in the home tensor, flat."""
+        if part is self.slice:
+            return self.tensor.view(-1)
         return elements_of(self.tensor, self.slice, part)
 
     @property

@@ -199,6 +199,7 @@ class Link:
         self._in_lock, self._out_lock = threading.Lock(), threading.Lock()
         whose = "update-" if for_updates else ""
         self._arrivals, self._departures = CopyWatcher(f"zinf-{whose}to-device"), CopyWatcher(f"zinf-{whose}to-host")
+        self._last_left: Event | None = None  # the end of the last copy to host memory
         self._leaving: deque[_Leaving] = deque()
         self._leaving_nbytes = 0
         self.leaving_limit = leaving_nbytes
@@ -248,19 +249,20 @@ class Link:
         stream = self._streams.to_host
         with self._out_lock:
             stream.wait(behind)
-            event = _enqueue(copies, stream)
+            event = self._last_left = _enqueue(copies, stream)
             return EnqueuedCopy(event=event, done=self._departures.add(event, [copy.destination for copy in copies]))
 
     def let_go(self, value: Tensor) -> None:
-        """Free a tensor on the device once the copies that were enqueued for it are done.
+        """Free a tensor on the device once the copies that this link enqueued for it are done.
 
         Ops of the compute stream may get its memory, without waiting for copies. So it is kept alive until the compute
         stream waits for them, which happens when more than the limit is being copied.
         """
         nbytes = value.untyped_storage().nbytes()
         with self._out_lock:
-            left = self._streams.to_host.record()
-            self._leaving.append(_Leaving(value, nbytes, left))
+            if self._last_left is None:  # nothing has ever been copied
+                return
+            self._leaving.append(_Leaving(value, nbytes, self._last_left))
             self._leaving_nbytes += nbytes
             self._free_beyond(self.leaving_limit)
 
