@@ -108,7 +108,9 @@ class Landing(Future[None]):
 class CopyWatcher:
     """Knows which copies of one stream have landed. They do in the order in which they were enqueued."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, arrivals: "CopyWatcher | None" = None) -> None:
+        """``arrivals`` are copies to the device that nobody may wait for, while somebody waits for what left it later."""
+        self._arrivals = arrivals
         self._lock = threading.RLock()  # reentrant: garbage collection while it is held may ask for a copy
         self._unwatched: deque[Landing] = deque()  # in the order of the stream; keeps the memory of copies alive
         self._watched: SimpleQueue[Landing | None] = SimpleQueue()
@@ -119,14 +121,15 @@ class CopyWatcher:
         """Return the end of copies that were just enqueued, at ``event``. Called with the stream's lock held."""
         landing = Landing(event, memory, self)
         with self._lock:
-            self._forget_landed()
+            self.forget_landed()
             self._unwatched.append(landing)
         return landing
 
-    def _forget_landed(self) -> None:
+    def forget_landed(self) -> None:
         """Let go of the memory of copies that have landed."""
-        while self._unwatched and _is_past(self._unwatched[0].event):
-            self._unwatched.popleft().memory = ()
+        with self._lock:
+            while self._unwatched and _is_past(self._unwatched[0].event):
+                self._unwatched.popleft().memory = ()
 
     def ask(self, landing: Landing) -> None:
         """End a landing if its copies have landed. A watched one is left to the thread, which calls its callbacks."""
@@ -158,18 +161,20 @@ class CopyWatcher:
 
     def _run(self) -> None:
         while (copy := next_of(self._watched)) is not None:
+            failed: RuntimeError | None = None
             try:
                 copy.event.wait()
             except RuntimeError as error:
-                copy.end(error)
-            else:
-                copy.end()
-            del copy  # and callbacks refer to what waited
+                failed = error
+            if self._arrivals is not None:  # before staging is returned from which the same chunk came
+                self._arrivals.forget_landed()
+            copy.end(failed)
+            del copy, failed  # and callbacks refer to what waited
 
     def close(self) -> None:
         """Wait for all copies, and end the thread."""
         with self._lock:
-            self._forget_landed()
+            self.forget_landed()
             if self._unwatched:
                 self.watch(self._unwatched[-1])
         if self._is_started:
@@ -198,7 +203,8 @@ class Link:
         self.is_crossed = not device.memory.unified  # whether bytes are copied between host and device
         self._in_lock, self._out_lock = threading.Lock(), threading.Lock()
         whose = "update-" if for_updates else ""
-        self._arrivals, self._departures = CopyWatcher(f"zinf-{whose}to-device"), CopyWatcher(f"zinf-{whose}to-host")
+        self._arrivals = CopyWatcher(f"zinf-{whose}to-device")
+        self._departures = CopyWatcher(f"zinf-{whose}to-host", self._arrivals)
         self._last_left: Event | None = None  # the end of the last copy to host memory
         self._leaving: deque[_Leaving] = deque()
         self._leaving_nbytes = 0

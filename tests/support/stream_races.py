@@ -203,6 +203,6 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
     replace(FakeStream, "_reach", reach)
     replace(FakeEvent, "wait", event_wait)
     replace(FakeEvent, "has_happened", has_happened)
-    replace(CopyWatcher, "_forget_landed", forget_landed)
+    replace(CopyWatcher, "forget_landed", forget_landed)
     replace(Executor, "_call", run)
     replace(DeviceUpdates, "run", update)

@@ -78,6 +78,19 @@ def test_the_source_lives_until_its_copy_has_landed(bench: Bench) -> None:
     bench.link.close()
 
 
+def test_a_source_is_let_go_of_before_what_left_later_is_done(bench: Bench) -> None:
+    copy, gate = bench.bring()
+    freed = weakref.ref(copy.done.memory[0])  # type: ignore[attr-defined]
+    leaving = torch.ones(64, dtype=torch.uint8)
+    left = bench.link.take(leaving, torch.zeros_like(leaving), behind=copy.event)
+    found: list[bool] = []
+    left.done.add_done_callback(lambda _: found.append(freed() is None))
+    land(copy, gate)
+    left.done.result(timeout=20)
+    bench.link.close()
+    assert found == [True]
+
+
 def test_a_copy_that_is_waited_for_is_done_before_later_ones_have_landed(bench: Bench) -> None:
     (first, first_gate), (second, second_gate) = bench.bring(), bench.bring()
     ended = threading.Event()
