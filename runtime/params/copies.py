@@ -91,10 +91,10 @@ class Copies:
     def may_split(self, count: int) -> bool:
         """Return whether update number ``count`` may: one leaves it whole where the one before was looked at, or more."""
         is_f32 = (self.master.dtype, self.compute.dtype) == (torch.float32, torch.bfloat16)
-        is_apart = (
+        are_on_disk = (
             self.are_two and is_f32 and self.master.extent is not None and self.compute.slice == self.master.slice
         )
-        return is_apart and (self.joined_at is None or count - self.joined_at >= self.whole_for)
+        return are_on_disk and (self.joined_at is None or count - self.joined_at >= self.whole_for)
 
     def note_joined(self, count: int) -> None:
         """Note that the master copy had to be made whole after ``count`` updates; where that happens often, it stays so."""
