@@ -21,7 +21,7 @@ CORE := tests/zinf_compile/ir tests/passes/analysis tests/passes/transforms test
 	tests/passes/planner/placement tests/passes/planner/schedule tests/runtime/params tests/runtime/storage \
 	tests/parity/test_models.py
 
-.PHONY: help train check test test-long test-all lint types layers core unit unit-long unit-all setup clean
+.PHONY: help train check test test-long test-all test-libraries lint types layers core unit unit-long unit-all setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -41,14 +41,17 @@ train: setup  ## train a GPT on real text, its model states 4 times larger than 
 	$(BIN)/zinf train --preset demo --nvme $(NVME) --save-plan $(NVME)/plan.json
 
 check: lint layers  ## lint, types, layering and a core of the tests
-	@$(call with_types,$(PYTEST) -m "not long" $(CORE))
+	@$(call with_types,$(PYTEST) -m "not long and not libraries" $(CORE))
 
 test: lint layers  ## lint, types, layering and the tests, all but the long ones
-	@$(call with_types,$(PYTEST) -m "not long")
+	@$(call with_types,$(PYTEST) -m "not long and not libraries")
 
 test-long: unit-long  ## what `make test` leaves out: more models, placements and examples
 
 test-all: unit-all  ## the same, with every combination of their parameters (an hour)
+
+test-libraries: setup  ## the libraries people train with: transformers, peft, accelerate, and TRL and Lightning if installed
+	$(PYTEST) -m libraries tests/libraries
 
 lint: setup  ## check style
 	$(BIN)/ruff check .
@@ -61,10 +64,10 @@ layers: setup  ## check which module may import which
 	$(BIN)/lint-imports
 
 core: setup  ## run a core of the tests: records, passes, planner, store, parity
-	$(PYTEST) -m "not long" $(CORE)
+	$(PYTEST) -m "not long and not libraries" $(CORE)
 
 unit: setup  ## run the tests that are not long, in two processes more than there are cores
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not libraries"
 
 unit-long: setup
 	ZINF_SHARE=most ZINF_VARIANTS=few $(PYTEST) -m "long or hypothesis" --hypothesis-profile long
