@@ -15,7 +15,7 @@ accelerate = pytest.importorskip("accelerate")
 def training(
     *, precision: str = "no", is_optimized_last: bool = False, resume: bool = False, clip: str = "norm", **of_model: Any
 ) -> Train:
-    """Return a training of four steps, each of two micro-batches; ``resume``: again, from the state after the first epoch."""
+    """Return a training of four steps of two micro-batches; ``resume``: and once more, from the state after them."""
 
     def train(optimize: Optimize, folder: Path) -> tuple[list[Any], nn.Module]:
         accelerate.state.AcceleratorState._reset_state(True)
