@@ -11,7 +11,7 @@ adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSA
 model = get_peft_model(LlamaForCausalLM(config), adapters)
 zinf_compile.optimize(model, device_memory="4MiB", host_memory="2MiB", nvme=".")
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-tokens = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
+tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
 for _ in range(4):
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
