@@ -4,6 +4,7 @@
 """
 
 import collections
+import copy
 import os
 import random
 import signal
@@ -219,6 +220,37 @@ def test_an_interrupt_in_the_first_call_is_as_if_it_was_never_made(
     monkeypatch.setattr(owner, name, interrupted)
     check_interrupted(options, threading.Timer(0, calls.append, ("no signal",)), expected)
     assert calls.count(name) > 1
+
+
+def test_an_interrupt_waits_for_the_end_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torch traces backward in C++, which ends the process where an exception comes out of Python at the wrong place."""
+    plain = nn.Sequential(nn.Linear(72, 72), nn.SiLU(), nn.Linear(72, 72))  # that no other test traces and shares
+    model = zinf_compile.optimize(
+        copy.deepcopy(plain), device_memory="1MiB", host_memory="700KiB", compute="aten", nvme=tmp_path
+    )
+    differentiate, traces = torch.autograd.grad, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if not traces:
+            signal.raise_signal(signal.SIGINT)
+        traces.append("begun")
+        gradients = differentiate(*args, **kwargs)
+        traces.append("ended")
+        return gradients
+
+    x = torch.ones(4, 72)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+    assert traces.count("ended") == traces.count("begun") > 0
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert expected.grad is not None
+        assert torch.equal(ours.grad, expected.grad)
+    zinf_compile.close(model)
 
 
 @pytest.mark.slow

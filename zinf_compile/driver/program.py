@@ -127,11 +127,13 @@ class Program:
 
     def choose(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Return the split whose plan has the shortest step, and adopt that plan. Raises CapacityError if none fits."""
-        return self._choose(partition, reads, has_backward=True)
+        with interruptible():
+            return self._choose(partition, reads, has_backward=True)
 
     def choose_inference(self, partition: Partition, reads: Mapping[int, torch.dtype]) -> CapturedGraph:
         """Plan a graph without backward, and return the graph to compile."""
-        return self._choose(partition, reads, has_backward=False)
+        with interruptible():
+            return self._choose(partition, reads, has_backward=False)
 
     def _choose(self, partition: Partition, reads: Mapping[int, torch.dtype], *, has_backward: bool) -> CapturedGraph:
         say(f"planning {self._name}")

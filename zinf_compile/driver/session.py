@@ -47,6 +47,7 @@ from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.inference import outside_inference
+from zinf_compile.runtime.process.interrupts import uninterrupted
 from zinf_compile.runtime.process.ram import return_freed_memory
 from zinf_compile.runtime.ranks.agreement import agree_on_hardware, check_parameters
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, describe, hash_of
@@ -285,7 +286,8 @@ class Session:
     def _compile_tiled(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> tuple[Program, Callable[..., Any]]:
         """Return the program of a graph and its callable. Raises DeviceCapacityError if it does not fit."""
         program = Program(self.catalog, self._make_planner(inputs, tiled), tiled)
-        return program, compile_graph(tiled.graph_module, inputs, program, added_at_home=tiled.numbers)
+        with uninterrupted():  # torch traces backward in its autograd engine, where an interrupt may end the process
+            return program, compile_graph(tiled.graph_module, inputs, program, added_at_home=tiled.numbers)
 
     def _compile_op_by_op(
         self, inputs: Sequence[Tensor], kept_nbytes: int, tiled: TiledGraph, refused: DeviceCapacityError
@@ -302,7 +304,8 @@ class Session:
         try:
             planner = self._make_planner(inputs, tiled)
             program = Program(self.catalog, planner, tiled, op_by_op=reason)
-            compiled = compile_graph(tiled.graph_module, inputs, program, added_at_home=tiled.numbers)
+            with uninterrupted():  # see _compile_tiled
+                compiled = compile_graph(tiled.graph_module, inputs, program, added_at_home=tiled.numbers)
         except BaseException:
             self.catalog.reserve(expected)
             raise

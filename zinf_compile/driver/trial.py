@@ -12,6 +12,7 @@ from zinf_compile.ir.plan import Plan
 from zinf_compile.passes.capture.aot import BoxedCallable, Partition, compile_graph
 from zinf_compile.passes.capture.splits import JointGraph
 from zinf_compile.runtime.observe.progress import say
+from zinf_compile.runtime.process.interrupts import interruptible, uninterrupted
 
 
 class _Planned(Exception):  # noqa: N818  # not an error
@@ -43,7 +44,8 @@ class _Trial:
             number_of=_never_segmented,
             has_backward=has_backward,
         )
-        raise _Planned(self._planner.plan_as_it_is(graph, reads))
+        with interruptible():
+            raise _Planned(self._planner.plan_as_it_is(graph, reads))
 
     def compile_forward(self, graph_module: fx.GraphModule) -> BoxedCallable:
         raise AssertionError("a trial ends with its plan")
@@ -64,7 +66,8 @@ def plan_tiled(
     """
     trial = _Trial(planner, {number: name for name, number in param_ids.items()})
     try:
-        compile_graph(tiled.graph_module, inputs, trial, added_at_home=tiled.numbers)
+        with uninterrupted():  # torch traces backward in its autograd engine, where an interrupt may end the process
+            compile_graph(tiled.graph_module, inputs, trial, added_at_home=tiled.numbers)
     except _Planned as planned:
         return planned.plan
     raise AssertionError("AOTAutograd asked for no split of the graph")
