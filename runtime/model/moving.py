@@ -139,7 +139,6 @@ def _within_tiers(store: Store, moves: Iterable[_Move]) -> Iterator[_Move]:
 
 
 def _move_copy(store: Store, record: StoredParameter, role: Role, tier: Tier, num_ranks: int) -> None:
-    store.join_master(record)
     slot = record.copies.compute if role is Role.COMPUTE else record.copies.master
     moved = _moved_slot(store, record, slot, tier, num_ranks)
     if moved is slot:

@@ -85,6 +85,8 @@ class Copies:
             self.master = moved
         if self.compute is slot:
             self.compute = moved
+        if self.master.upper is slot:
+            self.master.upper = moved
 
     # Whether updates leave, of the master copy, only what the compute copy lacks
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import zinf_compile
 from tests.support.races import watching_races
-from zinf_compile.ir.copies import LOW_HALVES
+from zinf_compile.ir.copies import LOW_HALVES, CopyKey, Role
 from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.model.moving import move_homes
 from zinf_compile.runtime.optim.updates_ahead import AheadCounts
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.store.store import Store, store_of
@@ -76,7 +77,7 @@ class ByHand:
         self._model = make_model().bfloat16()
         self._optimizer = make_optimizer(self.masters.values())
 
-    def step(self, number: int, *, takes_step: bool = True) -> Tensor:
+    def step(self, number: int) -> Tensor:
         with torch.no_grad():
             for copy, master in zip(self._model.parameters(), self.masters.values(), strict=True):
                 copy.copy_(master)
@@ -85,8 +86,7 @@ class ByHand:
         for copy, master in zip(self._model.parameters(), self.masters.values(), strict=True):
             assert copy.grad is not None
             master.grad, copy.grad = copy.grad.float(), None
-        if takes_step:
-            self._optimizer.step()
+        self._optimizer.step()
         return loss.detach()
 
     @property
@@ -301,6 +301,25 @@ def test_save_leaves_them_split(make: Make, tmp_path: Path) -> None:
         assert_same(each.values, plain.values)
 
 
+@pytest.mark.parametrize(("role", "tier"), [(Role.COMPUTE, Tier.NVME), (Role.MASTER, Tier.HOST)])
+def test_a_new_plan_moves_one_of_both_halves(make: Make, role: Role, tier: Tier) -> None:
+    """A master copy stays split when its compute copy moves, and is whole where it moves itself."""
+    ours, plain = make(speculate=False), ByHand()
+    for step in range(3):
+        ours.step(step), plain.step(step)
+    records = ours.split
+    assert records
+    assert all(record.copies.slot_of(CopyKey(role)).tier is not tier for record in records)
+    move_homes(ours.store, [ours.store.placements[record.name].moved({role: tier}) for record in records])
+    for record in records:
+        assert record.copies.slot_of(CopyKey(role)).tier is tier
+        assert record.copies.joined_at is None
+        assert record.copies.master.upper is (record.copies.compute if role is Role.COMPUTE else None)
+    for step in range(3, NUM_STEPS):
+        assert_same([ours.step(step)], [plain.step(step)])
+    assert_same(ours.values, plain.values)
+
+
 def test_export_and_whole_values(make: Make) -> None:
     ours, plain = make(), ByHand()
     for step in range(3):
@@ -350,10 +369,10 @@ def test_damage_on_the_disk_is_checked(make: Make) -> None:
         ours.step(step), plain.step(step)
     assert ours.split
     assert_same(ours.values, plain.values)
-    for parameter in ours.model.parameters():
+    for parameter in (*ours.model.parameters(), *plain.masters.values()):
         parameter.data.mul_(2)  # by the mapping, after bytes that were checked
-    ours.step(3)
-    assert ours.values
+    ours.step(3), plain.step(3)
+    assert_same(ours.values, plain.values)
 
 
 def test_a_failed_join_leaves_no_half_value(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

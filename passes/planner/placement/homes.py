@@ -106,9 +106,8 @@ class Placer:
         ]
         self._orders: dict[HomePrices, list[_Copy]] = {}
         self._made: dict[tuple[int, bytes, bool], list[Placement]] = {}
-        self._placed: dict[
-            tuple[bytes, bool], Placed
-        ] = {}  # by the home of every copy, and whether masters may be split
+        # By the home of every copy, and whether master copies may be split.
+        self._placed: dict[tuple[bytes, bool], Placed] = {}
 
     @property
     def small_nbytes(self) -> int:
