@@ -1,6 +1,6 @@
 """Compiles a C++ file of ours with the compiler found on the machine, once, and loads it.
 
-The library is kept in the user's cache folder, under a name that says source, flags and torch version. Processes that
+The library is kept in the user's cache folder, under a name that says source, headers, flags and torch version. Processes that
 compile the same file at once write it under names of their own, and the last rename wins.
 """
 
@@ -80,7 +80,8 @@ def compile_library(source: Path) -> Path:
     """
     capability = torch.backends.cpu.get_cpu_capability()
     flags = (*_FLAGS, *_CAPABILITIES.get(capability, ()))
-    key = hashlib.sha256(repr((source.read_text(), flags, torch.__version__, platform.machine())).encode()).hexdigest()
+    texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))]
+    key = hashlib.sha256(repr((texts, flags, torch.__version__, platform.machine())).encode()).hexdigest()
     library = cache_folder() / f"{source.stem}-{key[:16]}.so"
     if library.exists():
         return library

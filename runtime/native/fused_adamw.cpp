@@ -4,16 +4,16 @@
 // torch's op-by-op path takes square roots from a vector library where it has one, which are not correctly rounded; its
 // fused kernel uses the processor's, and rounds another product in what its vectors leave over.
 //
-// The chunk goes through the first-level cache in blocks: widen the gradient, update the moments, take roots, update the
-// master copy, round it to the compute copy.
+// The chunk goes through the first-level cache in blocks: join the master copy where it is split, widen the gradient, update
+// the moments, take roots, update the master copy, round it to the compute copy, split it.
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <thread>
-#include <vector>
+
+#include "low_halves.h"
+#include "threads.h"
 
 extern "C" {
 
@@ -25,7 +25,8 @@ enum Decay : int32_t { kNoDecay = 0, kAddToGradient = 1, kShrinkParameter = 2 };
 
 // Mirrored by ctypes in fused_adamw.py.
 struct Update {
-  float* master;
+  float* master;           // or null, with low_halves
+  uint8_t* low_halves;     // pages of what the compute copy lacks of the master copy, or null
   float* mean;             // exp_avg
   float* square;           // exp_avg_sq
   float* max_square;       // max_exp_avg_sq, or null without amsgrad
@@ -51,9 +52,10 @@ struct Update {
 
 namespace {
 
-constexpr int64_t kBlock = 1024;         // elements; six arrays of float32 are 24 KiB of a first-level cache
+constexpr int64_t kBlock = 960;          // elements; seven arrays of float32 are 27 KiB of a first-level cache
 constexpr int64_t kPiece = 64 * kBlock;  // what a thread takes at once
 constexpr int64_t kFusedVector = 8;      // floats in a vector of torch's fused kernel, which it builds for AVX2 at most
+static_assert(low_halves::kElements % kBlock == 0 && kBlock % low_halves::kWord == 0);
 constexpr int64_t kRootMode = 0x140102;  // VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE, as ATen calls it
 
 inline float multiply_add(float a, float b, float c) {
@@ -122,7 +124,7 @@ void update_master(const Update u, float* __restrict master, const float* mean, 
 }
 
 void update_range(const Update& u, int64_t start, int64_t stop) {
-  float wide[kBlock], roots[kBlock];
+  float wide[kBlock], roots[kBlock], joined[kBlock];
   const int64_t tail = u.as_fused ? u.num_elements / kFusedVector * kFusedVector : u.num_elements;
   for (int64_t block = start; block < stop; block += kBlock) {
     const int64_t count = std::min(stop - block, kBlock);
@@ -131,7 +133,9 @@ void update_range(const Update& u, int64_t start, int64_t stop) {
       widen(static_cast<const uint16_t*>(u.gradient) + block, wide, count);
       gradient = wide;
     }
-    float* master = u.master + block;
+    float* master = u.low_halves ? joined : u.master + block;
+    auto* bits = reinterpret_cast<low_halves::Bits*>(master);
+    if (u.low_halves) low_halves::join(u.low_halves, u.compute + block, bits, block, count);
     float* mean = u.mean + block;
     float* square = u.square + block;
     const int64_t body = std::min(tail - block, count);
@@ -141,26 +145,17 @@ void update_range(const Update& u, int64_t start, int64_t stop) {
     take_roots(u, u.max_square ? u.max_square + block : square, roots, count);
     update_master(u, master, mean, roots, count);
     if (u.compute) round_to_bfloat16(master, u.compute + block, count);
+    if (u.low_halves) low_halves::split(bits, u.compute + block, u.low_halves, block, count, u.num_elements);
   }
 }
 
 }  // namespace
 
-// Threads take the next piece when they are done with one: a thread that gets no core holds up little.
 extern "C" void zinf_update_adam(const Update* update) {
-  const int64_t num_pieces = (update->num_elements + kPiece - 1) / kPiece;
-  const int64_t num_threads = std::min<int64_t>(update->num_threads, num_pieces);
-  std::atomic<int64_t> next{0};
-  const auto work = [&] {
+  on_threads(update->num_elements, kPiece, update->num_threads, [update](int64_t first, int64_t end) {
     // Without this MKL would start threads of its own in each of ours.
     const int32_t outer = update->vector_root ? update->set_local_threads(1) : 0;
-    for (int64_t piece = next++; piece < num_pieces; piece = next++) {
-      update_range(*update, piece * kPiece, std::min((piece + 1) * kPiece, update->num_elements));
-    }
+    update_range(*update, first, end);
     if (update->vector_root) update->set_local_threads(outer);
-  };
-  std::vector<std::thread> others;
-  for (int64_t count = 1; count < num_threads; ++count) others.emplace_back(work);
-  work();
-  for (std::thread& other : others) other.join();
+  });
 }

@@ -2,13 +2,12 @@
 // the same in torch, bit for bit.
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <thread>
-#include <vector>
+
+#include "threads.h"
 
 namespace {
 
@@ -25,20 +24,11 @@ uint32_t bits_of(float value) {
   return bits;
 }
 
-// Threads take the next pages when they are done with some: a thread that gets no core holds up little.
 template <typename Work>
 void for_pages(int64_t num_pages, int32_t num_threads, const Work& work) {
-  std::atomic<int64_t> next{0};
-  const auto run = [&] {
-    for (int64_t page = next.fetch_add(kPagesAtOnce); page < num_pages; page = next.fetch_add(kPagesAtOnce)) {
-      for (int64_t each = page; each < std::min(page + kPagesAtOnce, num_pages); ++each) work(each);
-    }
-  };
-  std::vector<std::thread> others;
-  const int64_t wanted = std::min<int64_t>(num_threads, (num_pages + kPagesAtOnce - 1) / kPagesAtOnce);
-  for (int64_t count = 1; count < wanted; ++count) others.emplace_back(run);
-  run();
-  for (std::thread& other : others) other.join();
+  on_threads(num_pages, kPagesAtOnce, num_threads, [&](int64_t first, int64_t end) {
+    for (int64_t page = first; page < end; ++page) work(page);
+  });
 }
 
 // What values from -1 to 1 are rounded to. Mirrored by ctypes in state_codes.py.

@@ -42,7 +42,7 @@ class _Update(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("master", "mean", "square", "max_square", "gradient", "compute"),
+                *("master", "low_halves", "mean", "square", "max_square", "gradient", "compute"),
                 *("vector_root", "set_local_threads"),
             )
         ),
@@ -88,8 +88,8 @@ class Kernel:
     ) -> dict[str, Any]:
         """Update ``master`` and the moments in place, write ``compute`` if there is one; return the new state.
 
-        All tensors are flat, contiguous and of one length. ``state`` holds memory for the moments; without ``step`` in
-        it this is the first update, and they are zeroed.
+        All tensors are flat, contiguous and of one length. Of a split master copy, ``master`` is its pages, uint8.
+        ``state`` holds memory for the moments; without ``step`` in it this is the first update, and they are zeroed.
         """
         new_state = dict(state)
         if "step" not in state:
@@ -98,11 +98,15 @@ class Kernel:
             new_state = {"step": torch.zeros((), dtype=torch.float32 if group["fused"] else dtype), **moments}
         new_state["step"] += 1
         update = _scalars(group, new_state["step"].item())
-        update.num_elements = master.numel()
+        update.num_elements = gradient.numel()
         update.num_threads = num_threads
         if not update.as_fused:
             update.vector_root, update.set_local_threads = self.root_functions
-        update.master, update.gradient = master.data_ptr(), gradient.data_ptr()
+        if master.dtype == torch.uint8:
+            update.low_halves = master.data_ptr()
+        else:
+            update.master = master.data_ptr()
+        update.gradient = gradient.data_ptr()
         update.mean, update.square = new_state["exp_avg"].data_ptr(), new_state["exp_avg_sq"].data_ptr()
         update.max_square = new_state["max_exp_avg_sq"].data_ptr() if group["amsgrad"] else None
         update.compute = None if compute is None else compute.data_ptr()

@@ -37,7 +37,7 @@ def test_a_library_is_compiled_once_and_nothing_else_is_left(monkeypatch: pytest
     assert load_compiled(NAME) is not None
 
 
-def test_flags_and_source_and_torch_name_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_and_source_and_headers_and_torch_name_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_compiler()
     source = tmp_path / "one.cpp"
     source.write_text('extern "C" int one() { return 1; }\n')
@@ -47,7 +47,9 @@ def test_flags_and_source_and_torch_name_the_library(tmp_path: Path, monkeypatch
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     third = compile_library(source)
     source.write_text('extern "C" int one() { return 2; }\n')
-    assert len({first, second, third, compile_library(source)}) == 4
+    fourth = compile_library(source)
+    (tmp_path / "two.h").write_text("constexpr int two = 2;\n")
+    assert len({first, second, third, fourth, compile_library(source)}) == 5
 
 
 def test_without_a_compiler_there_is_one_warning(

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.copies import low_halves_nbytes
 from zinf_compile.runtime.native.compiled import load_compiled
 from zinf_compile.runtime.optim import fused_adamw
 from zinf_compile.runtime.optim.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.optim.shadow import shadow_step
+from zinf_compile.runtime.storage.low_halves import join, split
 
 NUM_STEPS = 3
 
@@ -80,6 +82,9 @@ def test_it_gives_the_bits_of_torch(adam: bool, fused: bool, amsgrad: bool) -> N
         master, compute = plain.clone(), torch.empty(size, dtype=torch.bfloat16)
         keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
         state: dict[str, Any] = {key: torch.full((size,), float("nan")) for key in keys}  # as fresh memory may hold
+        upper, pages = plain.bfloat16(), torch.empty(low_halves_nbytes(size), dtype=torch.uint8)
+        split(plain, upper, pages)
+        split_state, joined = {key: value.clone() for key, value in state.items()}, torch.empty(size)
         plain_state: dict[str, Any] = {}
         for step in range(NUM_STEPS):
             gradient = make_numbers(size, generator).to(dtype)
@@ -87,6 +92,11 @@ def test_it_gives_the_bits_of_torch(adam: bool, fused: bool, amsgrad: bool) -> N
             assert kernel.takes(*parts_of(state))
             state = kernel.update(group, state, master, gradient, compute, num_threads=1 + step)
             assert torch.equal(bits(master), bits(plain)), (decay, betas, maximize, lr, dtype, size)
+            split_state = kernel.update(group, split_state, pages, gradient, upper, num_threads=3 - step)
+            join(pages, upper, joined)
+            assert torch.equal(bits(joined), bits(plain))
+            assert torch.equal(bits(upper), bits(compute))
+            assert all(torch.equal(split_state[key], state[key]) for key in state)
             assert torch.equal(bits(compute), bits(plain.bfloat16()))
             assert state.keys() == plain_state.keys()
             for key in state:
