@@ -10,13 +10,15 @@ Prints one JSON line per question:
              imported, beside the two budgets it was given (an eighth of the model states together); and the bytes that
              a step moves over the disk, as the kernel counts them, over what the plan says.
 ``time``     seconds per step out of core over plain PyTorch in memory: the same model, dtypes, recompute and fused AdamW,
-             in one process, in alternating turns of three steps. A turn out of core begins and ends with an optimizer step
+             in one process, in alternating turns of three steps, after the first four, in which plans may be made again. A turn out of core begins and ends with an optimizer step
              in flight; waiting for it between turns is not timed. ``floor`` is the larger of in-memory time and the bytes
              moved over the disk bandwidth measured at start; ``ratio_to_floor`` is the step out of core over that.
              ``disk_over_compute`` says how much of the step the disk needs: far below 1 a ratio says nothing of overlap.
              ``stalled_seconds`` is how long compute waits in a step. With ``--accumulate``, a step in memory accumulates
              the gradients of so many parts of the batch. Out of core it takes the batch whole, in one forward and
              backward, and, in the same turns, accumulates as well (``accumulated``).
+``discard``  seconds of a step that drops its updates ahead, over a step of the same model without any; only with ``--only
+             discard``. Measured in pairs of steps from rest to rest, since what was dropped is updated beside the next.
 ``peer``     the same training by DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, run by ``benchmarks/peers``.
 """
 
@@ -52,6 +54,7 @@ _BUDGET_SHARE = 8  # device and host budgets together are an eighth of the model
 _HOST_SHARE = 0.25  # of both budgets
 _SAMPLE_SECONDS = 0.005
 _STEPS_A_TURN = 3
+_FIRST_STEPS = 4  # after which plans stay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +193,10 @@ def backward(model: Any, x: Any, y: Any, parts: int) -> float:
     return sum(losses)
 
 
-def out_of_core(case: Case, *, accumulate: int = 1) -> tuple[Step, object]:
-    """Return a training step of a model in a store, and the model."""
+def out_of_core(
+    case: Case, *, accumulate: int = 1, before_step: Callable[[Any], None] | None = None
+) -> tuple[Step, object]:
+    """Return a training step of a model in a store, and the model. ``before_step`` is called with the optimizer."""
     import torch
 
     import zinf_compile
@@ -220,6 +225,8 @@ def out_of_core(case: Case, *, accumulate: int = 1) -> tuple[Step, object]:
         loss = backward(model, x, y, accumulate)
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        if before_step is not None:
+            before_step(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -353,9 +360,11 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         others["exact_state"] = out_of_core(replace(case, state_dtype=None))
     if case.accumulate > 1:
         others["accumulated"] = out_of_core(case, accumulate=case.accumulate)
-    for _ in range(2):  # capture, first touch of optimizer state
+    for number in range(_FIRST_STEPS):  # capture, first touch of optimizer state, and a plan remade by what was measured
         x, y = next(source)
-        losses.append((plain(x, y), step(x, y), *(other(x, y) for other, _ in others.values())))
+        out = (step(x, y), *(other(x, y) for other, _ in others.values()))
+        if number < 2:
+            losses.append((plain(x, y), *out))
     times: dict[str, list[float]] = {"in_memory": [], "out_of_core": [], **{name: [] for name in others}}
     moved = [0, 0]
     engine = store_of_model(model).engine
@@ -416,6 +425,73 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         result[f"{name}_ratio"] = medians[name] / medians["in_memory"]
         zinf_compile.close(other_model)
     zinf_compile.close(model)
+    return result
+
+
+def measure_discard(case: Case, rounds: int) -> dict[str, object]:
+    """Time two steps of which the first drops its updates ahead, and two steps of a model without any, in turns.
+
+    A change of the learning rate between backward and step drops them, and the step behind it begins none. Each pair
+    begins and ends with nothing in flight.
+    """
+    import torch
+
+    import zinf_compile
+
+    torch.set_num_threads(case.threads)
+    is_dropping = False
+
+    def change_lr(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 1 + 1e-6 * is_dropping
+
+    step, model = out_of_core(case, before_step=change_lr)
+    other, other_model = out_of_core(replace(case, speculate=False))
+    source = batches(case)
+    for _ in range(_FIRST_STEPS):
+        x, y = next(source)
+        step(x, y)
+        other(x, y)
+    times: dict[str, list[float]] = {"dropping": [], "without_ahead": []}
+
+    def seconds(step: Step, model: object, pair: list[tuple[object, object]]) -> float:
+        nonlocal is_dropping
+        zinf_compile.synchronize(model)
+        start = time.perf_counter()
+        for number, batch in enumerate(pair):
+            is_dropping = number == 0
+            step(*batch)
+        is_dropping = False
+        zinf_compile.synchronize(model)
+        return time.perf_counter() - start
+
+    num_dropped = []
+    for _ in range(rounds):
+        before = zinf_compile.report(model).ahead
+        for _ in range(2):  # the pause behind a drop, and a step whose updates ahead are taken
+            step(*next(source))
+        pair = [next(source), next(source)]
+        times["dropping"].append(seconds(step, model, pair))
+        times["without_ahead"].append(seconds(other, other_model, pair))
+        after = zinf_compile.report(model).ahead
+        assert before is not None
+        assert after is not None
+        num_dropped.append(sum(after.dropped.values()) - sum(before.dropped.values()))
+    if not all(num_dropped):
+        raise SystemExit(f"of {rounds} rounds dropped updates ahead: {num_dropped}; each has to")
+    pairs = {name: statistics.median(seconds) for name, seconds in times.items()}
+    ordinary = pairs["without_ahead"] / 2
+    result = {
+        "question": "discard",
+        **describe(case, sum(p.numel() for p in model.parameters())),
+        "dropped": num_dropped,
+        "without_ahead_seconds": ordinary,
+        "dropping_seconds": pairs["dropping"] - ordinary,
+        "dropping_over_without_ahead": pairs["dropping"] / ordinary - 1,
+        "pairs": times,
+    }
+    for each in (model, other_model):
+        zinf_compile.close(each)
     return result
 
 
@@ -493,14 +569,14 @@ def main() -> None:
         help="simulate a disk of so many GB/s; --nvme is a folder in memory then",
     )
     parser.add_argument("--sweep", action="store_true", help="measure 512, 1024 and 4096 tokens per step as well")
-    parser.add_argument("--only", choices=("memory", "time", "peer"))
+    parser.add_argument("--only", choices=("memory", "time", "discard", "peer"))
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with deepspeed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         options = json.loads(args.child)
         case = Case(**options["case"])
-        measure = {"memory": measure_memory, "time": measure_time}[options["question"]]
+        measure = {"memory": measure_memory, "time": measure_time, "discard": measure_discard}[options["question"]]
         try:
             answer = measure(case, options["rounds"])
         except CapacityError as error:
@@ -536,6 +612,8 @@ def main() -> None:
     if args.only in (None, "time"):
         for tokens in dict.fromkeys([args.tokens, *([512, 1024, 2048, 4096] if args.sweep else [])]):
             print(json.dumps({"command": command, **in_child(case_of(tokens), "time", args.rounds)}), flush=True)
+    if args.only == "discard":
+        print(json.dumps({"command": command, **in_child(case, "discard", args.rounds)}), flush=True)
     if args.peer:
         for mmap_threshold in (0, 2**20):  # DeepSpeed's fastest and smallest settings
             answer = measure_peer(case, args.peer, args.rounds, mmap_threshold)
