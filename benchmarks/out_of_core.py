@@ -10,13 +10,14 @@ Prints one JSON line per question:
              imported, beside the two budgets it was given (an eighth of the model states together); and the bytes that
              a step moves over the disk, as the kernel counts them, over what the plan says.
 ``time``     seconds per step out of core over plain PyTorch in memory: the same model, dtypes, recompute and fused AdamW,
-             in one process, in alternating turns of three steps, after the first four, in which plans may be made again. A turn out of core begins and ends with an optimizer step
-             in flight; waiting for it between turns is not timed. ``floor`` is the larger of in-memory time and the bytes
-             moved over the disk bandwidth measured at start; ``ratio_to_floor`` is the step out of core over that.
-             ``disk_over_compute`` says how much of the step the disk needs: far below 1 a ratio says nothing of overlap.
-             ``stalled_seconds`` is how long compute waits in a step. With ``--accumulate``, a step in memory accumulates
-             the gradients of so many parts of the batch. Out of core it takes the batch whole, in one forward and
-             backward, and, in the same turns, accumulates as well (``accumulated``).
+             in one process, in alternating turns of three steps, after the first four, in which plans may be made again.
+             A turn out of core begins and ends with an optimizer step in flight; waiting for it between turns is not
+             timed. ``floor`` is the larger of in-memory time and the bytes moved over the disk bandwidth measured at
+             start; ``ratio_to_floor`` is the step out of core over that. ``disk_over_compute`` says how much of the step
+             the disk needs: far below 1 a ratio says nothing of overlap. ``stalled_seconds`` is how long compute waits
+             in a step. With ``--accumulate``, a step in memory accumulates the gradients of so many parts of the batch.
+             Out of core it takes the batch whole, in one forward and backward, and, in the same turns, accumulates as
+             well (``accumulated``).
 ``discard``  seconds of a step that drops its updates ahead, over a step of the same model without any; only with ``--only
              discard``. Measured in pairs of steps from rest to rest, since what was dropped is updated beside the next.
 ``peer``     the same training by DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, run by ``benchmarks/peers``.
@@ -360,7 +361,9 @@ def measure_time(case: Case, rounds: int) -> dict[str, object]:
         others["exact_state"] = out_of_core(replace(case, state_dtype=None))
     if case.accumulate > 1:
         others["accumulated"] = out_of_core(case, accumulate=case.accumulate)
-    for number in range(_FIRST_STEPS):  # capture, first touch of optimizer state, and a plan remade by what was measured
+    for number in range(
+        _FIRST_STEPS
+    ):  # capture, first touch of optimizer state, and a plan remade by what was measured
         x, y = next(source)
         out = (step(x, y), *(other(x, y) for other, _ in others.values()))
         if number < 2:
@@ -476,18 +479,18 @@ def measure_discard(case: Case, rounds: int) -> dict[str, object]:
         after = zinf_compile.report(model).ahead
         assert before is not None
         assert after is not None
-        num_dropped.append(sum(after.dropped.values()) - sum(before.dropped.values()))
+        num_dropped.append(sum(dict(after.dropped).values()) - sum(dict(before.dropped).values()))
     if not all(num_dropped):
         raise SystemExit(f"of {rounds} rounds dropped updates ahead: {num_dropped}; each has to")
-    pairs = {name: statistics.median(seconds) for name, seconds in times.items()}
-    ordinary = pairs["without_ahead"] / 2
+    ordinary = statistics.median(times["without_ahead"]) / 2
+    longer = statistics.median(a - b for a, b in zip(times["dropping"], times["without_ahead"], strict=True))
     result = {
         "question": "discard",
         **describe(case, sum(p.numel() for p in model.parameters())),
         "dropped": num_dropped,
         "without_ahead_seconds": ordinary,
-        "dropping_seconds": pairs["dropping"] - ordinary,
-        "dropping_over_without_ahead": pairs["dropping"] / ordinary - 1,
+        "dropping_seconds": ordinary + longer,
+        "dropping_over_without_ahead": 1 + longer / ordinary,
         "pairs": times,
     }
     for each in (model, other_model):

@@ -1,7 +1,7 @@
 """Compiles a C++ file of ours with the compiler found on the machine, once, and loads it.
 
-The library is kept in the user's cache folder, under a name that says source, headers, flags and torch version. Processes that
-compile the same file at once write it under names of their own, and the last rename wins.
+The library is kept in the user's cache folder, under a name that says source, headers, flags and torch version. Processes
+that compile the same file at once write it under names of their own, and the last rename wins.
 """
 
 import ctypes

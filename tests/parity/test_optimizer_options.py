@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zinf_compile
+from tests.support.soap import SOAP
 from zinf_compile.runtime.params.records import record_of
 
 NUM_STEPS = 3
@@ -210,6 +211,12 @@ def test_muon(options: dict[str, Any], optimize: Callable[..., nn.Module]) -> No
     model = optimize(copy.deepcopy(plain), host_memory="2MiB")
     results = (train(each, torch.optim.Muon(make_groups(each, torch.optim.Muon), **options)) for each in (plain, model))
     assert_same("", *results)
+
+
+def test_state_of_other_shapes(optimize: Callable[..., nn.Module]) -> None:
+    plain = make_model()
+    model = optimize(copy.deepcopy(plain), host_memory="3MiB")
+    assert_same("", *(train(each, SOAP(make_groups(each, SOAP), every=1)) for each in (plain, model)))
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Rprop])

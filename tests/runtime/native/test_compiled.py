@@ -37,7 +37,9 @@ def test_a_library_is_compiled_once_and_nothing_else_is_left(monkeypatch: pytest
     assert load_compiled(NAME) is not None
 
 
-def test_flags_and_source_and_headers_and_torch_name_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_and_source_and_headers_and_torch_name_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need_compiler()
     source = tmp_path / "one.cpp"
     source.write_text('extern "C" int one() { return 1; }\n')

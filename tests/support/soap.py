@@ -1,0 +1,70 @@
+"""SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's matrices, whose shapes differ from their parameter's."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+MOST_ROWS = 4096  # dimensions longer than this have no matrix
+
+
+class SOAP(Optimizer):
+    """Plain PyTorch: one parameter after another, each with matrices of its sides beside Adam's two moments."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        every: int = 10,
+    ) -> None:
+        """``every`` is how many steps pass before bases are brought up to date, by a step of power iteration and QR."""
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "every": every})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+    def _update(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        sides = [side for side, size in enumerate(parameter.shape) if parameter.dim() == 2 and size <= MOST_ROWS]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            for side in sides:
+                state[f"matrix_{side}"] = _outer(grad, side) * (1 - beta2)
+                state[f"basis_{side}"] = torch.linalg.eigh(state[f"matrix_{side}"])[1].flip(1).contiguous()
+            return  # the first gradient only finds the bases
+        state["step"] += 1
+        step = state["step"].item()
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).add_(_turned(grad, state, sides).square(), alpha=1 - beta2)
+        root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt().add_(group["eps"])
+        direction = _turned(state["exp_avg"], state, sides) / (1 - beta1**step) / root
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(_turned(direction, state, sides, back=True), alpha=-group["lr"])
+        for side in sides:
+            state[f"matrix_{side}"].lerp_(_outer(grad, side), 1 - beta2)
+            if step % group["every"] == 0:
+                state[f"basis_{side}"].copy_(torch.linalg.qr(state[f"matrix_{side}"] @ state[f"basis_{side}"])[0])
+
+
+def _outer(grad: Tensor, side: int) -> Tensor:
+    return grad @ grad.T if side == 0 else grad.T @ grad
+
+
+def _turned(tensor: Tensor, state: dict[str, Any], sides: list[int], *, back: bool = False) -> Tensor:
+    """Return a tensor in the bases of its sides, or from there."""
+    for side in sides:
+        basis = state[f"basis_{side}"] if back else state[f"basis_{side}"].T
+        tensor = basis @ tensor if side == 0 else tensor @ basis.T
+    return tensor
