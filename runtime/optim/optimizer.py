@@ -466,8 +466,9 @@ class StreamedStep:
             states={name: chunk.tensor(state_key(name), slot) for name, slot in record.copies.states.items()},
             compute=chunk.tensor(COMPUTE, record.copies.compute) if record.copies.are_two else None,
         )
-        is_kept_split = job.splits and job.reads_split and self._kernels.get(job) is not None
-        if job.coded_states or (job.splits and not is_kept_split):
+        # The kernel joins what is split and splits it again by itself.
+        is_kernels = job.reads_split and self._kernels[job] is not None
+        if job.coded_states or (job.splits and not is_kernels):
             low_halves = chunk.low_halves() if job.splits else None
             for decoded in decoding(job, operands, low_halves, num_threads=self._num_threads):
                 self._update_elements(job, decoded)
