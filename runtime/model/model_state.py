@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
-from zinf_compile.runtime.optim.step_jobs import state_slot
+from zinf_compile.runtime.optim.step_jobs import has_slot, state_slot
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.home_gradient import begin_gradient, settle_gradient, show_gradient
@@ -32,7 +32,7 @@ class HomedTensor:
     @property
     def shape(self) -> torch.Size:
         """Return the shape of the whole tensor."""
-        return self.slot.tensor.shape if self.record is None else self.record.shape
+        return self.record.shape if self.record is not None and self.slot.per_element else self.slot.tensor.shape
 
     @property
     def is_divided(self) -> bool:
@@ -151,11 +151,11 @@ def add_state(
 ) -> HomedTensor:
     """Give an optimizer a state tensor for a parameter, whose content is to be filled in; return it.
 
-    One that has an element for every element of a stored parameter lives in its store.
+    One that has an element for every element of a stored parameter lives in its store, and so does any other large one.
     """
     record = record_of(parameter)
-    if record is not None and shape and shape == tuple(record.shape):
-        slot = state_slot(record, optimizer, key, dtype)
+    if record is not None and shape and has_slot(record, torch.Size(shape)):
+        slot = state_slot(record, optimizer, key, dtype, torch.Size(shape))
         optimizer.state[parameter][key] = HomeTensor.show(slot, record)
         return HomedTensor(slot=slot, tensor_io=record.store.tensor_io, record=record)
     if record is None and shape == tuple(parameter.shape):

@@ -193,7 +193,16 @@ def _moved_slot(store: Store, record: StoredParameter, slot: Slot, tier: Tier, n
         slot.tier = tier
         return slot
     is_whole = slot.num_ranks == 1
-    moved = store.new_slot(record.name, record.shape, slot.dtype, tier, slot.key, is_whole=is_whole, code=slot.code)
+    moved = store.new_slot(
+        record.name,
+        record.shape if slot.per_element else slot.tensor.shape,
+        slot.dtype,
+        tier,
+        slot.key,
+        is_whole=is_whole,
+        code=slot.code,
+        per_element=slot.per_element,
+    )
     store.held.count_home(slot.tier, -slot.nbytes)
     with store.failing_on_error():
         if slot.in_memory:

@@ -54,6 +54,14 @@ _REVEALING = frozenset(
 SURPRISES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
+def find_odd_state(state: Mapping[str, Any], shape: torch.Size) -> str | None:
+    """Return, as an obstacle, that state of a parameter of this shape has another one; None if all of it has not."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != shape:
+            return f"its state '{key}' has neither one element nor the parameter's shape"
+    return None
+
+
 def find_obstacle(
     update: Update, *, dtype: torch.dtype, per_element: Mapping[str, torch.dtype], scalars: Mapping[str, Any]
 ) -> str | None:
@@ -62,9 +70,6 @@ def find_obstacle(
     ``per_element`` and ``scalars`` are the entries of the state it starts from: tensors of the parameter's shape, by
     dtype, and everything else.
     """
-    for key, value in scalars.items():
-        if isinstance(value, Tensor) and value.numel() != 1:
-            return f"its state '{key}' has neither one element nor the parameter's shape"
     generator = torch.Generator().manual_seed(0)
 
     def draw(dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ from zinf_compile.runtime.optim.owners import (
     update_round,
 )
 from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, copied, decoding, find_job_kernel, update_slice
-from zinf_compile.runtime.optim.step_jobs import Job, in_gather_order
+from zinf_compile.runtime.optim.step_jobs import Job, has_slot, in_gather_order, is_held, is_plain, take_state_home
 from zinf_compile.runtime.optim.temporaries import piece_elements
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.process.interrupts import check_interrupt
@@ -67,6 +67,7 @@ class StreamedStep:
         self._is_cut = True  # chunks are updated in pieces where the update allocates
         self._jobs: list[Job] = []
         self._kernels: dict[Job, Kernel | None] = {}
+        self._new_states: list[tuple[Job, str]] = []  # of whole tensors, by key: not home yet
         self._num_elements = self._num_on_device = 0
         if isinstance(jobs, Sequence):
             for job in jobs:
@@ -236,10 +237,12 @@ class StreamedStep:
                     break
                 if len(pending) >= _READ_AHEAD:
                     self._update(pending.popleft())
+                    self._take_states_home(pending)
                 pending.append(self._read(job, part, pending))
             if job.num_elements == 0:
                 self._complete_when_home(job)
         self._update_all(pending)
+        self._take_states_home(pending)
 
     def _run_rounds(self, pending: deque[Chunk]) -> None:
         """Update whole tensors of which each of several ranks has some rows: in rounds, each by its owner."""
@@ -490,12 +493,28 @@ class StreamedStep:
             update_slice(job, operands.part(part), shape=None)
 
     def _show_state(self, job: Job, new_state: dict[str, Any]) -> None:
-        """Let ``optimizer.state`` show the state of a whole tensor. A tensor without a slot gets one at the next step."""
-        if new_state:
-            state = job.real_optimizer.state[job.record.parameter]
-            for key, value in new_state.items():
-                slot = job.record.copies.states.get(key)
-                state[key] = value if slot is None else HomeTensor.show(slot, job.record)
+        """Let ``optimizer.state`` show the state of a whole tensor, and note what has no slot yet."""
+        record = job.record
+        if not new_state:
+            return
+        state = job.real_optimizer.state[record.parameter]
+        for key, value in new_state.items():
+            slot = record.copies.states.get(key)
+            if slot is not None and is_held(value, slot, record):
+                state[key] = HomeTensor.show(slot, record)
+                continue
+            state[key] = value
+            if is_plain(value) and value.dim() > 0 and has_slot(record, value.shape):
+                self._new_states.append((job, key))
+
+    def _take_states_home(self, pending: deque[Chunk]) -> None:
+        """Write new state of whole tensors home, through staging: not while chunks hold some of it."""
+        if self._new_states:
+            self._update_all(pending)
+            for job, key in self._new_states:
+                optimizer = job.real_optimizer
+                take_state_home(job.record, optimizer, optimizer.state[job.record.parameter], key)
+            self._new_states.clear()
 
     def _return(self, chunk: Chunk) -> None:
         for read in chunk.reads:

@@ -158,7 +158,7 @@ class OwnedUpdate:
         names = [name for name, value in state.items() if isinstance(value, StateTensor)]
         for name in names:
             if name not in slots:
-                state_slot(job.record, job.real_optimizer, name, state[name].dtype)
+                state_slot(job.record, job.real_optimizer, name, state[name].dtype, job.record.shape)
                 self._rows[state_key(name)] = torch.empty(self.chunk.slice.num_elements, dtype=state[name].dtype)
                 self._new_states.append(name)
         sent = [MASTER, *([GRADIENT] if job.changes_gradient else []), *map(state_key, names)]

@@ -5,7 +5,7 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zinf_compile.runtime.optim.bookkeeping import NOT_BOOKKEEPING, Bookkeeping, Ledger, shared_state
-from zinf_compile.runtime.optim.element_wise import find_obstacle, is_same_value
+from zinf_compile.runtime.optim.element_wise import find_obstacle, find_odd_state, is_same_value
 from zinf_compile.runtime.optim.isolation import Isolation
 from zinf_compile.runtime.optim.overrides import with_overrides_by_place
 from zinf_compile.runtime.params.records import record_of
@@ -110,6 +110,8 @@ def _find_obstacle(
             continue
         dtype = record.copies.master.tensor.dtype
         state = optimizer.state.get(parameter, {})
+        if (obstacle := find_odd_state(state, record.shape)) is not None:  # before anything of it is copied
+            return obstacle
         scalars = copy_scalars(state, record.shape)
         per_element = {key: value.dtype for key, value in state.items() if key not in scalars}
         kind = (dtype, per_element, scalars)
@@ -366,13 +368,16 @@ def probe_state(
     )
 
 
-def copy_scalars(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
-    """Return copies of the entries of a parameter's state that are not tensors of its shape: step counts and the like."""
+def copy_scalars(state: Mapping[str, Any], shape: torch.Size, *, but: Container[str] = ()) -> dict[str, Any]:
+    """Return copies of the entries of a parameter's state that are not tensors of its shape: step counts and the like.
+
+    ``but`` are the keys of others to leave out.
+    """
     with torch._C.DisableTorchFunctionSubclass():  # a look at the shape of a home tensor is not a look at its value
         scalars = {
             key: value
             for key, value in state.items()
-            if not (isinstance(value, Tensor) and value.shape == shape and value.dim() > 0)
+            if key not in but and not (isinstance(value, Tensor) and value.shape == shape and value.dim() > 0)
         }
     return {key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in scalars.items()}
 

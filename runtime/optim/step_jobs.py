@@ -29,7 +29,7 @@ from zinf_compile.ir.copies import (
     state_key,
 )
 from zinf_compile.ir.errors import StoreError, UnsupportedError
-from zinf_compile.ir.glossary import dtype_name
+from zinf_compile.ir.glossary import Tier, dtype_name
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.device.device import Event
 from zinf_compile.runtime.optim.bookkeeping import Bookkeeping, Ledger
@@ -54,7 +54,7 @@ from zinf_compile.runtime.params.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.random_state import keeping_random_state
 from zinf_compile.runtime.storage.slots import Slot, local_of
-from zinf_compile.runtime.store.store import Store
+from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 Group = dict[str, Any]  # a parameter group of an optimizer, as torch has it
@@ -412,7 +412,7 @@ class JobCollector:
             deferred=tuple(record.gradient.deferred) if record.gradient.is_home(grad) else (),
             group=self.options_of(place[0]),
             position=next(self._positions),
-            scalars=copy_scalars(state, record.parameter.shape),
+            scalars=copy_scalars(state, record.parameter.shape, but=record.copies.states),
             kept_states=frozenset(key for key in record.copies.states if isinstance(state.get(key), Tensor)),
         )
         if self.is_element_wise:
@@ -446,7 +446,7 @@ class JobCollector:
             self._probed[key] = probe_state(self.frozen, self.options_of(place[0]), place, key[1])
         for wanted in self._probed[key]:
             if wanted.key not in record.copies.states:
-                state_slot(record, self._optimizer, wanted.key, wanted.dtype)
+                state_slot(record, self._optimizer, wanted.key, wanted.dtype, record.shape)
 
     def _kind_of(self, place: Place) -> object:
         """Return a key that is equal for parameters that the optimizer treats alike: those of a group, if possible."""
@@ -483,16 +483,22 @@ class JobCollector:
                 small, gradient = torch.rand(shape).to(master.dtype), torch.rand(shape).to(master.dtype)
                 state = {name: copy_value(value) for name, value in job.scalars.items()}
                 state |= {name: torch.rand(shape).to(dtype) for name, dtype in states.items()}
-                if any(isinstance(value, Tensor) and value.numel() > 1 for value in job.scalars.values()):
-                    state = {}  # of other shapes, which fit the large tensor only
-                shadow = Shadow(self.frozen, group, job.place, small, gradient, state, is_trial=True)
-                with TemporaryCount() as count:
-                    try:
-                        shadow.run()
-                    except UnsupportedError:
-                        raise
-                    except SURPRISES:  # it does not accept a small tensor, or an empty state
-                        count.most_nbytes = max(count.most_nbytes, _UNKNOWN * small.nbytes)
+                has_odd = any(isinstance(value, Tensor) and value.numel() > 1 for value in job.scalars.values())
+                has_odd |= any(not record.copies.states[name].per_element for name in states)
+
+                def run(state: dict[str, Any]) -> dict[str, Any]:
+                    return Shadow(self.frozen, group, job.place, small, gradient, state, is_trial=True).run()
+
+                count = TemporaryCount()
+                try:
+                    if has_odd:  # it fits the large tensor only, and a first step makes some that fits the small one
+                        state = run({}) if job.kept_states else {}
+                    with count:
+                        run(state)
+                except UnsupportedError:
+                    raise
+                except SURPRISES:  # it does not accept a small tensor, or an empty state
+                    count.most_nbytes = max(count.most_nbytes, _UNKNOWN * small.nbytes)
             widened = 0 if job.grad.dtype == master.dtype else master.dtype.itemsize
             self._counted[key] = -(-count.most_nbytes // max(1, shape.numel())) + widened
         return self._counted[key]
@@ -511,19 +517,13 @@ class JobCollector:
     def _take_state_home(self, record: StoredParameter, state: dict[str, Any]) -> None:
         """Write state that was put into ``optimizer.state``, as ``load_state_dict`` does, to its slot, and show the slot."""
         for key, value in state.items():
-            if not isinstance(value, Tensor) or _is_shown(record, key, value) or value.shape != record.shape:
+            if not isinstance(value, Tensor) or _is_shown(record, key, value) or not has_slot(record, value.shape):
+                continue
+            if value.shape != record.shape and not is_plain(value):
                 continue
             if value.dim() == 0 and key not in record.copies.states:  # a step count, and no moment of a 0-dim parameter
                 continue
-            slot = state_slot(record, self._optimizer, key, value.dtype)
-            if not slot.is_home_of(value):
-                with self._store.failing_on_error():
-                    if slot.coded is None:
-                        self._store.tensor_io.write_value(slot, own_rows(slot, value))
-                    else:
-                        self._store.tensor_io.encode_value(slot, value)
-                    self._store.tensor_io.wait_writes()
-                state[key] = HomeTensor.show(slot, record)
+            take_state_home(record, self._optimizer, state, key)
 
 
 def in_gather_order(store: Store, jobs: Iterable[Job]) -> list[Job]:
@@ -533,6 +533,7 @@ def in_gather_order(store: Store, jobs: Iterable[Job]) -> list[Job]:
 
 
 _PROBE_SHAPE = torch.Size([3])
+LEAST_OWN_SHAPE = 4096  # elements of a state of a shape of its own that has a slot
 _UNKNOWN = 8  # temporaries assumed for an update that cannot be measured
 
 
@@ -562,25 +563,78 @@ def _is_shown(record: StoredParameter, key: str, value: Tensor) -> bool:
     return slot is not None and slot.shown is value
 
 
-def state_slot(record: StoredParameter, optimizer: Optimizer, key: str, dtype: torch.dtype) -> Slot:
+def is_plain(value: object) -> bool:
+    """Return whether an entry of a state is a tensor of torch's own class, whose elements are its bytes in memory."""
+    return type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu"
+
+
+def has_slot(record: StoredParameter, shape: torch.Size) -> bool:
+    """Return whether a state tensor of this shape has a slot of its parameter's store.
+
+    Those with an element for each of the parameter's do, and others that are worth it: step counts and small tables stay
+    in memory. On several ranks all others do, since the owner of a parameter alone has them.
+    """
+    if shape == record.shape:
+        return True
+    return shape.numel() >= LEAST_OWN_SHAPE and record.store.ranks.is_alone
+
+
+def state_slot(record: StoredParameter, optimizer: Optimizer, key: str, dtype: torch.dtype, shape: torch.Size) -> Slot:
     """Return the slot for a state tensor of an optimizer; the content of a new one is undefined."""
     record.copies.own_states(optimizer)
     slot = record.copies.states.get(key)
-    if slot is None or slot.dtype != dtype:
-        slot = _new_state_slot(record, key, dtype)
+    if slot is None or not _can_hold(slot, record, dtype, shape):
+        replaced, slot = slot, _new_state_slot(record, key, dtype, shape)
         record.copies.put_state(key, slot)
+        if replaced is not None and not replaced.per_element:
+            store = store_of(record)
+            store.held.count_home(replaced.tier, -replaced.nbytes)
+            replaced.give_back(store.layout)
     return slot
 
 
-def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype) -> Slot:
+def is_held(value: Any, slot: Slot, record: StoredParameter) -> bool:
+    """Return whether a slot is one for an entry of a state after an update."""
+    if isinstance(value, Tensor):
+        return _can_hold(slot, record, value.dtype, value.shape)
+    return isinstance(value, StateTensor)
+
+
+def _can_hold(slot: Slot, record: StoredParameter, dtype: torch.dtype, shape: torch.Size) -> bool:
+    return slot.dtype == dtype and shape == (record.shape if slot.per_element else slot.tensor.shape)
+
+
+def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype, shape: torch.Size) -> Slot:
     """Return a slot of an optimizer that is gone, if no user holds its tensor, else a new one."""
-    store, master = record.store, record.copies.master
-    code = code_of_state(store.config.state_dtype, dtype=dtype_name(dtype), num_elements=record.shape.numel())
-    if (forgotten := record.copies.take_forgotten_state(key, dtype)) is not None:
+    store, master, per_element = store_of(record), record.copies.master, shape == record.shape
+    asked = store.config.state_dtype if per_element else None
+    code = code_of_state(asked, dtype=dtype_name(dtype), num_elements=shape.numel())
+    forgotten = record.copies.take_forgotten_state(key, lambda slot: _can_hold(slot, record, dtype, shape))
+    if forgotten is not None:
         return forgotten
     # Nothing is planned for the state of a frozen parameter, which a checkpoint may have.
     tier = store.placements[record.name].optimizer_state or master.tier
-    return store.new_slot(record.name, record.shape, dtype, tier, state_key(key), code=code)
+    if (
+        not per_element and tier is not Tier.NVME
+    ):  # perhaps more than was planned; updates of whole tensors run on the host
+        is_full = shape.numel() * dtype.itemsize > store.held.host_room_nbytes
+        tier = Tier.NVME if is_full and store.config.nvme is not None else Tier.HOST
+    return store.new_slot(record.name, shape, dtype, tier, state_key(key), code=code, per_element=per_element)
+
+
+def take_state_home(record: StoredParameter, optimizer: Optimizer, state: dict[str, Any], key: str) -> None:
+    """Write an entry of a parameter's state to its slot, and let the state show the slot."""
+    store, value = record.store, state[key]
+    slot = state_slot(record, optimizer, key, value.dtype, value.shape)
+    if slot.is_home_of(value):
+        return
+    with store.failing_on_error():
+        if slot.coded is None:
+            store.tensor_io.write_value(slot, own_rows(slot, value))
+        else:
+            store.tensor_io.encode_value(slot, value)
+        store.tensor_io.wait_writes()
+    state[key] = HomeTensor.show(slot, record)
 
 
 def own_rows(slot: Slot, value: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Only this file writes the fields of ``Copies`` and ``Seat``.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -150,11 +150,14 @@ class Copies:
         self.other_states = [(owner, states) for owner, states in self.other_states if states is not mine]
         self.states, self.states_owner = mine, weakref.ref(optimizer)
 
-    def take_forgotten_state(self, key: str, dtype: torch.dtype) -> Slot | None:
-        """Remove and return the slot of a state tensor that is not referenced any more, since its optimizer is gone."""
+    def take_forgotten_state(self, key: str, holds: Callable[[Slot], bool]) -> Slot | None:
+        """Remove and return the slot of a state tensor that is not referenced any more, since its optimizer is gone.
+
+        ``holds`` returns whether a slot can hold what is wanted.
+        """
         for owner, states in self.other_states:
             slot = states.get(key) if owner() is None else None
-            if slot is not None and slot.dtype == dtype and slot.is_forgotten:
+            if slot is not None and holds(slot) and slot.is_forgotten:
                 return states.pop(key)
         return None
 

@@ -25,6 +25,7 @@ class Slot:
     tensor: Tensor  # the home tensor, for the runtime, whose callers make sure that nothing is in flight for it
     extent: Extent | None = None
     coded: Coded | None = None  # what it holds, if that is codes, in pages
+    per_element: bool = True  # False: state of a shape of its own, which belongs to the whole parameter and moves whole
     upper: "Slot | None" = None  # the compute copy, while an update has left here only what that lacks of a master copy
     on_device: bool = False  # in memory that only the device's streams reach; that of a CPU is host memory
     shown: Tensor | None = None  # the home tensor for users, of a gradient or optimizer state: using it waits
@@ -54,7 +55,12 @@ class Slot:
         return None if self.coded is None else self.coded.code
 
     def stored(self, part: Slice) -> Slice:
-        """Return what of this slot holds a slice of its parameter: the slice itself, or the bytes of the pages with it."""
+        """Return what of this slot holds a slice of its parameter: the slice itself, or the bytes of the pages with it.
+
+        All of it, where it is state of a shape of its own.
+        """
+        if not self.per_element:
+            return self.slice
         if self.coded is None:
             return part
         first, nbytes = self.coded.pages_of(part)
@@ -62,6 +68,8 @@ class Slot:
 
     def staged_nbytes(self, num_elements: int) -> int:
         """Return the bytes, in whole sectors, that so many elements of the parameter take on their way."""
+        if not self.per_element:
+            return whole_sectors(self.nbytes)
         if self.coded is None:
             return whole_sectors(num_elements * self.tensor.dtype.itemsize)
         return self.coded.code.nbytes(num_elements)

@@ -24,6 +24,7 @@ class HeldMemory:
         self,
         *,
         homes_nbytes: dict[Tier, int],
+        host_memory: int,
         device: Device,
         device_updates: DeviceUpdates,
         arena: Arena,
@@ -36,6 +37,7 @@ class HeldMemory:
     ) -> None:
         """``homes_nbytes`` counts the bytes of homes by tier, for others to read; ``ram`` measures the device tier."""
         self._homes_nbytes = homes_nbytes
+        self._host_memory = host_memory  # the budget
         self._device = device
         self._device_updates = device_updates
         self._arena = arena
@@ -61,6 +63,12 @@ class HeldMemory:
         """Return the peak bytes of homes, staging and activations on the host tier, under any plan."""
         held = self.nbytes_on(Tier.HOST) + self._staging.peak_nbytes + self._activations.peak_host_nbytes
         return max(self._host_peak_before, held)
+
+    @property
+    def host_room_nbytes(self) -> int:
+        """Return the bytes of the host budget that homes, staging at its largest, and activations leave."""
+        taken = self.nbytes_on(Tier.HOST) + self._staging.capacity + self._activations.peak_host_nbytes
+        return self._host_memory - taken
 
     @without_interrupts
     def begin_again(self) -> None:

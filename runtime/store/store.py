@@ -145,6 +145,7 @@ class Store:
         self.open_forwards = OpenForwards()
         self.held = HeldMemory(
             homes_nbytes=homes_nbytes,
+            host_memory=config.host_memory,
             device=self.device,
             device_updates=self.device_updates,
             arena=self.arena,
@@ -239,13 +240,16 @@ class Store:
         *,
         is_whole: bool = False,
         code: Code | None = None,
+        per_element: bool = True,
     ) -> Slot:
         """Return a slot for a copy of a parameter of this shape, with undefined content, in pages of codes if asked for.
 
-        It holds this rank's shard of the parameter, unless ``is_whole``. On nvme its extent is reserved on the disk.
+        It holds this rank's shard of the parameter, unless ``is_whole``. Without ``per_element`` the shape is that of the
+        copy, which has another one than its parameter. On nvme its extent is reserved on the disk.
         """
         held, num_ranks = Slice.of_whole(parameter, shape), 1
         if not (is_whole or self.ranks.is_alone):
+            assert per_element, "every rank would have another part of a state that belongs to the whole parameter"
             held, num_ranks = self.ranks.shard_of(held), self.ranks.size
             shape = torch.Size(held.sizes)
         coded = None
@@ -265,6 +269,7 @@ class Store:
                 tier=tier,
                 tensor=home,
                 coded=coded,
+                per_element=per_element,
                 on_device=is_behind_link,
             )
         assert self.engine is not None
@@ -277,8 +282,16 @@ class Store:
             raise
         mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
         self.held.count_home(tier, nbytes)
-        tensor = map_tensor(mapped, shape, dtype)
-        return Slot(slice=held, num_ranks=num_ranks, key=key, tier=tier, tensor=tensor, coded=coded, extent=extent)
+        return Slot(
+            slice=held,
+            num_ranks=num_ranks,
+            key=key,
+            tier=tier,
+            tensor=map_tensor(mapped, shape, dtype),
+            coded=coded,
+            per_element=per_element,
+            extent=extent,
+        )
 
     # Values
 

@@ -42,6 +42,21 @@ def test_a_model_on_the_meta_device(model: nn.Module, stays_plain: StaysPlain) -
         zinf_compile.optimize(model, **BUDGETS)
 
 
+def test_a_lightning_module_that_would_run_eagerly(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    class LightningModule(nn.Module):  # has the name of Lightning's, which need not be installed
+        pass
+
+    class Mine(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+    zinf_compile.optimize(module := Mine(), **{**BUDGETS, "capture": True})
+    (warning,) = (record.message for record in caplog.records if "LightningModule" in record.message)
+    assert warning.startswith("Mine is a LightningModule, whose training_step Lightning calls")
+    zinf_compile.close(module)
+
+
 def test_an_optimized_model(model: nn.Module) -> None:
     zinf_compile.optimize(model, **BUDGETS)
     with pytest.raises(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zinf_compile
-from tests.support.soap import SOAP
+from examples.soap import SOAP
 from zinf_compile.runtime.params.records import record_of
 
 NUM_STEPS = 3

@@ -120,3 +120,28 @@ def test_another_plan_after_the_third_step_changes_no_bit(
     for tier in report.tiers[1:]:  # tests/memory measures the device
         assert tier.measured_peak <= tier.predicted_peak, tier
     assert next(phase for phase in report.phases).count == STEPS - 3
+
+
+@pytest.mark.usefixtures("wrong_profile")
+def test_a_new_plan_counts_less_state(tmp_path: Path) -> None:
+    """SGD without momentum keeps nothing: by the measured plan, what AdamW would keep is free for other copies."""
+    plain, batches = gpt()
+    model, _ = gpt()
+    zinf_compile.optimize(model, **BUDGETS, nvme=tmp_path)
+    seen = []
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for batch in batches:
+            each(**batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if each is model:
+                (view,) = zinf_compile.report(model).plans
+                seen.append(sum(item.optimizer_state_nbytes for item in view.plan.placements))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    assert seen[2] > 0
+    assert seen[3:] == [0, 0, 0]
+    (sentence,) = zinf_compile.report(model).replanned
+    assert "planned again after step 3" in sentence
+    zinf_compile.close(model)

@@ -212,6 +212,7 @@ class Program:
                 self._make_room_for_process()
                 self._make_room(inputs)
                 self._make_room_beside_open(inputs)
+                self._make_room_for_states()
                 if join_placements(self.plan.placements) != self._catalog.placements:
                     self._adopt(self._plan_for(self._shapes.facts))
                 self._look_at_first_steps()
@@ -367,6 +368,7 @@ class Program:
         observed = agree_on_observed(ranks, observed)
         assert self.plan is not None
         assert self._shapes is not None
+        before = self._catalog.adopt_states(self._catalog.find_smaller_states())
         request = self._request()
         if len(self._catalog.plans) == 1:  # several graphs share homes, so those stay
             request = replace(request, placements=None)
@@ -377,6 +379,7 @@ class Program:
             ranks.do_alike("reserving room for a new plan", lambda: self._store.reserve_growth(placements))
         except StoreError as error:
             _log.info("%s; the plan stays, since the disk has no room for it: %s", printable(remade.sentence), error)
+            self._catalog.go_back_to(before)
             return
         say(remade.sentence)
         self._planner.hardware = self._catalog.hardware = remade.plan.hardware
@@ -385,7 +388,38 @@ class Program:
             self._store.held.begin_again()  # what is reported is measured under the plan that predicts it
             self._adopt(PlanView(self._planner.with_notes(remade.plan), remade.request))
         else:
+            self._catalog.go_back_to(before)
             self.planned = PlanView(remade.plan, remade.request)
+
+    def _make_room_for_states(self) -> None:
+        """Plan again if optimizers keep more of the parameters than was planned. Without room, keeps the plan and says so.
+
+        For less, a new plan waits until steps have been measured.
+        """
+        found = self._catalog.look_at_states()
+        if not found:
+            return
+        assert self._shapes is not None
+        now = sum(found.get(fact.name, fact).optimizer_state_nbytes for fact in self._catalog.facts)
+        what = f"{self._name}: its optimizer keeps {format_bytes(now)}, more than planned"
+        before = self._catalog.adopt_states({})
+        try:
+            self._catalog.adopt_states(found)
+            with self._store.held.planning():
+                planned = self._plan_for(self._shapes.facts)
+            placements = join_placements(planned.plan.placements)
+            self._store.ranks.do_alike(
+                "reserving room for optimizer state", lambda: self._store.reserve_growth(placements)
+            )
+        except (CapacityError, StoreError) as error:
+            self._catalog.go_back_to(before)
+            self.replanned.append(f"{what}, for which there is no room; its plan stays: {error}")
+            _log.warning("%s", printable(self.replanned[-1]))
+            return
+        self.replanned.append(f"{what}; planned again")
+        say(self.replanned[-1])
+        self._store.held.begin_again()  # what is reported is measured under the plan that predicts it
+        self._adopt(planned)
 
     def _run_forward(self, inputs: list[Any]) -> Sequence[Any]:
         assert self._forward is not None

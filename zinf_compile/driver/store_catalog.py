@@ -2,11 +2,13 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from zinf_compile.driver.catalog import Narrowing
 from zinf_compile.ir.config import Config
+from zinf_compile.ir.copies import Encoding, Granularity, StateSpec
 from zinf_compile.ir.errors import CapacityError, StoreError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier, dtype_name, format_bytes
@@ -15,12 +17,20 @@ from zinf_compile.ir.plan import Placement, Plan, TierPart
 from zinf_compile.ir.slices import Slice
 from zinf_compile.ir.tiles import TiledParameters, rows_of_rank, tile_name
 from zinf_compile.passes.planner.placement.budgets import check_budgets
-from zinf_compile.passes.planner.placement.homes import place_narrowed, plan_placement
+from zinf_compile.passes.planner.placement.homes import place_narrowed, place_states, plan_placement
 from zinf_compile.runtime.model.moving import move_homes
 from zinf_compile.runtime.params.numbers import find_record
+from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.reserve import ProcessReserve
-from zinf_compile.runtime.storage.slots import torch_dtype
+from zinf_compile.runtime.storage.slots import Slot, torch_dtype
 from zinf_compile.runtime.store.store import Store
+
+
+class Assumed(NamedTuple):
+    """What plans are made for: the facts of all parameters, and their homes."""
+
+    facts: Mapping[str, ParameterFact]
+    placements: tuple[Placement, ...]
 
 
 class StoreCatalog:
@@ -34,6 +44,7 @@ class StoreCatalog:
         self.promised: dict[Tier, int] = {}  # the highest peak of all plans, including replaced ones
         self.hardware: Hardware | None = None  # set by the first graph, updated by measured steps
         # Until the process is measured, reserve_memory is what the model keeps on the device outside of the store.
+        self._seen: tuple[int, ...] = ()  # bytes at home when ``look_at_states`` last looked
         kept = store.config.reserve_memory if store.config.measures_reserve else 0
         self.process = ProcessReserve(store.held, kept_nbytes=kept)
 
@@ -126,6 +137,50 @@ class StoreCatalog:
         self.store.facts.update({fact.name: fact for fact in narrowing.parameters})
         self.placements = narrowing.placements
 
+    def find_states(self) -> dict[str, ParameterFact]:
+        """Return the facts of the parameters of which an optimizer keeps more or fewer bytes than was assumed, by name."""
+        found = {}
+        for name, record in self.store.records.items():
+            fact = self.store.facts[name]
+            if not fact.trainable or record.update.count == 0:
+                continue
+            kept = replace(fact, states=tuple(_state_spec(slot, record) for slot in record.copies.states.values()))
+            if kept.state_nbytes != fact.state_nbytes:
+                found[name] = kept
+        return found
+
+    def find_smaller_states(self) -> dict[str, ParameterFact]:
+        """Return the facts of those of which an optimizer keeps fewer bytes."""
+        found = self.find_states()
+        return {name: fact for name, fact in found.items() if fact.state_nbytes < self.store.facts[name].state_nbytes}
+
+    def look_at_states(self) -> dict[str, ParameterFact]:
+        """Return ``find_states`` if that is more in all than was assumed, and something has changed since the last call."""
+        seen = (self.store.meter.num_steps > 0, *(self.store.held.nbytes_on(tier) for tier in Tier))
+        if seen == self._seen:
+            return {}
+        self._seen = seen
+        found = self.find_states()
+        more = sum(fact.state_nbytes - self.store.facts[name].state_nbytes for name, fact in found.items())
+        return found if more > 0 else {}
+
+    def adopt_states(self, found: Mapping[str, ParameterFact]) -> "Assumed":
+        """Plan from now on for what optimizers keep of some parameters; return what was assumed before.
+
+        ``settle`` moves what has to. CapacityError, with nothing changed, if there is no room for it.
+        """
+        before = Assumed(dict(self.store.facts), self.placements)
+        if found:
+            facts = tuple(found.get(fact.name, fact) for fact in self.facts)
+            self.placements = place_states(facts, self.placements, self.config, num_ranks=self.num_ranks)
+            self.store.facts.update(found)
+        return before
+
+    def go_back_to(self, before: "Assumed") -> None:
+        """Plan from now on for what was assumed before."""
+        self.store.facts.update(before.facts)
+        self.placements = before.placements
+
     def settle(self) -> None:
         """Move parameters to their homes by the newest plan. Called before a graph runs, never while one is traced."""
         if self.placements != tuple(self.store.placements.values()):
@@ -159,3 +214,14 @@ class StoreCatalog:
         if nbytes != self.config.reserve_memory:
             self.config = replace(self.config, reserve_memory=nbytes)
             self.store.ram.budget = self.config.device_memory - nbytes
+
+
+def _state_spec(slot: Slot, record: StoredParameter) -> StateSpec:
+    """Return what an optimizer keeps in a slot."""
+    shape = record.shape if slot.per_element else slot.tensor.shape
+    return StateSpec(
+        name=str(slot.key.state),
+        shape=tuple(shape),
+        encoding=Encoding(dtype=dtype_name(slot.dtype), code=slot.code),
+        granularity=Granularity.ELEMENT if slot.per_element else Granularity.MATRIX,
+    )

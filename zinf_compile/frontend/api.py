@@ -1,5 +1,6 @@
 """What users call: ``optimize`` a model, ask for its ``report``, ``close`` it."""
 
+import logging
 import os
 import statistics
 import weakref
@@ -31,7 +32,7 @@ from zinf_compile.inspect.reports import (
 )
 from zinf_compile.ir.config import make_config
 from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
-from zinf_compile.ir.glossary import Phase, Tier, format_bytes
+from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.hardware import route_name
 from zinf_compile.passes.planner.simulator.several_graphs import phases_of_step, share_updates
 from zinf_compile.passes.planner.simulator.simulate import simulate
@@ -220,6 +221,12 @@ def optimize(
         # Symbolic sizes change rounding, since attention, for one, uses other kernels. "aten" has to be bitwise exact.
         dynamic = None if config.compute == "inductor" else False
         model._compiled_call_impl = torch.compile(call, backend=_held_weakly(session), dynamic=dynamic)
+        if any(base.__name__ == "LightningModule" for base in type(model).__mro__):
+            _log.warning(
+                "%s is a LightningModule, whose training_step Lightning calls, and not the module itself, so nothing of it "
+                "is captured or planned; optimize the network that training_step calls",
+                printable(type(model).__name__),
+            )
     model.__dict__[_SESSION] = session  # the only way to the session of a model without parameters
     return model
 
@@ -235,6 +242,7 @@ def _register_replacements(model: Module) -> list[tuple[Module, str, Parameter]]
     return replaced
 
 
+_log = logging.getLogger(__name__)
 _SESSION = "_zinf_session"  # the attribute of an optimized model that holds its session
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from zinf_compile.ir.copies import SECTOR_NBYTES, Copy, Role, low_halves_nbytes
+from zinf_compile.ir.copies import SECTOR_NBYTES, Copy, Granularity, Role, low_halves_nbytes
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
 from zinf_compile.ir.hardware import Hardware
@@ -227,13 +227,19 @@ class Placement:
         """Return whether optimizer state lives on the device."""
         return self.optimizer_state is Tier.DEVICE
 
+    @property
+    def has_whole_state(self) -> bool:
+        """Return whether some of its optimizer state cannot be cut with it, so that its update needs all of it at once."""
+        states = (copy.state for copy in self.by_role.get(Role.STATE, ()))
+        return any(state is not None and state.granularity is not Granularity.ELEMENT for state in states)
+
     def may_update_ahead(self, shadows: Tier) -> bool:
         """Return whether its update may be made ahead of ``step()``, and written to shadows on a tier.
 
         With shadows on nvme where the update moves more bytes than it would in addition; with shadows in host memory,
         where it runs on a device of its own, if all that it writes is in host memory but for the compute copy.
         """
-        if Role.GRADIENT not in self.by_role:
+        if Role.GRADIENT not in self.by_role or self.has_whole_state:
             return False
         if shadows is Tier.NVME:
             moved = self.update_nbytes_read + self.update_nbytes_written

@@ -4,7 +4,7 @@ Copies that cost the most seconds of transfers per byte get the fastest homes (`
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import NamedTuple
@@ -285,11 +285,41 @@ def make_placement(
     if parameter.gradient is not None:
         forms.append((Role.GRADIENT, parameter.gradient))
     copies = [Copy(role=role, encoding=encoding, slice=slice_of(role), tier=homes[role]) for role, encoding in forms]
-    copies += (
-        Copy(role=Role.STATE, encoding=state.encoding, slice=shard, tier=homes[Role.STATE], state=state)
-        for state in (parameter.states if parameter.trainable else ())
+    return Placement(
+        parameter=parameter.name, copies=(*copies, *_state_copies(parameter, homes[Role.STATE], num_ranks))
     )
-    return Placement(parameter=parameter.name, copies=tuple(copies))
+
+
+def _state_copies(parameter: ParameterFact, tier: Tier, num_ranks: int) -> Iterator[Copy]:
+    shard = parameter.slice.among(num_ranks)
+    for state in parameter.states if parameter.trainable else ():
+        yield Copy(role=Role.STATE, encoding=state.encoding, slice=shard, tier=tier, state=state)
+
+
+def place_states(
+    parameters: Sequence[ParameterFact], placements: Sequence[Placement], config: Config, *, num_ranks: int = 1
+) -> tuple[Placement, ...]:
+    """Return the homes of all parameters with the optimizer state of their facts, in the place of what was assumed.
+
+    It is where other state was, or else with the master copy. If host memory has no room for all of it, the largest goes to
+    nvme; CapacityError if that has none either.
+    """
+    placed: list[Placement] = []
+    for parameter, old in zip(parameters, placements, strict=True):
+        tier = old.optimizer_state or old.master
+        if tier is Tier.DEVICE and parameter.optimizer_state_nbytes > old.optimizer_state_nbytes:
+            tier = Tier.HOST  # the device was planned to be full
+        others = (copy for copy in old.copies if copy.role is not Role.STATE)
+        placed.append(replace(old, copies=(*others, *_state_copies(parameter, tier, num_ranks))))
+    host_left = config.host_memory - config.staging_memory - sum(item.nbytes_on(Tier.HOST) for item in placed)
+    for index in sorted(range(len(placed)), key=lambda index: -placed[index].optimizer_state_nbytes):
+        if host_left >= 0:
+            break
+        if placed[index].optimizer_state is Tier.HOST:
+            host_left += placed[index].optimizer_state_nbytes
+            placed[index] = placed[index].moved({Role.STATE: Tier.NVME})
+    _check_nvme(placed, config, _file_nbytes(placed))
+    return tuple(placed)
 
 
 def place_unfrozen(

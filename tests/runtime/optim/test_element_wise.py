@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zinf_compile.runtime.optim.element_wise import find_obstacle
+from zinf_compile.runtime.optim.element_wise import find_obstacle, find_odd_state
 from zinf_compile.runtime.optim.shadow import _ELEMENT_WISE, copy_scalars, shadow_step
 
 Rule = Callable[[Tensor, Tensor, dict[str, Any]], None]
@@ -38,7 +38,7 @@ def ask(optimizer: Optimizer, num_steps: int = 0) -> str | None:
     for _ in range(num_steps):
         state = shadow_step(optimizer, group, parameter.detach(), torch.ones(2, 3), state)
     scalars = copy_scalars(state, parameter.shape)
-    return find_obstacle(
+    return find_odd_state(state, parameter.shape) or find_obstacle(
         functools.partial(shadow_step, optimizer, group),
         dtype=torch.float32,
         per_element={key: value.dtype for key, value in state.items() if key not in scalars},

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import Role
+from zinf_compile.ir.copies import Encoding, Granularity, Role, StateSpec, element_states
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import Tier
@@ -21,6 +21,7 @@ from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import (
     MIN_STAGING,
     place_narrowed,
+    place_states,
     place_unfrozen,
     plan_placement,
 )
@@ -103,6 +104,53 @@ def test_a_narrower_copy_takes_the_place_of_the_only_one(parameter: Function) ->
         assert [item.master_nbytes for item in placed] == [NBYTES, NBYTES, 0]
         assert {item.gradient_dtype for item in placed} == {"float32"}
         assert placed[2] == old[2]
+
+
+def with_matrix(fact: Any, elements: int) -> Any:
+    """Return a fact whose optimizer keeps a matrix of so many elements beside what it had."""
+    matrix = StateSpec(
+        name="matrix", shape=(elements,), encoding=Encoding(dtype="float32"), granularity=Granularity.MATRIX
+    )
+    return replace(fact, states=(*fact.states, matrix))
+
+
+def test_more_state_than_was_assumed_stays_with_the_other_or_goes_to_nvme(parameter: Function) -> None:
+    facts = [parameter(f"{name}.weight", ELEMENTS) for name in "ab"]
+    grown = [with_matrix(facts[0], ELEMENTS), with_matrix(facts[1], 2 * ELEMENTS)]
+    everything = 8 * NBYTES  # compute copies, gradients and two moments of both
+    for room, expected in (
+        (everything + 3 * NBYTES, (HOST, HOST)),
+        (everything + 2 * NBYTES, (HOST, NVME)),  # the larger one goes
+        (everything, (HOST, NVME)),
+        (everything - 5 * NBYTES, (NVME, NVME)),
+    ):
+        config = make_config(0, room)
+        old = [item.moved(dict.fromkeys(Role, HOST)) for item in plan_placement(facts, config)]
+        placed = place_states(grown, old, config)
+        assert tuple(item.optimizer_state for item in placed) == expected, room
+        assert [item.optimizer_state_nbytes for item in placed] == [3 * NBYTES, 4 * NBYTES]
+        assert [item.compute_nbytes for item in placed] == [NBYTES, NBYTES]
+        assert all(item.has_whole_state and not item.may_update_ahead(NVME) for item in placed)
+    assert not any(item.has_whole_state for item in old)
+
+
+def test_other_state_that_fits_nowhere_is_refused(parameter: Function) -> None:
+    fact = parameter("a.weight", ELEMENTS)
+    config = make_config(0, 4 * NBYTES, nvme=None)
+    (old,) = plan_placement([fact], config)
+    with pytest.raises(CapacityError, match="there is no nvme folder"):
+        place_states([with_matrix(fact, ELEMENTS)], [old], config)
+
+
+def test_state_takes_the_home_of_the_master_copy_where_there_was_none(parameter: Function) -> None:
+    fact = replace(parameter("a.weight", ELEMENTS), states=())
+    old = plan_placement([fact], make_config(0, 2 * NBYTES))
+    assert [item.optimizer_state for item in old] == [None]
+    moments = replace(fact, states=element_states(("mean",), (ELEMENTS,), fact.master))
+    for room, expected in ((3 * NBYTES, HOST), (2 * NBYTES, NVME)):
+        (placed,) = place_states([moments], old, make_config(0, room))
+        assert placed.optimizer_state is expected
+        assert not placed.has_whole_state
 
 
 def test_a_narrower_copy_without_room_is_refused(parameter: Function) -> None:

@@ -1,11 +1,20 @@
-"""SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's matrices, whose shapes differ from their parameter's."""
+"""SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's matrices, whose shapes differ from their parameter's.
+
+    python -m examples.soap
+
+It is plain PyTorch. ``zinf_compile.optimize`` moves its matrices like any other state.
+"""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+import zinf_compile
+from examples.gpt import GPT, GPTConfig
 
 MOST_ROWS = 4096  # dimensions longer than this have no matrix
 
@@ -68,3 +77,27 @@ def _turned(tensor: Tensor, state: dict[str, Any], sides: list[int], *, back: bo
         basis = state[f"basis_{side}"] if back else state[f"basis_{side}"].T
         tensor = basis @ tensor if side == 0 else tensor @ basis.T
     return tensor
+
+
+def main() -> None:
+    """Train a GPT with SOAP, whose state is four times as large as the model, in memory for a part of it."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=256, layers=4, hidden=256, heads=4, seq=64))
+    zinf_compile.optimize(model, device_memory="48MiB", host_memory="24MiB", nvme=".")
+    optimizer = SOAP(model.parameters(), lr=3e-3)
+    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
+    for step in range(20):
+        starts = torch.randint(len(text) - 65, (8,))
+        tokens = torch.stack([text[start : start + 65] for start in starts])
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 5 == 4:
+            print(f"step {step + 1}: loss {loss.item():.3f}")
+    print(zinf_compile.report(model))
+    zinf_compile.close(model)
+
+
+if __name__ == "__main__":
+    main()

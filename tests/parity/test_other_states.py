@@ -1,0 +1,174 @@
+"""Optimizers that keep more than AdamW, less, or state of other shapes: at home like other state, planned, bit for bit."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zinf_compile
+from examples.soap import SOAP
+from tests.support.optimizer_twins import assert_same, assert_same_training
+from zinf_compile.ir.copies import Granularity
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.params.home import HomeTensor
+from zinf_compile.runtime.params.records import record_of
+
+NUM_STEPS = 4
+WIDTHS = (128, 256)  # two matrices of 4 bytes times 128 and 256 squared for each weight: 2.5 times its bytes
+BUDGETS = {"device_memory": "16MiB", "host_memory": "4MiB"}
+
+
+class Remembering(Optimizer):
+    """Keeps gradients of the last steps, so that its state has another shape after each, and a view of what it kept."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                before = state.get("last", torch.zeros(0, *parameter.shape))
+                state["last"] = torch.cat([before, parameter.grad[None]])[-3:]
+                state["half"] = state["half"][: len(state["half"]) // 2] if "half" in state else torch.ones(2**15)
+                parameter.sub_(state["last"].mean(0), alpha=group["lr"] * float(state["half"].mean()))
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.Linear(*WIDTHS), nn.Tanh(), nn.Linear(*reversed(WIDTHS)), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range = range(NUM_STEPS)) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        batch = torch.randn(5, WIDTHS[0], generator=torch.Generator().manual_seed(step))
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def kept(model: nn.Module) -> int:
+    """Return the bytes of all optimizer state with a home."""
+    records = (record_of(parameter) for parameter in model.parameters())
+    return sum(slot.nbytes for record in records if record is not None for slot in record.copies.states.values())
+
+
+@pytest.fixture
+def optimize(tmp_path: Path) -> Iterator[Callable[..., nn.Module]]:
+    """Return ``zinf_compile.optimize`` under small budgets; close the models afterwards."""
+    models = []
+
+    def call(model: nn.Module, **options: Any) -> nn.Module:
+        zinf_compile.optimize(model, **{**BUDGETS, "nvme": tmp_path, **options})
+        models.append(model)
+        return model
+
+    yield call
+    for model in models:
+        zinf_compile.close(model)
+
+
+@pytest.mark.parametrize("make", [lambda params: SOAP(params, every=2), Remembering], ids=["soap", "remembering"])
+def test_state_of_other_shapes_is_at_home_and_planned(
+    make: Callable[..., Optimizer], optimize: Callable[..., nn.Module]
+) -> None:
+    plain, model = make_model(), optimize(make_model())
+    optimizers = [make(each.parameters()) for each in (plain, model)]
+    losses = [train(each, optimizer) for each, optimizer in zip((plain, model), optimizers, strict=True)]
+    assert_same("losses", *losses)
+    assert_same_training(plain, optimizers[0], model, optimizers[1])
+    for parameter, state in optimizers[1].state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.numel() >= 4096:
+                assert isinstance(value, HomeTensor), (tuple(parameter.shape), key)
+    report = zinf_compile.report(model)
+    assert "its optimizer keeps" in report.replanned[-1]
+    assert report.replanned[-1].endswith("planned again")
+    placements = report.plans[0].plan.placements
+    states = [each.state for item in placements for each in item.copies if each.state is not None]
+    assert any(state.granularity is Granularity.MATRIX for state in states)
+    assert not report.plans[0].plan.step.ahead, "updates of whole tensors do not begin ahead of their step"
+    for tier in report.tiers:
+        assert tier.capacity is None or tier.measured_peak <= tier.capacity, tier
+
+
+def test_soap_takes_what_its_plan_says(optimize: Callable[..., nn.Module]) -> None:
+    model = optimize(make_model())
+    train(model, SOAP(model.parameters()))
+    (plan,) = (each.plan for each in zinf_compile.report(model).plans)
+    assert kept(model) == sum(item.optimizer_state_nbytes for item in plan.placements)
+    (nvme,) = (each for each in zinf_compile.report(model).tiers if each.tier is Tier.NVME)
+    assert nvme.measured_peak <= nvme.predicted_peak
+
+
+@pytest.mark.parametrize("into", ["out of core", "in memory"])
+def test_state_of_other_shapes_is_saved_and_loaded(
+    into: str, optimize: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    plain, model = make_model(), optimize(make_model())
+    whole = train(plain, SOAP(plain.parameters(), every=2))
+    optimizer = SOAP(model.parameters(), every=2)
+    first = train(model, optimizer, range(2))
+    zinf_compile.save(tmp_path / "saved", model, optimizer)
+    other = make_model()
+    if into == "out of core":
+        optimize(other, host_memory="8MiB")
+    restored = SOAP(other.parameters(), every=2)
+    zinf_compile.load(tmp_path / "saved", other, restored)
+    assert_same("state", optimizer.state_dict(), restored.state_dict())
+    assert_same("losses", whole, first + train(other, restored, range(2, NUM_STEPS)))
+    assert_same("model", plain.state_dict(), other.state_dict())
+
+
+def test_a_state_dict_of_plain_pytorch_is_loaded(optimize: Callable[..., nn.Module]) -> None:
+    plain = make_model()
+    plain_optimizer = SOAP(plain.parameters(), every=2)
+    train(plain, plain_optimizer, range(2))
+    model = optimize(copy.deepcopy(plain))
+    optimizer = SOAP(model.parameters(), every=2)
+    optimizer.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
+    for each, own in ((plain, plain_optimizer), (model, optimizer)):
+        train(each, own, range(2, NUM_STEPS))
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+def test_without_room_training_goes_on_and_says_so(
+    optimize: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = make_model(), optimize(make_model(), nvme=None, host_memory="5MiB")
+    with caplog.at_level(logging.WARNING, logger="zinf_compile"):
+        results = [train(each, SOAP(each.parameters())) for each in (plain, model)]
+    assert_same("losses", *results)
+    report = zinf_compile.report(model)
+    (sentence,) = report.replanned
+    assert "more than planned, for which there is no room; its plan stays: " in sentence
+    assert "there is no nvme folder" in sentence
+    assert [record.message for record in caplog.records if "more than planned" in record.message] == [sentence]
+    (host,) = (each for each in report.tiers if each.tier is Tier.HOST)
+    assert host.capacity is not None
+    assert host.measured_peak > host.capacity
+
+
+def test_a_second_optimizer_keeps_its_own(optimize: Callable[..., nn.Module]) -> None:
+    plain, model = make_model(), optimize(make_model())
+    for each in (plain, model):
+        soap, adamw = SOAP(each.parameters(), every=1), torch.optim.AdamW(each.parameters())
+        for step in range(NUM_STEPS):
+            train(each, adamw if step % 2 else soap, range(step, step + 1))
+    assert_same("model", plain.state_dict(), model.state_dict())
