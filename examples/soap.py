@@ -80,10 +80,10 @@ def _turned(tensor: Tensor, state: dict[str, Any], sides: list[int], *, back: bo
 
 
 def main() -> None:
-    """Train a GPT with SOAP, whose state is four times as large as the model, in memory for a part of it."""
+    """Train a GPT with SOAP, whose state is nine times as large as the model, in memory for a part of it."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=256, layers=4, hidden=256, heads=4, seq=64))
-    zinf_compile.optimize(model, device_memory="48MiB", host_memory="24MiB", nvme=".")
+    zinf_compile.optimize(model, device_memory="224MiB", host_memory="64MiB", nvme=".")
     optimizer = SOAP(model.parameters(), lr=3e-3)
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
     for step in range(20):
