@@ -154,7 +154,7 @@ def add_state(
     One that has an element for every element of a stored parameter lives in its store, and so does any other large one.
     """
     record = record_of(parameter)
-    if record is not None and shape and has_slot(record, torch.Size(shape)):
+    if record is not None and shape and has_slot(record, optimizer, torch.Size(shape)):
         slot = state_slot(record, optimizer, key, dtype, torch.Size(shape))
         optimizer.state[parameter][key] = HomeTensor.show(slot, record)
         return HomedTensor(slot=slot, tensor_io=record.store.tensor_io, record=record)

@@ -4,6 +4,7 @@ Each chunk of a parameter is read into staging memory, updated by a shadow of th
 while the next chunks are read and the last ones written. ``step_hooks`` decides when; ``step_jobs`` says what.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
 from zinf_compile.ir.errors import CapacityError, RankError, StoreError, UnsupportedError
-from zinf_compile.ir.glossary import Phase, Tier, format_bytes
+from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import UPDATE_NBYTES
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.optim.fused_adamw import Kernel, update_threads
@@ -27,7 +28,15 @@ from zinf_compile.runtime.optim.owners import (
     update_round,
 )
 from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, copied, decoding, find_job_kernel, update_slice
-from zinf_compile.runtime.optim.step_jobs import Job, has_slot, in_gather_order, is_held, is_plain, take_state_home
+from zinf_compile.runtime.optim.step_jobs import (
+    Job,
+    has_slot,
+    in_gather_order,
+    is_held,
+    is_plain,
+    state_slot,
+    take_state_home,
+)
 from zinf_compile.runtime.optim.temporaries import piece_elements
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.process.interrupts import check_interrupt
@@ -39,6 +48,7 @@ from zinf_compile.runtime.store.store import Store
 
 _ROUNDED = 8  # one part in so many of a whole tensor's temporaries is lost to rounding up
 _PIECE_NBYTES = UPDATE_NBYTES // 2  # of temporaries at once: the system's allocator holds more than that
+_log = logging.getLogger(__name__)
 _READ_AHEAD = 3  # chunks read or being read: an update that shares its cores must not leave the disk idle
 
 
@@ -504,7 +514,7 @@ class StreamedStep:
                 state[key] = HomeTensor.show(slot, record)
                 continue
             state[key] = value
-            if is_plain(value) and value.dim() > 0 and has_slot(record, value.shape):
+            if is_plain(value) and value.dim() > 0 and has_slot(record, job.real_optimizer, value.shape):
                 self._new_states.append((job, key))
 
     def _take_states_home(self, pending: deque[Chunk]) -> None:
@@ -512,8 +522,15 @@ class StreamedStep:
         if self._new_states:
             self._update_all(pending)
             for job, key in self._new_states:
-                optimizer = job.real_optimizer
-                take_state_home(job.record, optimizer, optimizer.state[job.record.parameter], key)
+                # Hazard: a write of what its slot had before may still go where a new slot of it is.
+                self._store.io_pool.wait(job.writes, "optimizer state on its way home")
+                optimizer, state = job.real_optimizer, job.real_optimizer.state[job.record.parameter]
+                try:
+                    state_slot(job.record, optimizer, key, state[key].dtype, state[key].shape)
+                except StoreError as error:  # it stays in memory; the next step raises this before anything has changed
+                    _log.warning("%s of %s stays in memory: %s", printable(key), printable(job.record.name), error)
+                    continue
+                take_state_home(job.record, optimizer, state, key)
             self._new_states.clear()
 
     def _return(self, chunk: Chunk) -> None:

@@ -13,7 +13,7 @@ from zinf_compile.ir.copies import GRADIENT, MASTER, CopyKey, low_halves_nbytes
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.optim.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.optim.shadow import copy_value, shadow_step
-from zinf_compile.runtime.optim.step_jobs import Job, is_plain
+from zinf_compile.runtime.optim.step_jobs import Job, is_dense
 from zinf_compile.runtime.storage.low_halves import join, split
 from zinf_compile.runtime.storage.slots import Slot, elements_of, local_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
@@ -113,28 +113,32 @@ def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> d
         scalars = {key: moved_to(operands.master.device, value) for key, value in scalars.items()}
     slots = job.record.copies.states
     shapes = {key: shape if slots[key].per_element else slots[key].tensor.shape for key in job.kept_states}
-    state = scalars | {key: _shaped(operands.states[key], shapes[key]) for key in job.kept_states}
+    given = {key: _shaped(operands.states[key], shapes[key]) for key in job.kept_states}
+    state = scalars | given
     gradient = _shaped(operands.gradient.to(operands.master.dtype), shape)
     master = _shaped(operands.master, shape).detach()
     new_state = shadow_step(job.optimizer, job.group, master, gradient, state, job.place, job.ledger)
     if job.changes_gradient and gradient.dtype != operands.gradient.dtype:
         operands.gradient.copy_(gradient.reshape(-1))
+    shared = {_storage(each) for each in (operands.master, operands.gradient, *operands.states.values())}
+    for key, value in new_state.items():  # before anything is copied over what they are
+        if is_dense(value) and _storage(value) in shared and not (key in given and _is_same(value, given[key])):
+            new_state[key] = value.clone()
     for key, tensor in operands.states.items():
         value = new_state.get(key)
         if isinstance(value, Tensor) and value.data_ptr() != tensor.data_ptr() and value.numel() == tensor.numel():
             tensor.copy_(value.detach().reshape(-1))
-    if shape is not None:
-        given = {_storage(each) for each in (operands.master, operands.gradient, *operands.states.values())}
-        for key, value in new_state.items():
-            if is_plain(value) and _storage(value) in given and not _is_updated_in_place(value, key, shapes, operands):
-                new_state[key] = value.clone()
     if operands.compute is not None:
         operands.compute.copy_(operands.master)
     return new_state
 
 
-def _is_updated_in_place(value: Tensor, key: str, shapes: Mapping[str, torch.Size | None], operands: Operands) -> bool:
-    return key in shapes and value.shape == shapes[key] and value.data_ptr() == operands.states[key].data_ptr()
+def _is_same(value: Tensor, given: Tensor) -> bool:
+    """Return whether an entry of a state is the tensor that an update was given, or another one over just its elements."""
+    if value is given:
+        return True
+    forms = [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.is_conj()) for each in (value, given)]
+    return forms[0] == forms[1]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.random_state import keeping_random_state
+from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.slots import Slot, local_of
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
@@ -385,6 +386,8 @@ class JobCollector:
         # Not state[parameter], which would make an entry where the user's optimizer makes none.
         state = self._optimizer.state.get(record.parameter, {})
         record.copies.own_states(self._optimizer)
+        for slot in record.copies.take_odd_of_gone():
+            _free(self._store, slot)
         for slot in record.copies.states.values():
             if isinstance(slot.shown, CodedHomeTensor) and slot.shown.is_aliased:
                 self._store.finish(record)
@@ -400,6 +403,8 @@ class JobCollector:
         splits = self._splits(record)
         if not splits:
             self._store.join_master(record)
+        slots = record.copies.states
+        kept = frozenset(key for key, slot in slots.items() if _is_home_of(slot, state.get(key)))
         job = Job(
             record=record,
             splits=splits,
@@ -412,8 +417,10 @@ class JobCollector:
             deferred=tuple(record.gradient.deferred) if record.gradient.is_home(grad) else (),
             group=self.options_of(place[0]),
             position=next(self._positions),
-            scalars=copy_scalars(state, record.parameter.shape, but=record.copies.states),
-            kept_states=frozenset(key for key in record.copies.states if isinstance(state.get(key), Tensor)),
+            scalars=copy_scalars(
+                state, record.parameter.shape, but={key for key in kept if not slots[key].per_element}
+            ),
+            kept_states=kept,
         )
         if self.is_element_wise:
             prediction = self._predict(job)
@@ -516,10 +523,15 @@ class JobCollector:
 
     def _take_state_home(self, record: StoredParameter, state: dict[str, Any]) -> None:
         """Write state that was put into ``optimizer.state``, as ``load_state_dict`` does, to its slot, and show the slot."""
+        for key, slot in list(record.copies.states.items()):
+            if not slot.per_element and not _is_home_of(slot, state.get(key)):
+                _drop_state(record, key)
         for key, value in state.items():
-            if not isinstance(value, Tensor) or _is_shown(record, key, value) or not has_slot(record, value.shape):
+            if not isinstance(value, Tensor) or _is_shown(record, key, value):
                 continue
-            if value.shape != record.shape and not is_plain(value):
+            if not has_slot(record, self._optimizer, value.shape):
+                continue
+            if value.shape != record.shape and not (is_plain(value) or isinstance(value, HomeTensor)):
                 continue
             if value.dim() == 0 and key not in record.copies.states:  # a step count, and no moment of a 0-dim parameter
                 continue
@@ -557,26 +569,37 @@ def _as_plain_unless_own(record: StoredParameter, grad: Tensor) -> Tensor:
     return grad.plain() if isinstance(grad, HomeTensor) and not record.gradient.is_home(grad) else grad
 
 
+def _is_home_of(slot: Slot, value: object) -> bool:
+    """Return whether an entry of a state shows a slot."""
+    return value is slot.shown or slot.is_home_of(value) if isinstance(value, Tensor) else False
+
+
 def _is_shown(record: StoredParameter, key: str, value: Tensor) -> bool:
     """Return whether a value of a state is the home tensor of its own slot."""
     slot = record.copies.states.get(key)
     return slot is not None and slot.shown is value
 
 
-def is_plain(value: object) -> bool:
-    """Return whether an entry of a state is a tensor of torch's own class, whose elements are its bytes in memory."""
+def is_dense(value: object) -> TypeGuard[Tensor]:
+    """Return whether an entry of a state is a tensor of torch's own class with its elements in memory."""
     return type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu"
 
 
-def has_slot(record: StoredParameter, shape: torch.Size) -> bool:
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Return whether its elements are all its bytes, in the order in which a slot has them."""
+    return is_dense(value) and value.is_contiguous() and not value.is_conj() and not value.is_neg()
+
+
+def has_slot(record: StoredParameter, optimizer: Optimizer, shape: torch.Size) -> bool:
     """Return whether a state tensor of this shape has a slot of its parameter's store.
 
-    Those with an element for each of the parameter's do, and others that are worth it: step counts and small tables stay
-    in memory. On several ranks all others do, since the owner of a parameter alone has them.
+    Those with an element for each of the parameter's do. Of optimizers that get whole tensors, others do that are worth
+    it: step counts and small tables stay in memory, and with several ranks all of them, which only a parameter's owner has.
     """
     if shape == record.shape:
         return True
-    return shape.numel() >= LEAST_OWN_SHAPE and record.store.ranks.is_alone
+    is_cut = is_known(optimizer) and is_element_wise(optimizer)
+    return shape.numel() >= LEAST_OWN_SHAPE and record.store.ranks.is_alone and not is_cut
 
 
 def state_slot(record: StoredParameter, optimizer: Optimizer, key: str, dtype: torch.dtype, shape: torch.Size) -> Slot:
@@ -584,13 +607,21 @@ def state_slot(record: StoredParameter, optimizer: Optimizer, key: str, dtype: t
     record.copies.own_states(optimizer)
     slot = record.copies.states.get(key)
     if slot is None or not _can_hold(slot, record, dtype, shape):
-        replaced, slot = slot, _new_state_slot(record, key, dtype, shape)
+        if slot is not None:
+            _drop_state(record, key)
+        slot = _new_state_slot(record, key, dtype, shape)
         record.copies.put_state(key, slot)
-        if replaced is not None and not replaced.per_element:
-            store = store_of(record)
-            store.held.count_home(replaced.tier, -replaced.nbytes)
-            replaced.give_back(store.layout)
     return slot
+
+
+def _drop_state(record: StoredParameter, key: str) -> None:
+    """Free the slot of a state tensor that the optimizer does not keep any more."""
+    _free(store_of(record), record.copies.drop_state(key))
+
+
+def _free(store: Store, slot: Slot) -> None:
+    store.held.count_home(slot.tier, -slot.nbytes)
+    slot.give_back(store.layout)
 
 
 def is_held(value: Any, slot: Slot, record: StoredParameter) -> bool:
@@ -613,13 +644,27 @@ def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype, shape
     if forgotten is not None:
         return forgotten
     # Nothing is planned for the state of a frozen parameter, which a checkpoint may have.
-    tier = store.placements[record.name].optimizer_state or master.tier
-    if (
-        not per_element and tier is not Tier.NVME
-    ):  # perhaps more than was planned; updates of whole tensors run on the host
-        is_full = shape.numel() * dtype.itemsize > store.held.host_room_nbytes
-        tier = Tier.NVME if is_full and store.config.nvme is not None else Tier.HOST
+    placement = store.placements[record.name]
+    tier, nbytes = placement.optimizer_state or master.tier, shape.numel() * dtype.itemsize
+    made = sum(slot.nbytes for slot in record.copies.states.values())
+    is_planned = per_element and made + nbytes <= placement.optimizer_state_nbytes
+    if not is_planned and code is None and store.ranks.is_alone:
+        tier = _tier_of_unplanned(record, tier, nbytes)
     return store.new_slot(record.name, shape, dtype, tier, state_key(key), code=code, per_element=per_element)
+
+
+def _tier_of_unplanned(record: StoredParameter, tier: Tier, nbytes: int) -> Tier:
+    """Return where more state than was planned goes, until there is a plan that knows of it.
+
+    Where other state is, or to nvme if host memory is full. What an update of all of the parameter could not hold in
+    staging goes to host memory, which it may exceed; the report says so.
+    """
+    store, slots = store_of(record), record.slots
+    staged = whole_sectors(nbytes) + sum(whole_sectors(slot.nbytes) for slot in slots if slot.tier is Tier.NVME)
+    if store.config.nvme is None or staged > store.staging.capacity:
+        return Tier.HOST
+    is_full = nbytes > store.held.host_room_nbytes
+    return Tier.NVME if tier is Tier.NVME or is_full else Tier.HOST
 
 
 def take_state_home(record: StoredParameter, optimizer: Optimizer, state: dict[str, Any], key: str) -> None:

@@ -161,9 +161,22 @@ class Copies:
                 return states.pop(key)
         return None
 
+    def take_odd_of_gone(self) -> list[Slot]:
+        """Remove and return the slots of shapes of their own, which are not reused, of optimizers that are gone."""
+        odd = []
+        for owner, states in self.other_states:
+            if owner() is None:
+                keys = [key for key, slot in states.items() if not slot.per_element and slot.is_forgotten]
+                odd += [states.pop(key) for key in keys]
+        return odd
+
     def put_state(self, key: str, slot: Slot) -> None:
         """Give a state tensor of the optimizer that owns the states its slot."""
         self.states[key] = slot
+
+    def drop_state(self, key: str) -> Slot:
+        """Remove and return the slot of a state tensor of the optimizer that owns the states."""
+        return self.states.pop(key)
 
     @property
     def states_of_others(self) -> tuple[Mapping[str, Slot], ...]:

@@ -1,6 +1,7 @@
 """Optimizers that keep more than AdamW, less, or state of other shapes: at home like other state, planned, bit for bit."""
 
 import copy
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ BUDGETS = {"device_memory": "16MiB", "host_memory": "4MiB"}
 
 
 class Remembering(Optimizer):
-    """Keeps gradients of the last steps, so that its state has another shape after each, and a view of what it kept."""
+    """Keeps state that changes its shape, becomes small, comes and goes, is a view of what was, or the gradient itself."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -39,8 +40,23 @@ class Remembering(Optimizer):
                 state = self.state[parameter]
                 before = state.get("last", torch.zeros(0, *parameter.shape))
                 state["last"] = torch.cat([before, parameter.grad[None]])[-3:]
-                state["half"] = state["half"][: len(state["half"]) // 2] if "half" in state else torch.ones(2**15)
-                parameter.sub_(state["last"].mean(0), alpha=group["lr"] * float(state["half"].mean()))
+                state["half"] = state["half"][: len(state["half"]) // 2] if "half" in state else torch.arange(2.0**13)
+                state["sometimes"] = (
+                    None if state.get("sometimes") is not None else torch.cat([parameter.grad.abs()] * 2)
+                )
+                average = state.get("average", torch.zeros_like(parameter))
+                state["previous"], state["average"] = average, 0.9 * average + parameter.grad  # the first is not copied
+                state["odd"], state["even"] = (
+                    state.get("even", torch.zeros(2, 4096)),
+                    state.get("odd", torch.ones(8192)),
+                )
+                parameter.sub_(state["previous"], alpha=group["lr"] * float(state["odd"].sum()))
+                if "before" in state:
+                    parameter.sub_(state["before"], alpha=group["lr"])
+                state["before"] = parameter.grad
+                if state["sometimes"] is not None:
+                    parameter.sub_(state["sometimes"][: len(parameter)], alpha=group["lr"])
+                parameter.sub_(state["last"].mean(0), alpha=group["lr"] / float(state["half"].sum()))
 
 
 def make_model() -> nn.Sequential:
@@ -146,6 +162,56 @@ def test_a_state_dict_of_plain_pytorch_is_loaded(optimize: Callable[..., nn.Modu
     for each, own in ((plain, plain_optimizer), (model, optimizer)):
         train(each, own, range(2, NUM_STEPS))
     assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+def test_state_of_another_optimizer_is_loaded(optimize: Callable[..., nn.Module]) -> None:
+    plain, model = make_model(), optimize(make_model())
+    for each in (plain, model):
+        first, second = SOAP(each.parameters(), every=2), SOAP(each.parameters(), every=2)
+        train(each, first, range(2))
+        train(each, second, range(2, 3))
+        second.load_state_dict(first.state_dict())  # shows the same tensors
+        train(each, second, range(3, NUM_STEPS))
+    assert_same("model", plain.state_dict(), model.state_dict())
+
+
+def test_what_an_optimizer_that_is_gone_kept_is_freed(optimize: Callable[..., nn.Module]) -> None:
+    plain, model = make_model(), optimize(make_model())
+    for each in (plain, model):
+        train(each, SOAP(each.parameters()), range(2))
+        gc.collect()
+        train(each, torch.optim.AdamW(each.parameters()), range(2, NUM_STEPS))
+    assert_same("model", plain.state_dict(), model.state_dict())
+    zinf_compile.synchronize(model)
+    records = [record for parameter in model.parameters() if (record := record_of(parameter)) is not None]
+    held = sum(records[0].store.held.nbytes_on(tier) for tier in Tier)  # type: ignore[attr-defined]
+    slots = {id(slot): slot for record in records for slot in record.slots}
+    assert held == sum(slot.nbytes for slot in slots.values())
+
+
+def test_other_entries_of_an_element_wise_optimizer_are_left_alone(optimize: Callable[..., nn.Module]) -> None:
+    plain, model = make_model(), optimize(make_model())
+    for each in (plain, model):
+        adamw = torch.optim.AdamW(each.parameters())
+        train(each, adamw, range(2))
+        mine = torch.arange(5000.0)
+        for state in adamw.state.values():
+            state["mine"] = mine
+        train(each, adamw, range(2, NUM_STEPS))
+        assert all(torch.equal(state["mine"], torch.arange(5000.0)) for state in adamw.state.values())
+    assert_same("model", plain.state_dict(), model.state_dict())
+
+
+def test_what_staging_cannot_hold_at_once_stays_in_host_memory(optimize: Callable[..., nn.Module]) -> None:
+    plain, model = make_model(), optimize(make_model(), host_memory="1536KiB")
+    for each in (plain, model):
+        train(each, SOAP(each.parameters(), every=2))
+    assert_same("model", plain.state_dict(), model.state_dict())
+    records = [record for parameter in model.parameters() if (record := record_of(parameter)) is not None]
+    odd = [slot for record in records for slot in record.copies.states.values() if not slot.per_element]
+    assert Tier.HOST in {slot.tier for slot in odd}
+    (sentence,) = zinf_compile.report(model).replanned
+    assert "whose updates staging cannot hold" in sentence
 
 
 def test_without_room_training_goes_on_and_says_so(

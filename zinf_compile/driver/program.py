@@ -370,10 +370,15 @@ class Program:
         assert self._shapes is not None
         before = self._catalog.adopt_states(self._catalog.find_smaller_states())
         request = self._request()
-        if len(self._catalog.plans) == 1:  # several graphs share homes, so those stay
+        # Several graphs share homes, so those stay; and what cannot be cut may be where it is for want of staging.
+        if len(self._catalog.plans) == 1 and not any(item.has_whole_state for item in self._catalog.placements):
             request = replace(request, placements=None)
-        with self._store.held.planning():
-            remade = self._planner.remake(self.plan, request, observed)
+        try:
+            with self._store.held.planning():
+                remade = self._planner.remake(self.plan, request, observed)
+        except BaseException:
+            self._catalog.go_back_to(before)
+            raise
         placements = join_placements(remade.plan.placements)
         try:
             ranks.do_alike("reserving room for a new plan", lambda: self._store.reserve_growth(placements))
@@ -392,7 +397,7 @@ class Program:
             self.planned = PlanView(remade.plan, remade.request)
 
     def _make_room_for_states(self) -> None:
-        """Plan again if optimizers keep more of the parameters than was planned. Without room, keeps the plan and says so.
+        """Plan again if optimizers keep more in all than was planned. Without room, keeps the plan and says so.
 
         For less, a new plan waits until steps have been measured.
         """
@@ -413,9 +418,15 @@ class Program:
             )
         except (CapacityError, StoreError) as error:
             self._catalog.go_back_to(before)
+            self._store.ranks.check_together()  # a rank may be gone, which is no lack of room
+            self._store.check_not_failed()
             self.replanned.append(f"{what}, for which there is no room; its plan stays: {error}")
             _log.warning("%s", printable(self.replanned[-1]))
             return
+        except BaseException:  # an interrupt, which may come while a plan is made
+            self._catalog.go_back_to(before)
+            self._catalog.look_again()
+            raise
         self.replanned.append(f"{what}; planned again")
         say(self.replanned[-1])
         self._store.held.begin_again()  # what is reported is measured under the plan that predicts it

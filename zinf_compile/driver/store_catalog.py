@@ -25,6 +25,8 @@ from zinf_compile.runtime.process.reserve import ProcessReserve
 from zinf_compile.runtime.storage.slots import Slot, torch_dtype
 from zinf_compile.runtime.store.store import Store
 
+_LEAST_GROWTH = 16  # planning again for state that grows by less than one part in so many is not worth its seconds
+
 
 class Assumed(NamedTuple):
     """What plans are made for: the facts of all parameters, and their homes."""
@@ -43,8 +45,9 @@ class StoreCatalog:
         self.plans: dict[str, Plan] = {}  # of the compiled graphs, by name
         self.promised: dict[Tier, int] = {}  # the highest peak of all plans, including replaced ones
         self.hardware: Hardware | None = None  # set by the first graph, updated by measured steps
+        self._most_states = 0  # the bytes for which ``look_at_states`` returned some last
+        self._seen: tuple[int, ...] = ()  # the number of states and bytes at home when it last looked
         # Until the process is measured, reserve_memory is what the model keeps on the device outside of the store.
-        self._seen: tuple[int, ...] = ()  # bytes at home when ``look_at_states`` last looked
         kept = store.config.reserve_memory if store.config.measures_reserve else 0
         self.process = ProcessReserve(store.held, kept_nbytes=kept)
 
@@ -156,13 +159,24 @@ class StoreCatalog:
 
     def look_at_states(self) -> dict[str, ParameterFact]:
         """Return ``find_states`` if that is more in all than was assumed, and something has changed since the last call."""
-        seen = (self.store.meter.num_steps > 0, *(self.store.held.nbytes_on(tier) for tier in Tier))
+        num_states = sum(len(record.copies.states) for record in self.store.records.values())
+        # Of several ranks each has other bytes, and all have to look at the same time.
+        at_home = [self.store.held.nbytes_on(tier) for tier in Tier] if self.store.ranks.is_alone else []
+        seen = (self.store.meter.num_steps > 0, num_states, *at_home)
         if seen == self._seen:
             return {}
         self._seen = seen
         found = self.find_states()
-        more = sum(fact.state_nbytes - self.store.facts[name].state_nbytes for name, fact in found.items())
-        return found if more > 0 else {}
+        assumed = sum(fact.optimizer_state_nbytes for fact in self.facts)
+        now = assumed + sum(fact.state_nbytes - self.store.facts[name].state_nbytes for name, fact in found.items())
+        if now <= max(assumed, self._most_states + self._most_states // _LEAST_GROWTH):
+            return {}
+        self._most_states = now
+        return found
+
+    def look_again(self) -> None:
+        """Let ``look_at_states`` return again what it has returned last."""
+        self._seen, self._most_states = (), 0
 
     def adopt_states(self, found: Mapping[str, ParameterFact]) -> "Assumed":
         """Plan from now on for what optimizers keep of some parameters; return what was assumed before.

@@ -302,23 +302,36 @@ def place_states(
     """Return the homes of all parameters with the optimizer state of their facts, in the place of what was assumed.
 
     It is where other state was, or else with the master copy. If host memory has no room for all of it, the largest goes to
-    nvme; CapacityError if that has none either.
+    nvme; CapacityError if that has none either. What cannot be cut stays in host memory if staging could not hold all that
+    an update of the parameter moves at once.
     """
+
+    def may_be_on_nvme(item: Placement) -> bool:
+        on_nvme = item.moved({Role.STATE: Tier.NVME}).nbytes_on(Tier.NVME)
+        return config.nvme is not None and not (item.has_whole_state and on_nvme > config.staging_memory)
+
     placed: list[Placement] = []
     for parameter, old in zip(parameters, placements, strict=True):
         tier = old.optimizer_state or old.master
         if tier is Tier.DEVICE and parameter.optimizer_state_nbytes > old.optimizer_state_nbytes:
             tier = Tier.HOST  # the device was planned to be full
         others = (copy for copy in old.copies if copy.role is not Role.STATE)
-        placed.append(replace(old, copies=(*others, *_state_copies(parameter, tier, num_ranks))))
+        new = replace(old, copies=(*others, *_state_copies(parameter, tier, num_ranks)))
+        placed.append(new if tier is not Tier.NVME or may_be_on_nvme(new) else new.moved({Role.STATE: Tier.HOST}))
     host_left = config.host_memory - config.staging_memory - sum(item.nbytes_on(Tier.HOST) for item in placed)
     for index in sorted(range(len(placed)), key=lambda index: -placed[index].optimizer_state_nbytes):
         if host_left >= 0:
             break
-        if placed[index].optimizer_state is Tier.HOST:
+        if placed[index].optimizer_state is Tier.HOST and may_be_on_nvme(placed[index]):
             host_left += placed[index].optimizer_state_nbytes
             placed[index] = placed[index].moved({Role.STATE: Tier.NVME})
     _check_nvme(placed, config, _file_nbytes(placed))
+    if host_left < 0:
+        raise CapacityError(
+            f"host_memory is {format_bytes(config.host_memory)}, and optimizer state that stays there needs "
+            f"{format_bytes(-host_left)} more: it belongs to whole matrices, whose updates staging cannot hold, or there is "
+            f"no nvme folder; raise host_memory to {size_option(config.host_memory - 2 * host_left)}"
+        )
     return tuple(placed)
 
 

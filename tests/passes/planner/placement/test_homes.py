@@ -122,7 +122,7 @@ def test_more_state_than_was_assumed_stays_with_the_other_or_goes_to_nvme(parame
         (everything + 3 * NBYTES, (HOST, HOST)),
         (everything + 2 * NBYTES, (HOST, NVME)),  # the larger one goes
         (everything, (HOST, NVME)),
-        (everything - 5 * NBYTES, (NVME, NVME)),
+        (everything - 4 * NBYTES, (NVME, NVME)),
     ):
         config = make_config(0, room)
         old = [item.moved(dict.fromkeys(Role, HOST)) for item in plan_placement(facts, config)]
@@ -132,6 +132,17 @@ def test_more_state_than_was_assumed_stays_with_the_other_or_goes_to_nvme(parame
         assert [item.compute_nbytes for item in placed] == [NBYTES, NBYTES]
         assert all(item.has_whole_state and not item.may_update_ahead(NVME) for item in placed)
     assert not any(item.has_whole_state for item in old)
+
+
+def test_state_that_staging_cannot_hold_at_once_stays_in_host_memory(parameter: Function) -> None:
+    facts = [parameter(f"{name}.weight", ELEMENTS) for name in "ab"]
+    grown = [with_matrix(facts[0], ELEMENTS), with_matrix(facts[1], 600 * ELEMENTS)]
+    config = Config(device_memory=0, host_memory=2000 * NBYTES, nvme="/disk", nvme_memory=None)
+    assert config.staging_memory < 600 * NBYTES
+    old = [item.moved(dict.fromkeys(Role, NVME)) for item in plan_placement(facts, config)]
+    assert tuple(item.optimizer_state for item in place_states(grown, old, config)) == (NVME, HOST)
+    with pytest.raises(CapacityError, match="whose updates staging cannot hold"):
+        place_states(grown, old, replace(config, host_memory=1000 * NBYTES))
 
 
 def test_other_state_that_fits_nowhere_is_refused(parameter: Function) -> None:
