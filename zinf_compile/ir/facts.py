@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Generic, cast
 
-from zinf_compile.ir.copies import Encoding, Role, StateSpec
+from zinf_compile.ir.copies import Encoding, Granularity, Role, StateSpec
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.sizes import ShapeSymbol, Size, SizeT_co, complete_sizes, evaluate_sizes
@@ -96,6 +96,12 @@ class ParameterFact:
     def state_nbytes(self) -> int:
         """Return the bytes of what the optimizer keeps of it, if it is trained."""
         return sum(state.encoding.nbytes(state.num_elements_of(self.slice)) for state in self.states)
+
+    @cached_property
+    def cut_state_nbytes(self) -> int:
+        """Return the bytes of these of which each part of the parameter has a part: all but what belongs to the matrix."""
+        whole = (state for state in self.states if state.granularity is Granularity.MATRIX)
+        return self.state_nbytes - sum(state.encoding.nbytes(state.num_elements_of(self.slice)) for state in whole)
 
     @property
     def optimizer_state_nbytes(self) -> int:

@@ -227,7 +227,7 @@ class Placement:
         """Return whether optimizer state lives on the device."""
         return self.optimizer_state is Tier.DEVICE
 
-    @property
+    @cached_property
     def has_whole_state(self) -> bool:
         """Return whether some of its optimizer state cannot be cut with it, so that its update needs all of it at once."""
         states = (copy.state for copy in self.by_role.get(Role.STATE, ()))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import LOW_HALVES, Granularity, chunk_multiple
+from zinf_compile.ir.copies import LOW_HALVES, chunk_multiple
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import StepTiming, Tier, format_bytes
@@ -28,9 +28,7 @@ def chunk_nbytes_per_element(parameter: ParameterFact) -> int:
     """
     master = parameter.master_nbytes // max(1, parameter.num_elements)
     compute = parameter.compute_nbytes // max(1, parameter.num_elements)
-    cut = (state for state in parameter.states if state.granularity is not Granularity.MATRIX)
-    states = sum(state.encoding.nbytes(state.num_elements_of(parameter.slice)) for state in cut)
-    state = -(-states // max(1, parameter.num_elements))
+    state = -(-parameter.cut_state_nbytes // max(1, parameter.num_elements))
     gradient = parameter.gradient_nbytes // max(1, parameter.num_elements)
     return gradient + master + state + (compute if parameter.has_compute_copy else 0)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import chunk_multiple
+from zinf_compile.ir.copies import Encoding, Granularity, StateSpec, chunk_multiple
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware, Rate, make_route
@@ -39,6 +39,18 @@ CHUNK_ALIGN_ELEMENTS = chunk_multiple()
 def test_staging_bytes_of_an_element(parameter: Function, compute_dtype: str, num_states: int, nbytes: int) -> None:
     fact = parameter("a.weight", 1000, compute_dtype=compute_dtype, num_states=num_states)
     assert chunk_nbytes_per_element(fact) == nbytes
+
+
+def test_state_of_the_whole_matrix_is_in_no_chunk(parameter: Function) -> None:
+    fact = parameter("a.weight", 1000)
+    matrix = StateSpec(
+        name="matrix", shape=(10**6,), encoding=Encoding(dtype="float32"), granularity=Granularity.MATRIX
+    )
+    other = replace(fact, states=(*fact.states, matrix))
+    assert chunk_nbytes_per_element(other) == chunk_nbytes_per_element(fact)
+    steps = [plan_step([each], plan_placement([each], ALL_ON_NVME), staging_nbytes=2**24) for each in (fact, other)]
+    assert steps[0].chunk_elements == steps[1].chunk_elements
+    assert steps[1].nbytes_read - steps[0].nbytes_read == 4 * 10**6
 
 
 @pytest.mark.parametrize(
