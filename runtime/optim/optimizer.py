@@ -245,7 +245,9 @@ class StreamedStep:
                 check_interrupt(only_if_impatient=True)
                 if job.ahead is not None and job.ahead.is_dropped:
                     break
-                if len(pending) >= _READ_AHEAD:
+                # New state of whole tensors is in memory until it is home: that of one parameter at a time.
+                most = _READ_AHEAD if self._element_wise or job.kept_states else 1
+                while len(pending) >= most:
                     self._update(pending.popleft())
                     self._take_states_home(pending)
                 pending.append(self._read(job, part, pending))

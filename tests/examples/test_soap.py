@@ -1,0 +1,21 @@
+"""The example of SOAP trains, within its budgets."""
+
+from pathlib import Path
+
+import pytest
+
+from examples import soap
+
+
+def test_soap_trains_within_its_budgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    soap.main()
+    printed = capsys.readouterr().out
+    losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if ": loss " in line]
+    assert len(losses) == 10
+    assert losses[-1] < 0.9 * losses[0]
+    assert "planned again" in printed
+    assert "host: exceeded" not in printed
+    assert not list(tmp_path.iterdir())
