@@ -582,12 +582,14 @@ def _is_shown(record: StoredParameter, key: str, value: Tensor) -> bool:
 
 def is_dense(value: object) -> TypeGuard[Tensor]:
     """Return whether an entry of a state is a tensor of torch's own class with its elements in memory."""
-    return type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu"
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_meta
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
-    """Return whether its elements are all its bytes, in the order in which a slot has them."""
-    return is_dense(value) and value.is_contiguous() and not value.is_conj() and not value.is_neg()
+    """Return whether it is on the CPU, and its elements are all its bytes, in the order in which a slot has them."""
+    if not is_dense(value) or value.device.type != "cpu":
+        return False
+    return value.is_contiguous() and not value.is_conj() and not value.is_neg()
 
 
 def has_slot(record: StoredParameter, optimizer: Optimizer, shape: torch.Size) -> bool:
@@ -649,19 +651,19 @@ def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype, shape
     made = sum(slot.nbytes for slot in record.copies.states.values())
     is_planned = per_element and made + nbytes <= placement.optimizer_state_nbytes
     if not is_planned and code is None and store.ranks.is_alone:
-        tier = _tier_of_unplanned(record, tier, nbytes)
+        tier = _tier_of_unplanned(record, tier, nbytes, is_odd=not per_element)
     return store.new_slot(record.name, shape, dtype, tier, state_key(key), code=code, per_element=per_element)
 
 
-def _tier_of_unplanned(record: StoredParameter, tier: Tier, nbytes: int) -> Tier:
+def _tier_of_unplanned(record: StoredParameter, tier: Tier, nbytes: int, *, is_odd: bool) -> Tier:
     """Return where more state than was planned goes, until there is a plan that knows of it.
 
-    Where other state is, or to nvme if host memory is full. What an update of all of the parameter could not hold in
-    staging goes to host memory, which it may exceed; the report says so.
+    Where other state is, or to nvme if host memory is full. State of a shape of its own that staging could not hold beside
+    all else that an update of the parameter moves goes to host memory, which it may exceed; the report says so.
     """
     store, slots = store_of(record), record.slots
-    staged = whole_sectors(nbytes) + sum(whole_sectors(slot.nbytes) for slot in slots if slot.tier is Tier.NVME)
-    if store.config.nvme is None or staged > store.staging.capacity:
+    staged = whole_sectors(nbytes) + sum(whole_sectors(slot.nbytes) for slot in slots if not slot.in_memory)
+    if store.config.nvme is None or (is_odd and staged > store.staging.capacity):
         return Tier.HOST
     is_full = nbytes > store.held.host_room_nbytes
     return Tier.NVME if tier is Tier.NVME or is_full else Tier.HOST

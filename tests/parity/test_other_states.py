@@ -217,6 +217,20 @@ def test_what_staging_cannot_hold_at_once_stays_in_host_memory(optimize: Callabl
     assert "whose updates staging cannot hold" in sentence
 
 
+def test_a_third_moment_goes_where_the_others_are(optimize: Callable[..., nn.Module]) -> None:
+    """More than was planned, of an optimizer whose updates are cut: staging need not hold all of a parameter."""
+    plain, model = make_model(), optimize(make_model(), device_memory="2MiB", host_memory="1MiB")
+    optimizers = [torch.optim.AdamW(each.parameters(), amsgrad=True) for each in (plain, model)]
+    for steps in (range(1), range(1, NUM_STEPS)):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            train(each, optimizer, steps)
+        records = [record for parameter in model.parameters() if (record := record_of(parameter)) is not None]
+        large = [record for record in records if record.copies.states["exp_avg"].tier is Tier.NVME]
+        assert large
+        assert {slot.tier for record in large for slot in record.copies.states.values()} == {Tier.NVME}
+    assert_same_training(plain, optimizers[0], model, optimizers[1])
+
+
 def test_without_room_training_goes_on_and_says_so(
     optimize: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:

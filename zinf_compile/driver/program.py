@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -368,7 +369,11 @@ class Program:
         observed = agree_on_observed(ranks, observed)
         assert self.plan is not None
         assert self._shapes is not None
-        before = self._catalog.adopt_states(self._catalog.find_smaller_states())
+        before = self._catalog.adopt_states({})
+        with suppress(
+            CapacityError
+        ):  # it is less in all, and cannot be where it was assumed: the plan counts more, then
+            self._catalog.adopt_states(self._catalog.find_smaller_states())
         request = self._request()
         # Several graphs share homes, so those stay; and what cannot be cut may be where it is for want of staging.
         if len(self._catalog.plans) == 1 and not any(item.has_whole_state for item in self._catalog.placements):

@@ -307,8 +307,9 @@ def place_states(
     """
 
     def may_be_on_nvme(item: Placement) -> bool:
-        on_nvme = item.moved({Role.STATE: Tier.NVME}).nbytes_on(Tier.NVME)
-        return config.nvme is not None and not (item.has_whole_state and on_nvme > config.staging_memory)
+        moved = item.moved({Role.STATE: Tier.NVME})
+        staged = moved.nbytes_on(Tier.NVME) + (0 if config.unified else moved.nbytes_on(Tier.DEVICE))
+        return config.nvme is not None and not (item.has_whole_state and staged > config.staging_memory)
 
     placed: list[Placement] = []
     for parameter, old in zip(parameters, placements, strict=True):
