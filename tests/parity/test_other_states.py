@@ -219,7 +219,7 @@ def test_what_staging_cannot_hold_at_once_stays_in_host_memory(optimize: Callabl
 
 def test_a_third_moment_goes_where_the_others_are(optimize: Callable[..., nn.Module]) -> None:
     """More than was planned, of an optimizer whose updates are cut: staging need not hold all of a parameter."""
-    plain, model = make_model(), optimize(make_model(), device_memory="2MiB", host_memory="1MiB")
+    plain, model = make_model(), optimize(make_model(), device_memory="2MiB", host_memory="512KiB")
     optimizers = [torch.optim.AdamW(each.parameters(), amsgrad=True) for each in (plain, model)]
     for steps in (range(1), range(1, NUM_STEPS)):
         for each, optimizer in zip((plain, model), optimizers, strict=True):
