@@ -50,7 +50,7 @@ class SOAP(Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             for side in sides:
                 state[f"matrix_{side}"] = _outer(grad, side) * (1 - beta2)
-                state[f"basis_{side}"] = torch.linalg.eigh(state[f"matrix_{side}"])[1].flip(1).contiguous()
+                state[f"basis_{side}"] = _eigenvectors(state[f"matrix_{side}"])
             return  # the first gradient only finds the bases
         state["step"] += 1
         step = state["step"].item()
@@ -64,6 +64,11 @@ class SOAP(Optimizer):
             state[f"matrix_{side}"].lerp_(_outer(grad, side), 1 - beta2)
             if step % group["every"] == 0:
                 state[f"basis_{side}"].copy_(torch.linalg.qr(state[f"matrix_{side}"] @ state[f"basis_{side}"])[0])
+
+
+def _eigenvectors(matrix: Tensor) -> Tensor:
+    """Return them in columns, those of large eigenvalues first. In float64: a matrix of few gradients has many zeros."""
+    return torch.linalg.eigh(matrix.double())[1].flip(1).to(matrix.dtype).contiguous()
 
 
 def _outer(grad: Tensor, side: int) -> Tensor:

@@ -48,8 +48,8 @@ from zinf_compile.runtime.store.store import Store
 
 _ROUNDED = 8  # one part in so many of a whole tensor's temporaries is lost to rounding up
 _PIECE_NBYTES = UPDATE_NBYTES // 2  # of temporaries at once: the system's allocator holds more than that
-_log = logging.getLogger(__name__)
 _READ_AHEAD = 3  # chunks read or being read: an update that shares its cores must not leave the disk idle
+_log = logging.getLogger(__name__)
 
 
 class JobSource(Protocol):
