@@ -11,7 +11,7 @@ from torch import Tensor
 from zinf_compile.ir.config import free_memory
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.device import CollectiveStreams, CopyStreams, Event, MemoryUse
-from zinf_compile.runtime.device.host_mapping import map_large
+from zinf_compile.runtime.device.host_mapping import map_memory
 from zinf_compile.runtime.process.ram import DeviceRam
 
 
@@ -71,7 +71,7 @@ class CpuBlock:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._memory: mmap.mmap = map_large(nbytes)
+        self._memory: mmap.mmap = map_memory(nbytes)
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def elements(self, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.glossary import format_bytes
-from zinf_compile.runtime.device.host_mapping import map_large, map_memory
+from zinf_compile.runtime.device.host_mapping import map_memory
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.layout import Extent, FileLayout
 
@@ -151,7 +151,7 @@ class PinnedMemory:
         return block
 
     def _add_span(self, nbytes: int) -> _Span:
-        memory = map_large(nbytes)
+        memory = map_memory(nbytes)
         span = _Span(memory=memory, is_pinned=False)
         if self.refusal is None:
             self.refusal = self._pinning.pin(span.address, nbytes)
