@@ -640,7 +640,7 @@ def _can_hold(slot: Slot, record: StoredParameter, dtype: torch.dtype, shape: to
 def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype, shape: torch.Size) -> Slot:
     """Return a slot of an optimizer that is gone, if no user holds its tensor, else a new one."""
     store, master, per_element = store_of(record), record.copies.master, shape == record.shape
-    asked = store.config.state_dtype if per_element else None
+    asked = store.config.state_code_of(record.name) if per_element else None
     code = code_of_state(asked, dtype=dtype_name(dtype), num_elements=shape.numel())
     forgotten = record.copies.take_forgotten_state(key, lambda slot: _can_hold(slot, record, dtype, shape))
     if forgotten is not None:

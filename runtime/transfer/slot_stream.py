@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.copies import Code, chunk_multiple
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.storage.engine import ALIGN
@@ -16,11 +17,12 @@ from zinf_compile.runtime.storage.file_stream import FileReader, FileWriter
 from zinf_compile.runtime.storage.futures import wait_all
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, elements_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
-from zinf_compile.runtime.storage.state_codes import encode
+from zinf_compile.runtime.storage.state_codes import decode, encode
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 _PIECE_NBYTES = 16 * 2**20  # at most; a few calls for each thread of a store
 _CODED_NBYTES = 2**20  # of a piece of codes, whose values take up to four times as much outside of staging
+_VALUES = torch.float32  # what is stored in codes
 _NUM_READS = 2  # pieces of a slot that are being read or processed
 
 
@@ -33,32 +35,46 @@ class _Piece(NamedTuple):
 
 
 def write_slot(writer: FileWriter, slot: Slot, tensor_io: TensorIO | None) -> int:
-    """Append a slot's tensor, decoded, to a file; return the CRC-32 of its bytes. One on nvme needs its ``tensor_io``."""
+    """Append a slot's tensor, or the pages of its codes, to a file; return the CRC-32 of what was appended.
+
+    One on nvme needs its ``tensor_io``.
+    """
     checksum = 0
-    for view in pieces_of(slot, tensor_io):
+    for view in pieces_of(slot, tensor_io) if slot.coded is None else _stored_pieces(slot, tensor_io):
         checksum = zlib.crc32(view, checksum)
         writer.write(view)
     return checksum
 
 
-def read_slot(reader: FileReader, slot: Slot, tensor_io: TensorIO | None, *, compute: Slot | None = None) -> int:
+def read_slot(
+    reader: FileReader,
+    slot: Slot,
+    tensor_io: TensorIO | None,
+    *,
+    code: Code | None = None,
+    compute: Slot | None = None,
+) -> int:
     """Fill a slot, and a compute copy of it, with the next bytes of a file; return their CRC-32.
 
-    Writes to nvme may be in flight when this returns; ``tensor_io.wait_writes`` completes them.
+    The file has values, or the pages of their codes. Where the slot stores them otherwise they are converted. Writes to nvme
+    may be in flight when this returns; ``tensor_io.wait_writes`` completes them.
     """
     checksum = 0
-    if slot.coded is not None:
-        return _read_coded(reader, slot, tensor_io)
+    is_alike = code is slot.code
     flat = (
         slot.tensor.reshape(-1).cpu() if slot.in_memory else None
     )  # a copy if it is not contiguous, as a user's buffer may be
-    for part in _parts(slot, tensor_io):
+    for elements in _parts(slot, tensor_io) if is_alike else _parts_of_values(slot, tensor_io, code):
+        part = elements if is_alike else slot.stored(elements)
         lease = _lease(tensor_io, slot, part) if flat is None else None
         try:
             piece = _staged(lease, slot, part) if flat is None else elements_of(flat, slot.slice, part)
-            view = tensor_bytes(piece)
+            read = piece if is_alike else torch.empty(_file_nbytes(elements, code), dtype=torch.uint8, device="cpu")
+            view = tensor_bytes(read)
             reader.read_into(view)
             checksum = zlib.crc32(view, checksum)
+            if not is_alike:
+                _fill(piece, slot.code, values_of(read, code, elements.num_elements), first=elements.start)
             if compute is not None:
                 _convert(piece, compute, part, tensor_io)
         except BaseException:
@@ -72,25 +88,35 @@ def read_slot(reader: FileReader, slot: Slot, tensor_io: TensorIO | None, *, com
     return checksum
 
 
-def _read_coded(reader: FileReader, slot: Slot, tensor_io: TensorIO | None) -> int:
-    """Fill a slot of codes with values from a file; return the CRC-32 of their bytes."""
-    assert slot.coded is not None
-    checksum, coded = 0, slot.coded
-    for part in _parts(slot, tensor_io):
-        values = coded.values_of(part)
-        piece = coded.room(values.length)
-        view = tensor_bytes(piece)
-        reader.read_into(view)
-        checksum = zlib.crc32(view, checksum)
-        if slot.in_memory:
-            encode(coded.code, piece, slot.elements(part), first=values.start)
-            continue
-        lease = _lease(tensor_io, slot, part)
-        assert tensor_io is not None
-        with lease.handed_on():
-            encode(coded.code, piece, _staged(lease, slot, part), first=values.start)
-            tensor_io.send_home(slot, part, lease)
-    return checksum
+def _parts_of_values(slot: Slot, tensor_io: TensorIO | None, code: Code | None) -> Iterator[Slice]:
+    """Yield consecutive parts of the values of a slot: each begins at a page of its codes, and of those in a file."""
+    elements = slot.slice if slot.coded is None else slot.coded.slice
+    multiple = chunk_multiple(
+        [each.page_elements for each in (code, slot.code) if each is not None], [_VALUES.itemsize]
+    )
+    room = _CODED_NBYTES if tensor_io is None else min(tensor_io.staging.capacity // 4, _CODED_NBYTES)
+    return elements.flat.pieces(max(multiple, room // _VALUES.itemsize // multiple * multiple))
+
+
+def _file_nbytes(elements: Slice, code: Code | None) -> int:
+    return elements.num_elements * _VALUES.itemsize if code is None else code.nbytes(elements.num_elements)
+
+
+def values_of(read: Tensor, code: Code | None, num_elements: int) -> Tensor:
+    """Return so many values, float32, of bytes that were read: of the values, or of pages of their codes."""
+    if code is None:
+        return read.view(_VALUES)
+    values = torch.empty(num_elements, dtype=_VALUES, device="cpu")
+    decode(code, read, values)
+    return values
+
+
+def _fill(piece: Tensor, code: Code | None, values: Tensor, *, first: int) -> None:
+    """Fill a part of a slot with values; of one of codes, with theirs."""
+    if code is None:
+        piece.copy_(values)
+    else:
+        encode(code, values, piece, first=first)
 
 
 def convert_slot(slot: Slot, compute: Slot, tensor_io: TensorIO) -> None:

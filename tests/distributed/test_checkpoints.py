@@ -14,6 +14,7 @@ from tests.distributed.workloads import Loop, check_at_rest, full, optimize, pla
 from tests.support.rank_pool import RankPool
 from tests.support.traces import Trace
 from zinf_compile.checkpoint.on_ranks import Written, combine
+from zinf_compile.ir.copies import LEAST_CODED
 
 LOOP = Loop(num_steps=4)
 
@@ -87,6 +88,34 @@ def load_only(options: Mapping[str, Any], folder: str) -> dict[str, torch.Tensor
     values = {name: full(parameter) for name, parameter in model.named_parameters()} | {"loss": loss.detach()}
     zinf_compile.close(model)
     return values
+
+
+def load_state(options: Mapping[str, Any], folder: str) -> dict[str, torch.Tensor]:
+    """Return the full first moments after loading."""
+    model = optimize(LOOP.build(), options)
+    optimizer = LOOP.make_optimizer(model)
+    zinf_compile.load(folder, model, optimizer)
+    moments = {name: full(optimizer.state[each]["exp_avg"]) for name, each in model.named_parameters()}
+    zinf_compile.close(model)
+    return moments
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", ["int8", "bfloat16"])
+def test_ranks_decode_the_state_that_one_process_saved_in_codes(code: str, two: RankPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    options = {"nvme": tmp_path, "device_memory": "64MiB", "host_memory": "64MiB", "compute": "aten"}
+    model = zinf_compile.optimize(LOOP.build(), state_dtype=code, **options)
+    optimizer = LOOP.make_optimizer(model)
+    tokens = torch.arange(4).view(1, 4)
+    model(tokens=tokens, targets=tokens.flip(1)).backward()
+    optimizer.step()
+    zinf_compile.save(folder, model, optimizer)
+    moments = {name: optimizer.state[each]["exp_avg"].clone() for name, each in model.named_parameters()}
+    assert any(value.numel() >= LEAST_CODED and value.abs().sum() > 0 for value in moments.values())
+    zinf_compile.close(model)
+    for found in two.run(load_state, placements(str(tmp_path))["nvme"], folder):
+        assert all(torch.equal(found[name], value) for name, value in moments.items())
 
 
 @pytest.mark.parametrize("placement", ["nvme", pytest.param("resident", marks=pytest.mark.long)])

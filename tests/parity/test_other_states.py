@@ -21,6 +21,7 @@ from zinf_compile.ir.copies import Granularity
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.store.store import store_of
 
 NUM_STEPS = 4
 WIDTHS = (128, 256)  # two matrices of 4 bytes times 128 and 256 squared for each weight: 2.5 times its bytes
@@ -189,9 +190,16 @@ def test_what_an_optimizer_that_is_gone_kept_is_freed(optimize: Callable[..., nn
         assert gone() is None
         train(each, torch.optim.AdamW(each.parameters()), range(2, NUM_STEPS))
     assert_same("model", plain.state_dict(), model.state_dict())
+    zinf_compile.synchronize(model)
     records = [record for parameter in model.parameters() if (record := record_of(parameter)) is not None]
     kept = [slot for record in records for states in record.copies.states_of_others for slot in states.values()]
     assert all(slot.per_element for slot in kept), "matrices fit no other optimizer"
+    held = sum(store_of(records[0]).held.nbytes_on(tier) for tier in Tier)
+    of_gradients = [
+        slot for record in records for slot in record.gradient.held
+    ]  # a late update may hold the one before
+    slots = {slot for record in records for slot in record.slots} | {*kept, *of_gradients}
+    assert held == sum(slot.nbytes for slot in slots)
 
 
 def test_other_entries_of_an_element_wise_optimizer_are_left_alone(optimize: Callable[..., nn.Module]) -> None:
@@ -212,6 +220,7 @@ def test_what_staging_cannot_hold_at_once_stays_in_host_memory(optimize: Callabl
     for each in (plain, model):
         train(each, SOAP(each.parameters(), every=2))
     assert_same("model", plain.state_dict(), model.state_dict())
+    zinf_compile.synchronize(model)
     records = [record for parameter in model.parameters() if (record := record_of(parameter)) is not None]
     odd = [slot for record in records for slot in record.copies.states.values() if not slot.per_element]
     assert Tier.HOST in {slot.tier for slot in odd}

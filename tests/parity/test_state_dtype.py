@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zinf_compile
 from tests.support.fake_device import on_fake_device
+from zinf_compile.checkpoint.checkpoint_folder import OPTIMIZER, read_manifest
 from zinf_compile.ir.config import make_config
 from zinf_compile.ir.copies import LEAST_CODED, Code, Encoding
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
@@ -476,9 +479,22 @@ def test_training_goes_on_from_what_was_saved(
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("saved_as", "loaded_as"), [(Code.INT8, None), (None, Code.INT8), (Code.INT8, Code.BFLOAT16)])
+CONVERSIONS = [
+    (Code.INT8, None, "int8 and are float32 here"),
+    (None, Code.INT8, "float32 and are int8 here"),
+    (Code.INT8, Code.BFLOAT16, "int8 and are bfloat16 here"),
+    (Code.BFLOAT16, Code.INT8, "bfloat16 and are int8 here"),
+]
+
+
+@pytest.mark.parametrize(("saved_as", "loaded_as", "said"), CONVERSIONS)
 def test_a_checkpoint_can_be_loaded_with_another_state_dtype(
-    saved_as: Code | None, loaded_as: Code | None, optimize: Callable[..., nn.Sequential], tmp_path: Path
+    saved_as: Code | None,
+    loaded_as: Code | None,
+    said: str,
+    optimize: Callable[..., nn.Sequential],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = optimize(saved_as)
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-2)
@@ -488,7 +504,10 @@ def test_a_checkpoint_can_be_loaded_with_another_state_dtype(
     saved = {name: optimizer.state[parameter]["exp_avg"].clone() for name, parameter in first.named_parameters()}
     second = optimize(loaded_as)
     again = torch.optim.AdamW(second.parameters(), lr=1e-2)
-    zinf_compile.load(tmp_path / "saved", second, again)
+    with caplog.at_level(logging.INFO):
+        zinf_compile.load(tmp_path / "saved", second, again)
+    num_coded = 2 * sum(parameter.numel() >= LEAST_CODED for parameter in second.parameters())
+    assert f"{num_coded} tensors of optimizer state were saved as {said}: converted" in caplog.messages
     for name, parameter in second.named_parameters():
         expected = saved[name]
         if loaded_as is not None and expected.numel() >= LEAST_CODED:
@@ -500,6 +519,41 @@ def test_a_checkpoint_can_be_loaded_with_another_state_dtype(
     assert torch.equal(in_memory.state[plain[0].weight]["exp_avg"], saved["0.weight"])
 
 
+@pytest.mark.parametrize("code", MOSTLY_INT8)
+def test_a_checkpoint_has_the_codes_as_they_are(
+    code: Code, optimize: Callable[..., nn.Sequential], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> dict[str, Tensor]:
+        zinf_compile.save(tmp_path / name, model, optimizer)
+        manifest = read_manifest(tmp_path / name)
+        assert manifest is not None
+        return load_file(tmp_path / name / manifest.data_folder / OPTIMIZER)
+
+    first = optimize(code)
+    optimizer = torch.optim.AdamW(first.parameters(), lr=1e-2)
+    first(torch.ones(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+    saved = save(first, optimizer, "saved")
+    for name, value in saved.items():
+        parameter, key = name.split("/")
+        exact = optimizer.state[first.get_parameter(parameter)][key]
+        if exact.numel() < LEAST_CODED:
+            assert torch.equal(value, exact), name
+            continue
+        assert (value.dtype, tuple(value.shape)) == (torch.uint8, code.pages_shape(exact.numel())), name
+        values = torch.empty(exact.numel())
+        decode(code, value.view(-1), values)
+        assert torch.equal(values, exact.reshape(-1)), name
+    second = optimize(code, "in host memory")
+    again = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    with caplog.at_level(logging.INFO):
+        zinf_compile.load(tmp_path / "saved", second, again)
+    assert "converted" not in caplog.text
+    found = save(second, again, "again")
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], value) for name, value in saved.items())
+
+
 def test_small_and_other_states_stay_exact(optimize: Callable[..., nn.Sequential]) -> None:
     model = optimize(Code.INT8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -509,6 +563,49 @@ def test_small_and_other_states_stay_exact(optimize: Callable[..., nn.Sequential
     optimizer.state[model[0].weight]["exp_avg"] = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
     zinf_compile.synchronize(model)
     assert record_of(model[0].weight).copies.states["exp_avg"].code is Code.INT8  # type: ignore[union-attr]
+
+
+def test_state_of_named_parameters_stays_exact(optimize: Callable[..., nn.Sequential]) -> None:
+    model = optimize(Code.INT8, exact_state=["0.*", "8.weight"])
+    plain = make_model()
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        each(torch.ones(8, WIDTH)).square().mean().backward()
+        optimizer.step()
+        if each is model:
+            kept = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in model.named_parameters()}
+    coded = {name for name, moment in kept.items() if isinstance(moment, CodedHomeTensor)}
+    assert coded == {"2.weight", "4.weight", "6.weight"}
+    assert torch.equal(kept["0.weight"], optimizer.state[plain[0].weight]["exp_avg"])
+    placed = {each.parameter: each for each in zinf_compile.report(model).plans[0].plan.placements}
+    assert placed["0.weight"].optimizer_state_nbytes == 2 * 4 * WIDTH**2
+    assert placed["2.weight"].optimizer_state_nbytes == 2 * 42 * 4096
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"exact_state": "0.weigth", "state_dtype": "int8"},
+            r"exact_state='0.weigth' matches no .*; did you mean '0.weight'",
+        ),
+        ({"exact_state": ["*embed*"], "state_dtype": "int8"}, r"exact_state='\*embed\*' matches no parameter"),
+        ({"exact_state": "0.weight"}, r"exact_state='0.weight' without state_dtype: all state is exact"),
+        ({"exact_state": [3], "state_dtype": "int8"}, r"exact_state=\[3\] is no name of a parameter"),
+        ({"exact_state": {"0.weight": True}, "state_dtype": "int8"}, "is no name of a parameter"),
+    ],
+)
+def test_exact_state_that_cannot_be(wrong: dict[str, Any], said: str) -> None:
+    model = make_model()
+    before = [type(parameter) for parameter in model.parameters()]
+    for refuse in (
+        lambda: zinf_compile.optimize(model, device_memory="8MiB", host_memory="8MiB", **wrong),
+        lambda: zinf_compile.plan(model, torch.randn(8, WIDTH), device_memory="8MiB", host_memory="8MiB", **wrong),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            refuse()
+    assert [type(parameter) for parameter in model.parameters()] == before
+    assert all(record_of(parameter) is None for parameter in model.parameters())
 
 
 def test_a_state_that_is_not_finite_spoils_its_block_only(optimize: Callable[..., nn.Sequential]) -> None:

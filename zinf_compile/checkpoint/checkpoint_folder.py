@@ -3,7 +3,7 @@
 manifest.json                 what is where, with checksums; renaming it completes a save
 data-7/                       the data folder that the manifest names
     model.safetensors             parameters and buffers
-    optimizer.safetensors         optimizer state
+    optimizer.safetensors         optimizer state; what is stored in codes as pages of these
     gradients.safetensors         pending gradients
     objects.pt                    everything that is not a tensor of the model or its optimizer
     .zinf-made-this               marks the folder as made by a save
@@ -18,6 +18,7 @@ import errno
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import zlib
@@ -28,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from zinf_compile.checkpoint.own_folder import identity_of, make_own_folder, mark, new_identity, remove_own_folder
+from zinf_compile.ir.copies import Code
 from zinf_compile.ir.errors import CheckpointError, ConfigError, StoreError
 from zinf_compile.ir.user_files import read_regular
 
 MODEL, OPTIMIZER, GRADIENTS = "model.safetensors", "optimizer.safetensors", "gradients.safetensors"
 OBJECTS = "objects.pt"
-_VERSION = 1
+_VERSION, _VERSION_WITH_CODES = 1, 2
 _CHECKSUM = "manifest_crc32"  # checksum of everything else in the manifest
 _MANIFEST, _SAVING = "manifest.json", ".zinf-saving.json"
 _MOST_NBYTES = 4096  # limit of the file that lists a save's folders
@@ -47,9 +49,17 @@ class SavedTensor:
 
     file: str
     name: str
-    dtype: str  # "float32"
+    dtype: str  # of its values: "float32"
     shape: tuple[int, ...]
     crc32: int  # of its bytes
+    code: Code | None = None  # in which the file has it, in place of its values
+
+    @property
+    def form(self) -> tuple[str, tuple[int, ...]]:
+        """Return the dtype and the shape of the tensor in the file: its values, or a row for each page of codes."""
+        return (
+            (self.dtype, self.shape) if self.code is None else ("uint8", self.code.pages_shape(math.prod(self.shape)))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +74,19 @@ class Manifest:
 
     def dump(self) -> str:
         """Return it as JSON, one line per tensor."""
-        document = {"version": _VERSION, **asdict(self)}
+        tensors = [_entry(tensor) for tensor in self.tensors]
+        has_codes = any(tensor.code is not None for tensor in self.tensors)
+        version = _VERSION_WITH_CODES if has_codes else _VERSION
+        document = {"version": version, **asdict(self), "tensors": tensors}
         head = {key: value for key, value in document.items() if key != "tensors"} | {_CHECKSUM: _checksum(document)}
-        lines = ",\n".join(f"  {json.dumps(asdict(tensor), ensure_ascii=False)}" for tensor in self.tensors)
+        lines = ",\n".join(f"  {json.dumps(tensor, ensure_ascii=False)}" for tensor in tensors)
         text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
         return f'{text},\n "tensors": [\n{lines}\n ]\n}}\n'
+
+
+def _entry(tensor: SavedTensor) -> dict[str, Any]:
+    """Return a tensor as the manifest has it: without a code where it has none, as before there were any."""
+    return {key: value for key, value in asdict(tensor).items() if value is not None}
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -91,9 +109,10 @@ def read_manifest(folder: Path) -> Manifest | None:
         version = fields.pop("version")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(damaged.format(error)) from error
-    if version != _VERSION:
+    if version not in (_VERSION, _VERSION_WITH_CODES):
         raise CheckpointError(
-            f"{path} is of version {version}, and this zinf_compile reads version {_VERSION}; use the one that wrote it"
+            f"{path} is of version {version}, and this zinf_compile reads versions {_VERSION} and {_VERSION_WITH_CODES}; "
+            "use the one that wrote it"
         )
     try:
         return _parse_manifest(fields)
@@ -102,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def _parse_manifest(fields: dict[str, Any]) -> Manifest:
-    tensors = tuple(SavedTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields.pop("tensors"))
+    tensors = tuple(_parse_tensor(entry) for entry in fields.pop("tensors"))
     groups = tuple(map(tuple, fields.pop("groups")))
     manifest = Manifest(tensors=tensors, groups=groups, **fields)
     if not _DATA_FOLDER.fullmatch(manifest.data_folder):
@@ -116,6 +135,13 @@ def _parse_manifest(fields: dict[str, Any]) -> Manifest:
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("a size or a checksum in it is no whole number")
     return manifest
+
+
+def _parse_tensor(entry: dict[str, Any]) -> SavedTensor:
+    code = Code(entry["code"]) if "code" in entry else None
+    if code is not None and entry["dtype"] != "float32":
+        raise ValueError(f"{entry['dtype']} values have no codes")
+    return SavedTensor(**{**entry, "shape": tuple(entry["shape"]), "code": code})
 
 
 def _checksum(document: Mapping[str, Any]) -> int:

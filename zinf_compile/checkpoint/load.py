@@ -1,8 +1,10 @@
 """``load``: restores a model and its optimizer from a folder that ``save`` wrote, after verifying all of it."""
 
+import logging
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ from zinf_compile.checkpoint.checkpoint_folder import (
     OBJECTS,
     OPTIMIZER,
     Manifest,
+    SavedTensor,
     locked,
     read_manifest,
 )
@@ -39,10 +42,12 @@ from zinf_compile.runtime.model.model_state import (
     remove_gradient,
     stores_of,
 )
+from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.file_stream import FileReader
 from zinf_compile.runtime.storage.safetensors_file import TensorSpan, read_layout
+from zinf_compile.runtime.storage.slots import torch_dtype
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.slot_stream import read_slot
 
@@ -79,12 +84,13 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
                         _fill(path, tensors, targets[path.name], file_staging(stores))
                     else:
                         for tensor in tensors:
-                            read_tensor(path, tensor.span, targets[path.name](tensor.span))
+                            read_tensor(path, tensor.span, tensor.saved.code, targets[path.name](tensor.saved))
         except BaseException as error:
             ranks.fail(f"loading a checkpoint broke off: {error}")
             error.add_note("zinf_compile: a part of the checkpoint was loaded already; load it, or another one, again")
             raise
         set_random_states(objects, model)
+        _log_conversions(model, optimizer, files)
         for store in stores:
             store.cuts.resume(objects.cuts)
         return objects.extra
@@ -110,15 +116,18 @@ def _check_all(
     return objects, files
 
 
+_log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredTensor:
-    """A tensor in a file, with the checksum of its bytes."""
+    """Where the bytes of a tensor are in a file, and what the manifest says of it."""
 
     span: TensorSpan
-    crc32: int
+    saved: SavedTensor
 
 
-_Targets = Callable[[TensorSpan], HomedTensor]
+_Targets = Callable[[SavedTensor], HomedTensor]
 
 
 def _read_objects(path: Path, manifest: Manifest) -> Objects:
@@ -138,14 +147,12 @@ def _find_tensors(data: Path, manifest: Manifest) -> dict[Path, list[_StoredTens
         path = data / file
         spans = read_layout(path, follow=False).spans
         expected = [tensor for tensor in manifest.tensors if tensor.file == file]
-        forms = [(span.name, dtype_name(span.dtype), span.shape) for span in spans]
-        if file not in (MODEL, OPTIMIZER, GRADIENTS) or forms != [
-            (saved.name, saved.dtype, saved.shape) for saved in expected
-        ]:
+        forms = [(span.name, (dtype_name(span.dtype), span.shape)) for span in spans]
+        if file not in (MODEL, OPTIMIZER, GRADIENTS) or forms != [(saved.name, saved.form) for saved in expected]:
             raise CheckpointError(
                 f"{path} is damaged: it does not hold what the manifest says; load another checkpoint"
             )
-        files[path] = [_StoredTensor(span=span, crc32=saved.crc32) for span, saved in zip(spans, expected, strict=True)]
+        files[path] = [_StoredTensor(span=span, saved=saved) for span, saved in zip(spans, expected, strict=True)]
     return files
 
 
@@ -162,9 +169,10 @@ def _verify(path: Path, tensors: Sequence[_StoredTensor], staging: StagingPool) 
 
 
 def _check(path: Path, tensor: _StoredTensor, checksum: int) -> None:
-    if checksum != tensor.crc32:
+    if checksum != tensor.saved.crc32:
         raise CheckpointError(
-            f"{path} is damaged: the checksum of '{tensor.span.name}' is {checksum:08x} and should be {tensor.crc32:08x}; "
+            f"{path} is damaged: the checksum of '{tensor.span.name}' is {checksum:08x} and should be "
+            f"{tensor.saved.crc32:08x}; "
             "load another checkpoint"
         )
 
@@ -199,15 +207,15 @@ def _targets(model: Module, optimizer: Optimizer | None) -> dict[str, _Targets]:
     """Return, for each file, the targets of its tensors."""
     parameters, tensors = dict(model.named_parameters()), model_tensors(model)
 
-    def state(span: TensorSpan) -> HomedTensor:
-        name, key = split_state_name(span.name)
+    def state(saved: SavedTensor) -> HomedTensor:
+        name, key = split_state_name(saved.name)
         assert optimizer is not None
-        return add_state(optimizer, parameters[name], key, span.shape, span.dtype)
+        return add_state(optimizer, parameters[name], key, saved.shape, torch_dtype(saved.dtype))
 
     return {
-        MODEL: lambda span: tensors[span.name],
+        MODEL: lambda saved: tensors[saved.name],
         OPTIMIZER: state,
-        GRADIENTS: lambda span: add_gradient(parameters[span.name]),
+        GRADIENTS: lambda saved: add_gradient(parameters[saved.name]),
     }
 
 
@@ -215,7 +223,24 @@ def _fill(path: Path, tensors: Sequence[_StoredTensor], target: _Targets, stagin
     """Read a file again, into the targets of its tensors."""
     with FileReader(str(path), staging, start=tensors[0].span.start) as reader:
         for tensor in tensors:
-            homed = target(tensor.span)
-            _check(path, tensor, read_slot(reader, homed.slot, homed.tensor_io, compute=homed.compute))
+            homed = target(tensor.saved)
+            checksum = read_slot(reader, homed.slot, homed.tensor_io, code=tensor.saved.code, compute=homed.compute)
+            _check(path, tensor, checksum)
             if homed.tensor_io is None:
                 torch.autograd.graph.increment_version(homed.slot.tensor)
+
+
+def _log_conversions(
+    model: Module, optimizer: Optimizer | None, files: "Mapping[Path, Iterable[_StoredTensor]]"
+) -> None:
+    """Say which optimizer state is kept in another encoding than the checkpoint has it in."""
+    parameters, converted = dict(model.named_parameters()), Counter[tuple[str, str]]()
+    for tensor in (tensor for path, tensors in files.items() if path.name == OPTIMIZER for tensor in tensors):
+        name, key = split_state_name(tensor.saved.name)
+        assert optimizer is not None
+        value = optimizer.state[parameters[name]][key]
+        code = value.coded.code if isinstance(value, CodedHomeTensor) else None
+        if code is not tensor.saved.code:
+            converted[str(tensor.saved.code or tensor.saved.dtype), str(code or tensor.saved.dtype)] += 1
+    for (there, here), count in converted.items():
+        _log.info("%d tensors of optimizer state were saved as %s and are %s here: converted", count, there, here)

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
+from zinf_compile.ir.copies import SECTOR_NBYTES, Code
 from zinf_compile.ir.errors import CheckpointError, StoreError
+from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.model.model_state import HomedTensor
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.safetensors_file import SafetensorsLayout, TensorSpan
 from zinf_compile.runtime.storage.slots import Slot, SlotPart
-from zinf_compile.runtime.transfer.slot_stream import pieces_of, tensor_bytes
+from zinf_compile.runtime.transfer.slot_stream import pieces_of, tensor_bytes, values_of
 
 T = TypeVar("T")
 _PIECE_NBYTES = 4 * 2**20  # of a read
@@ -54,7 +57,7 @@ def write_rows(path: Path, layout: SafetensorsLayout, tensors: dict[str, HomedTe
             tensor = tensors[span.name]
             part: Slot | SlotPart
             if tensor.is_divided:
-                part, offset = tensor.rows, span.start + _first_byte(tensor, span)
+                part, offset = tensor.rows, span.start + tensor.rows.slice.flat.start * span.dtype.itemsize
             elif ranks.rank == 0:
                 part, offset = tensor.slot, span.start
             else:
@@ -77,27 +80,31 @@ def _write_at(descriptor: int, piece: memoryview, offset: int) -> None:
         piece, offset = piece[done:], offset + done
 
 
-def read_tensor(path: Path, span: TensorSpan, tensor: HomedTensor) -> None:
-    """Fill a tensor, or this rank's rows of it, from a file that was verified."""
+def read_tensor(path: Path, span: TensorSpan, code: Code | None, tensor: HomedTensor) -> None:
+    """Fill a tensor, or this rank's rows of it, from a file that was verified: values, or pages of their codes."""
     if not tensor.is_divided:
-        value = torch.empty(span.shape, dtype=span.dtype)
-        _read_at(path, memoryview(tensor_bytes(value)), span.start)
+        value = _read_values(path, span, code, Slice.of_whole(span.name, tensor.shape).flat)
         tensor.slot.tensor.copy_(value.view(tensor.slot.tensor.shape))
         return
     assert tensor.tensor_io is not None
-    rows, offset = tensor.rows, span.start + _first_byte(tensor, span)
-    step = _PIECE_NBYTES // span.dtype.itemsize  # a multiple of 4096 elements, so that pieces begin at whole sectors
-    for part in rows.slice.flat.pieces(step):
-        piece = torch.empty(part.num_elements, dtype=span.dtype)
-        _read_at(path, memoryview(tensor_bytes(piece)), offset)
-        offset += piece.nbytes
+    step = _PIECE_NBYTES // tensor.slot.dtype.itemsize  # in whole pages of 4096 bytes, so that pieces begin at sectors
+    for part in tensor.rows.slice.flat.pieces(step):
+        piece = _read_values(path, span, code, part)
         for slot in (tensor.slot, tensor.compute):
             if slot is not None:
                 tensor.tensor_io.write_value(slot.part(part), piece)
 
 
-def _first_byte(tensor: HomedTensor, span: TensorSpan) -> int:
-    return tensor.rows.slice.flat.start * span.dtype.itemsize
+def _read_values(path: Path, span: TensorSpan, code: Code | None, part: Slice) -> Tensor:
+    """Return some elements of a tensor in a file, flat."""
+    if code is None:
+        values = torch.empty(part.num_elements, dtype=span.dtype)
+        _read_at(path, memoryview(tensor_bytes(values)), span.start + part.start * span.dtype.itemsize)
+        return values
+    first, skipped = divmod(part.start, code.page_elements)
+    pages = torch.empty(code.nbytes(skipped + part.num_elements), dtype=torch.uint8)
+    _read_at(path, memoryview(tensor_bytes(pages)), span.start + first * SECTOR_NBYTES)
+    return values_of(pages, code, skipped + part.num_elements)[skipped:]
 
 
 def _read_at(path: Path, view: memoryview, offset: int) -> None:

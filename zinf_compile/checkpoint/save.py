@@ -106,8 +106,15 @@ def save(
 
 
 def _form(tensor: HomedTensor) -> Tensor:
-    """Return a tensor of the same shape and dtype without memory."""
-    return torch.empty(tensor.shape, dtype=tensor.slot.dtype, device="meta")
+    """Return a tensor of the shape and dtype that a file has of another one, without memory."""
+    if (coded := tensor.slot.coded) is None:
+        return torch.empty(tensor.shape, dtype=tensor.slot.dtype, device="meta")
+    return torch.empty(coded.code.pages_shape(coded.slice.num_elements), dtype=torch.uint8, device="meta")
+
+
+def _describe(file: str, name: str, tensor: HomedTensor, crc32: int) -> SavedTensor:
+    dtype, shape = dtype_name(tensor.slot.dtype), tuple(tensor.shape)
+    return SavedTensor(file=file, name=name, dtype=dtype, shape=shape, crc32=crc32, code=tensor.slot.code)
 
 
 def _save_on_ranks(
@@ -140,9 +147,7 @@ def _save_on_ranks(
             write_file(folder / name / OBJECTS, objects)
             columns = [zip(*of_file, strict=True) for of_file in zip(*everywhere, strict=True)]
             saved = [
-                SavedTensor(
-                    file=file, name=span.name, dtype=dtype_name(span.dtype), shape=span.shape, crc32=combine(parts)
-                )
+                _describe(file, span.name, files[file][span.name], combine(parts))
                 for (file, layout), column in zip(layouts.items(), columns, strict=True)
                 for span, parts in zip(layout.spans, column, strict=True)
             ]
@@ -192,14 +197,6 @@ def _write_tensors(
         for span in layout.spans:
             tensor = tensors[span.name]
             checksum = write_slot(writer, tensor.slot, tensor.tensor_io)
-            saved.append(
-                SavedTensor(
-                    file=file,
-                    name=span.name,
-                    dtype=dtype_name(span.dtype),
-                    shape=span.shape,
-                    crc32=checksum,
-                )
-            )
+            saved.append(_describe(file, span.name, tensor, checksum))
         writer.finish()
     return saved

@@ -94,11 +94,12 @@ class Session:
 
         Without ``with_values`` they get homes only, and the caller writes the values there. Raises CapacityError,
         before anything has moved, if they cannot fit, and ConfigError for tiles of a parameter that does not exist or
-        has too few rows.
+        has too few rows, and for exact state of one that does not exist.
         """
         check_parameters(self.store.ranks, parameters, with_values=with_values)
         known = {name: record.parameter for name, record in self.store.records.items()}
         check_tiles(self.config, {**known, **parameters}, self.store.ranks.size)
+        self.config.check_exact_state({**known, **parameters})
         self.catalog.settle()
         named = [
             NamedParameter(
@@ -107,7 +108,7 @@ class Session:
                     name,
                     parameter,
                     compute_dtype=self.config.compute_dtype,
-                    state_code=self.config.state_dtype,
+                    state_code=self.config.state_code_of(name),
                     unified=self.config.memory.unified,
                 ),
             )

@@ -98,6 +98,8 @@ def optimize(
             rounded stochastically. Each chunk is decoded, updated by the optimizer in float32, and encoded again. State
             of parameters with less than 4096 elements stays exact. In one process; with a GPU, updates run on the CPU. By
             default all is exact.
+        exact_state: parameters whose state is exact beside ``state_dtype``: a name or a pattern such as "*embed*", or a list
+            of these.
         compute: "inductor", the default, compiles each block, and identical blocks only once. This takes some seconds
             in the first call, and results agree with eager PyTorch to rounding. Without a C++ compiler, or if it does
             not fit, graphs run op by op. "aten" always runs op by op, bitwise equal to eager PyTorch.

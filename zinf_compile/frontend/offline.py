@@ -86,7 +86,7 @@ def plan(
         compute: as in ``optimize``: "inductor", the default, plans each block as one compiled op, "aten" op by op.
             Nothing is compiled: a block is assumed to take the traffic of its inputs and results, and the
             arithmetic of its matrix products.
-        compute_dtype, state_dtype, nvme_write_budget, reserve_memory, prefetch_memory, tile_memory, tiles,
+        compute_dtype, state_dtype, exact_state, nvme_write_budget, reserve_memory, prefetch_memory, tile_memory, tiles,
             micro_batches, recompute, overlap_step, speculate, step_in_backward: as in ``optimize``.
 
     If the model is captured as several graphs, returns the plan of the graph whose backward computes the most
@@ -112,6 +112,7 @@ def plan(
     parameters = _parameter_facts(model, config, optimizer if train else None)
     named = dict(model.named_parameters())
     check_tiles(config, named, num_ranks)
+    config.check_exact_state(named)
     catalog = PaperCatalog(config, parameters, num_ranks)
     subject = Subject(model=model, name=type(model).__name__, inputs=called, train=train, dynamic=dynamic)
     return OfflinePlanner(
@@ -206,7 +207,7 @@ def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimize
             parameter,
             compute_dtype=config.compute_dtype,
             states=states.of(parameter) if states is not None and parameter.requires_grad else (),
-            state_code=config.state_dtype,
+            state_code=config.state_code_of(name),
             unified=config.memory.unified,
         )
         for name, parameter in model.named_parameters()

@@ -3,8 +3,9 @@
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zinf_compile.ir.copies import Code
@@ -90,6 +91,7 @@ class Config:
         None  # "host" or "device", which has memory of its own; None: what keeps bits, or is fastest
     )
     state_dtype: Code | None = None  # how optimizer state is encoded in fewer bits; None: it is exact
+    exact_state: tuple[str, ...] = ()  # patterns of names of parameters whose state is exact all the same
     nvme_write_budget: int | None = None  # bytes per day; None: plans write whatever makes steps short
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
     verify_store: bool = False  # True: keep checksums of what is on nvme, and check whatever is read
@@ -118,6 +120,18 @@ class Config:
         if self.step_in_backward:
             return StepTiming.IN_BACKWARD
         return StepTiming.OVERLAPPED if self.overlap_step else StepTiming.SYNCHRONOUS
+
+    def state_code_of(self, parameter: str) -> Code | None:
+        """Return how the optimizer state of a parameter is encoded, where it can be; None: it is exact."""
+        return None if any(fnmatchcase(parameter, pattern) for pattern in self.exact_state) else self.state_dtype
+
+    def check_exact_state(self, parameters: Collection[str]) -> None:
+        """Raise ConfigError for a pattern of ``exact_state`` that no name of these parameters matches."""
+        for pattern in self.exact_state:
+            if not any(fnmatchcase(name, pattern) for name in parameters):
+                near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else "a pattern such as '*embed*' matches a part of a name"
+                raise ConfigError(f"exact_state={pattern!r} matches no parameter of the model; {hint}")
 
 
 OPTIONS = frozenset(each.name for each in fields(Config) if each.metadata.get("is_option", True))
@@ -192,6 +206,7 @@ def make_config(
         speculate=_check_speculate(given),
         update_on=_check_update_on(given.get("update_on"), unified=unified, state_dtype=state_dtype),
         state_dtype=state_dtype,
+        exact_state=_check_exact_state(given.get("exact_state", ()), state_dtype),
         nvme_write_budget=_check_write_budget(given.get("nvme_write_budget")),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
@@ -275,6 +290,20 @@ def _check_state_dtype(dtype: object) -> Code | None:
             "state"
         )
     return Code(name)
+
+
+def _check_exact_state(patterns: object, state_dtype: Code | None) -> tuple[str, ...]:
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(listed, list | tuple | set | frozenset) or not all(
+        isinstance(each, str) and each for each in listed
+    ):
+        raise ConfigError(
+            f"exact_state={patterns!r} is no name of a parameter; give names, or patterns such as '*embed*', as a string or "
+            "a list of strings"
+        )
+    if listed and state_dtype is None:
+        raise ConfigError(f"exact_state={patterns!r} without state_dtype: all state is exact; leave it out")
+    return tuple(sorted(listed) if isinstance(listed, set | frozenset) else listed)
 
 
 def _check_tile_memory(nbytes: int | None) -> int | None:

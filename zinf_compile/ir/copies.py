@@ -80,6 +80,10 @@ class Code(StrEnum):
         """Return the bytes of the pages of so many elements."""
         return -(-num_elements // self.page_elements) * SECTOR_NBYTES
 
+    def pages_shape(self, num_elements: int) -> tuple[int, int]:
+        """Return the shape of the uint8 tensor that has the pages of so many elements as its rows."""
+        return -(-num_elements // self.page_elements), SECTOR_NBYTES
+
 
 _PAGE_ELEMENTS = {
     Code.BFLOAT16: SECTOR_NBYTES // 2,

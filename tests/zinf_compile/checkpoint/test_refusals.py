@@ -256,7 +256,7 @@ def test_a_file_of_another_checkpoint(make: Callable, saved: Path, tmp_path: Pat
         (lambda text: "[" * 10**6, "is damaged"),
         (
             lambda text: text.replace('"version": 1', '"version": 9'),
-            "is of version 9, and this zinf_compile reads version 1",
+            "is of version 9, and this zinf_compile reads versions 1 and 2",
         ),
     ],
 )
