@@ -188,9 +188,10 @@ def simulate_disk(bytes_per_second: float) -> None:
 def measure_disk(folder: str) -> float:
     """Return the bytes per second that a disk reads and writes, both at once, past the page cache.
 
-    Long enough that a disk which is fast for a moment, or limited by the kernel, shows what it can do for longer.
+    Long enough that a disk which is fast for a moment, or limited by the kernel, shows what it can do for longer. Memory is
+    of large pages where the system has them: a disk that takes requests of so many pieces is slower with small ones.
     """
-    block = mmap.mmap(-1, _DISK_BLOCK)
+    block = _new_block()
     path = Path(folder) / f"rate-{os.getpid()}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     try:
@@ -198,8 +199,10 @@ def measure_disk(folder: str) -> float:
             os.pwrite(descriptor, block, number * _DISK_BLOCK)
         os.fsync(descriptor)
 
+        blocks = threading.local()
+
         def move(number: int) -> None:
-            own = mmap.mmap(-1, _DISK_BLOCK)
+            own = blocks.own = getattr(blocks, "own", None) or _new_block()
             if number % 2:
                 os.preadv(descriptor, [own], number // 2 * _DISK_BLOCK)
             else:
@@ -213,6 +216,14 @@ def measure_disk(folder: str) -> float:
     finally:
         os.close(descriptor)
         path.unlink()
+
+
+def _new_block() -> mmap.mmap:
+    block = mmap.mmap(-1, _DISK_BLOCK)
+    with contextlib.suppress(OSError):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    block.write(bytes(_DISK_BLOCK))
+    return block
 
 
 Step = Callable[[object, object], float]

@@ -184,6 +184,19 @@ def test_checkpoints(parity, captured, workload, compute_dtype):
         parity.assert_equal(model.get_parameter(name).grad, parameter.grad, name)
 
 
+def test_one_backward_of_two_forwards(parity, captured):
+    """Each graph adds up the uses of a parameter first: eager PyTorch adds those of both forwards in one row."""
+    model, batches = parity.optimized(net, captured=captured, device_memory=128 * 2**10)
+    plain = net()[0]
+    if captured:
+        plain.compile(backend="aot_eager", dynamic=False)
+    for each in (plain, model):
+        (each(**batches[0]) + each(**batches[1])).backward()
+        torch._dynamo.reset()
+    for name, parameter in plain.named_parameters():
+        parity.assert_equal(model.get_parameter(name).grad, parameter.grad, name)
+
+
 def test_a_graph_kept_for_a_second_backward(parity, way):
     def backward(step, model, batch):
         loss = model(**batch)
