@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.support.small_models import gpt, gpt_tied, mlp, token_batches
+from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 
 
 def llama():
@@ -35,6 +36,34 @@ def test_what_was_frozen_is_trained_once_it_requires_grad(parity, tmp_path):
 
     options = {"device_memory": 156 * 2**10, "host_memory": 2**20, "nvme": tmp_path}
     parity.assert_same(train("zinf", options=options), train("aot_eager"))
+
+
+class Broken(nn.Module):
+    """Two graphs, each with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(hidden).square().mean()
+
+
+def test_options_name_parameters_of_a_later_graph(tmp_path):
+    """When the first graph is compiled the others are not known."""
+    model = Broken()
+    options = {"device_memory": "8MiB", "host_memory": "8MiB", "nvme": tmp_path, "compute": "aten", "reserve_memory": 0}
+    options |= {"state_dtype": "int8", "exact_state": "*second.weight", "tiles": {"second.weight": 2}}
+    compiled = torch.compile(model, backend="zinf", options=options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled(torch.ones(4, 128)).backward()
+    optimizer.step()
+    moments = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in model.named_parameters()}
+    assert {name for name, moment in moments.items() if isinstance(moment, CodedHomeTensor)} == {"first.weight"}
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

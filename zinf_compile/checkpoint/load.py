@@ -51,6 +51,8 @@ from zinf_compile.runtime.storage.slots import torch_dtype
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.slot_stream import read_slot
 
+_log = logging.getLogger(__name__)
+
 
 @without_interrupts
 def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None) -> Any:
@@ -90,9 +92,9 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
             error.add_note("zinf_compile: a part of the checkpoint was loaded already; load it, or another one, again")
             raise
         set_random_states(objects, model)
-        _log_conversions(model, optimizer, files)
         for store in stores:
             store.cuts.resume(objects.cuts)
+        _log_conversions(model, optimizer, files)
         return objects.extra
 
 
@@ -114,9 +116,6 @@ def _check_all(
     for path, tensors in files.items():
         _verify(path, share_of(tensors, ranks), staging)
     return objects, files
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +171,7 @@ def _check(path: Path, tensor: _StoredTensor, checksum: int) -> None:
     if checksum != tensor.saved.crc32:
         raise CheckpointError(
             f"{path} is damaged: the checksum of '{tensor.span.name}' is {checksum:08x} and should be "
-            f"{tensor.saved.crc32:08x}; "
-            "load another checkpoint"
+            f"{tensor.saved.crc32:08x}; load another checkpoint"
         )
 
 
@@ -230,9 +228,7 @@ def _fill(path: Path, tensors: Sequence[_StoredTensor], target: _Targets, stagin
                 torch.autograd.graph.increment_version(homed.slot.tensor)
 
 
-def _log_conversions(
-    model: Module, optimizer: Optimizer | None, files: "Mapping[Path, Iterable[_StoredTensor]]"
-) -> None:
+def _log_conversions(model: Module, optimizer: Optimizer | None, files: Mapping[Path, Iterable[_StoredTensor]]) -> None:
     """Say which optimizer state is kept in another encoding than the checkpoint has it in."""
     parameters, converted = dict(model.named_parameters()), Counter[tuple[str, str]]()
     for tensor in (tensor for path, tensors in files.items() if path.name == OPTIMIZER for tensor in tensors):

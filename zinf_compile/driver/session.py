@@ -98,8 +98,10 @@ class Session:
         """
         check_parameters(self.store.ranks, parameters, with_values=with_values)
         known = {name: record.parameter for name, record in self.store.records.items()}
-        check_tiles(self.config, {**known, **parameters}, self.store.ranks.size)
-        self.config.check_exact_state({**known, **parameters})
+        # A backend gets parameters graph by graph: those of later ones are not known yet.
+        check_tiles(self.config, {**known, **parameters}, self.store.ranks.size, are_all=as_home)
+        if as_home:
+            self.config.check_exact_state({**known, **parameters})
         self.catalog.settle()
         named = [
             NamedParameter(

@@ -151,9 +151,11 @@ def fit_by_tiles(
     raise search.explain(least)
 
 
-def check_tiles(config: Config, parameters: Mapping[str, Tensor], num_ranks: int) -> None:
-    """Raise ConfigError if options ask for tiles of a parameter that does not exist, or for more tiles than rows."""
+def check_tiles(config: Config, parameters: Mapping[str, Tensor], num_ranks: int, *, are_all: bool = True) -> None:
+    """Raise ConfigError if options ask for more tiles than rows, or, of ``are_all``, for a parameter that is not there."""
     for name, count in config.tiles or ():
+        if name not in parameters and not are_all:
+            continue
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
