@@ -239,7 +239,7 @@ class StreamedStep:
                 continue
             if job not in self._kernels:
                 self._admit(job)
-            self._store.io_pool.wait(job.after, "an update that began before its step")
+            self._store.io_pool.wait(job.after, f"what the update of {job.record.name} follows")
             for part in job.elements.pieces(self._chunk_elements(job)):
                 # An interrupt waits for the end of a step that is not in the background; a second one breaks it off.
                 check_interrupt(only_if_impatient=True)
