@@ -75,7 +75,7 @@ class TensorIO:
         flat, coded = value.detach().reshape(-1).contiguous(), slot.coded
         for part in self._pieces(slot):
             values = coded.values_of(part)
-            piece = elements_of(flat, coded.slice, values)
+            piece = elements_of(flat, coded.slice, values).cpu()  # a user's value may be on the device
             if slot.in_memory:
                 encode(coded.code, piece, slot.elements(part), first=values.start)
                 continue
