@@ -425,13 +425,17 @@ class StreamedStep:
     def _make_device_room(self, chunk: Chunk) -> None:
         job = chunk.job
         away = [key for key in job.home_slots if key != GRADIENT and key not in job.device_slots]
-        dtypes = [*(job.home_slots[key].tensor.dtype for key in away), job.grad.dtype]
-        self._store.device_updates.make_room([dtype.itemsize * chunk.slice.num_elements for dtype in dtypes])
+        num_elements = chunk.slice.num_elements
+        sizes = [
+            *(job.home_slots[key].staged_nbytes(num_elements) for key in away),
+            job.grad.dtype.itemsize * num_elements,
+        ]
+        self._store.device_updates.make_room(sizes)
 
     def _update_on_device(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
         """Enqueue the update of a chunk whose reads are done; return, for each copy, what is done when it has come back."""
         job, record = chunk.job, chunk.job.record
-        here = {key: slot.elements(chunk.slice) for key, slot in job.device_slots.items()}
+        here = {key: slot.elements(slot.stored(chunk.slice)) for key, slot in job.device_slots.items()}
         away = {key: slot for key, slot in job.home_slots.items() if key != GRADIENT and key not in here}
         written = {key: chunk.tensor(key, job.shadows.get(key, slot)) for key, slot in away.items()}
         host = dict(written)
@@ -451,7 +455,11 @@ class StreamedStep:
                 states=states,
                 compute=there.get(COMPUTE),
             )
-            update_slice(job, operands, shape=None)
+            if not job.coded_states:
+                update_slice(job, operands, shape=None)
+                return
+            for decoded in decoding(job, operands, None, num_threads=1, at_once=None):
+                update_slice(job, decoded, shape=None)
 
         assert job.before is not None
         read = {key for key in host if job.reads(key)}
