@@ -685,6 +685,45 @@ def test_updates_on_both_give_the_same_bits(
         zinf_compile.close(model)
 
 
+@pytest.mark.parametrize("code", CODES)
+def test_state_on_the_device_is_seen_changed_saved_and_loaded(
+    code: Code, optimize: Callable[..., nn.Sequential], tmp_path: Path
+) -> None:
+    def trained(*, is_loaded: bool, num_steps: int, budgets: str) -> list[Tensor]:
+        model = optimize(code, "in host memory", device="cuda", **BESIDE_A_DEVICE[budgets])
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if is_loaded:
+            zinf_compile.load(tmp_path / "saved", model, adamw)
+        for _ in range(num_steps):
+            model(torch.ones(8, WIDTH)).square().mean().backward()
+            adamw.step()
+            adamw.zero_grad()
+            for parameter in model.parameters():
+                moment = adamw.state[parameter]["exp_avg"]
+                before = moment.clone()
+                moment.mul_(0.5)  # scales alone change
+                assert torch.equal(moment, 0.5 * before)
+        if not is_loaded:
+            zinf_compile.save(tmp_path / "saved", model, adamw)
+        zinf_compile.synchronize(model)
+        tiers = {place.optimizer_state for place in store_of(model).placements.values()}
+        assert (tiers == {Tier.DEVICE}) == (budgets == "on the device")
+        states = [adamw.state[parameter] for parameter in model.parameters()]
+        seen = [*model.parameters(), *(state[key] for state in states for key in ("exp_avg", "exp_avg_sq"))]
+        seen = [value.detach().clone() for value in seen]
+        zinf_compile.close(model)
+        return seen
+
+    with on_fake_device():
+        trained(is_loaded=False, num_steps=2, budgets="on the device")
+        for budgets in ("on the device", "in host memory"):
+            resumed = trained(is_loaded=True, num_steps=2, budgets=budgets)
+            whole = trained(is_loaded=False, num_steps=4, budgets="in host memory")
+            trained(is_loaded=False, num_steps=2, budgets="on the device")
+            for one, other in zip(resumed, whole, strict=True):
+                assert torch.equal(one, other)
+
+
 def test_pages_cross_the_link(optimize: Callable[..., nn.Sequential]) -> None:
     """In place of values, and the plan counts them; buffers are no larger than planned."""
     moved: dict[Code | None, dict[str, int]] = {}

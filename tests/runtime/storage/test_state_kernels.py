@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 import subprocess
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.runtime.storage.test_state_codes import KINDS, is_same, numbers
 from zinf_compile.ir.copies import Code
@@ -164,6 +167,47 @@ def test_torch_takes_their_place(code: Code, monkeypatch: pytest.MonkeyPatch) ->
         found = encoded_and_decoded(code, values, DRAWS[1], at=at)
         assert is_same(found[0], wanted[0])
         assert is_same(found[1], wanted[1])
+
+
+class _Held(TorchDispatchMode):
+    """Counts the bytes that ops have allocated and somebody holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        for tensor in tree_leaves(made):
+            if not isinstance(tensor, Tensor) or (storage := tensor.untyped_storage())._cdata in given | self._known:
+                continue
+            self._known.add(storage._cdata)
+            self.held += storage.nbytes()
+            self.most = max(self.most, self.held)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        return made
+
+    def _forget(self, storage: int, nbytes: int) -> None:
+        self._known.discard(storage)
+        self.held -= nbytes
+
+
+@pytest.mark.parametrize("code", Code)
+def test_what_torch_holds_is_no_more_than_an_update_does(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans count six tensors of a chunk's size for the optimizer, which has freed its own by then, and the tables."""
+    monkeypatch.setattr(state_codes, "_library_on", lambda _: None)
+    values = numbers("normal", 40 * 30_720)
+    pages = torch.empty(code.nbytes(values.numel()), dtype=torch.uint8)
+    tables = state_codes._tables(torch.device("cpu"))
+    assert tables.values.nbytes + tables.codes.nbytes == 2 * (2**18 + 2**10)
+    for call in (lambda: encode(code, values, pages, drawn_from=values), lambda: decode(code, pages, values)):
+        with _Held() as held:
+            call()
+        assert values.numel() / 3 < held.most < 24 * values.numel()
 
 
 @pytest.mark.parametrize(
