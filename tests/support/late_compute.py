@@ -33,6 +33,7 @@ _BELOW = [
     torch._C.DispatchKey.AutogradOther,
     torch._C.DispatchKey.ADInplaceOrView,
 ]
+_PURE = ("logit_sums", "logit_sums_backward", "weigh_logit_sums", "scale_gradient")  # ops of ours that only compute
 _deferring = threading.local()
 
 
@@ -164,10 +165,8 @@ class LateCompute(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, stream: Enqueue, memory: DeviceMemory, *, makes_here: bool = False) -> None:
-        """``makes_here``: what the block makes of no other tensor is the device's."""
+    def __init__(self, stream: Enqueue, memory: DeviceMemory) -> None:
         super().__init__()
-        self._makes_here = makes_here
         self._stream, self._memory = stream, memory
 
     def __enter__(self) -> "LateCompute":
@@ -183,15 +182,12 @@ class LateCompute(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # as those around random ops
             return self._run_now(func, args, kwargs)
-        if func.namespace == "zinf":
+        if func.namespace == "zinf" and func._opname not in _PURE:
             return self._run_ours(func, args, kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(map(self._memory.holds, leaves)):
-            made = func(*args, **kwargs)
-            return made if leaves or not self._makes_here else self._own(made)
-        if _is_view(func):
+        if not any(map(self._memory.holds, leaves)) or _is_view(func):
             return func(*args, **kwargs)
-        if not all(isinstance(each.type, torch.TensorType) for each in func._schema.returns) or _waits(func):
+        if not all(_is_of_tensors(each.type) for each in func._schema.returns) or _waits(func):
             raise _hidden(func)
         if func._schema.is_mutable:
             return self._change_later(func, args, kwargs)
@@ -227,8 +223,10 @@ class LateCompute(TorchDispatchMode):
             if len(same) != 1:  # it also makes something new
                 return self._run_now(func, args, kwargs)
             returned.append(same[0])
-        changed = [leaf for each in given for leaf in _tensors(named.get(each.name))]
-        if not all(map(self._memory.holds, changed)):  # a copy to the host that it waits for
+        on_host = [leaf for each in given for leaf in _tensors(named.get(each.name)) if not self._memory.holds(leaf)]
+        if on_host and all(each.dim() == 0 for each in on_host):  # step counts, which a GPU would have
+            return self._run_now(func, args, kwargs)
+        if on_host:  # a copy that the host waits for
             raise _hidden(func)
         self._stream.enqueue(lambda: func(*args, **kwargs))
         return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
@@ -275,6 +273,13 @@ def _is_view(func: Any) -> bool:
     """Return whether an op returns other views of its arguments, and computes nothing."""
     infos = [each.alias_info for each in func._schema.returns]
     return bool(infos) and all(each is not None and not each.is_write for each in infos)
+
+
+def _is_of_tensors(kind: Any) -> bool:
+    """Return whether a type is that of a tensor, of several, or of none."""
+    if isinstance(kind, torch.ListType | torch.OptionalType):
+        return _is_of_tensors(kind.getElementType())
+    return isinstance(kind, torch.TensorType)
 
 
 def _waits(func: Any) -> bool:

@@ -127,17 +127,16 @@ def test_backward_runs_on_another_thread(device: FakeDevice) -> None:
 
 
 def test_an_interrupt_of_backward_is_raised_when_that_has_ended() -> None:
-    begun, ended = threading.Event(), []
+    interrupted, ended = threading.Event(), []
     autograd = AutogradThread()
 
     def backward() -> None:
-        begun.set()
-        threading.Event().wait(0.05)
+        assert interrupted.wait(10)
         ended.append(True)
 
     def interrupt(waited: Any) -> None:
-        begun.wait()
-        if not ended:
+        if not interrupted.is_set():
+            interrupted.set()
             raise KeyboardInterrupt
 
     with mock.patch("tests.support.fake_device.futures.wait", interrupt), pytest.raises(KeyboardInterrupt):
