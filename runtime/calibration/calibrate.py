@@ -135,6 +135,7 @@ def _copying(bench: OpRates, store: Store) -> Iterator[None]:
         there = [device.allocate([nbytes], torch.uint8) for _ in range(2)]
 
         def copy() -> None:
+            link.begin_thread()
             while not stop.is_set():
                 arriving = link.bring(here[:nbytes], there[0], behind=link.mark())
                 leaving = link.take(there[1], here[nbytes : 2 * nbytes])
@@ -211,7 +212,7 @@ def _measure_direct(store: Store, bench: OpRates, reads: DirectReads) -> float:
         with store.staging.lease(piece) as lease:  # reads of a hole in the file would not reach the disk
             for start in starts:
                 engine.write(extent.offset + start, lease.view)
-        with ThreadPoolExecutor(NUM_CALLS) as pool:
+        with ThreadPoolExecutor(NUM_CALLS, initializer=store.transfers.link.begin_thread) as pool:
             return there.numel() / bench.usual_seconds(lambda: list(pool.map(read, starts)))
     finally:
         store.layout.free(extent)

@@ -6,8 +6,8 @@ Code that depends on the order of streams and events is in ``link.py``, which te
 """
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -176,9 +176,12 @@ class CudaDevice:
         """Return one allocation for many tensors. CapacityError, with the free bytes, if there is too little."""
         return AllocatedBlock(self.allocate([nbytes], torch.uint8))
 
-    def selected(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def selected(self) -> Iterator[None]:
         """A block in which the calling thread enqueues ops on the compute stream, even if it is not the model's thread."""
-        return torch.cuda.stream(self.compute.stream)
+        # The device first: leaving the block of a stream would make a context on the thread's own GPU, if that is another.
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self.compute.stream):
+            yield
 
     def synchronize(self) -> None:
         """Block until all streams have finished their work."""

@@ -154,7 +154,10 @@ class Device(Protocol):
         """Return one allocation for many tensors. CapacityError, with the free bytes, if there is too little."""
 
     def selected(self) -> AbstractContextManager[object]:
-        """A block in which the calling thread enqueues ops on the compute stream, even if it is not the model's thread."""
+        """A block in which the calling thread enqueues ops on the compute stream, even if it is not the model's thread.
+
+        This device is the current one in it, as ops expect that look for no device in their inputs.
+        """
 
     def follow(self) -> None:
         """Use the caller's current stream as the compute stream. Called on the model's thread before it runs ops."""
@@ -181,6 +184,15 @@ class Device(Protocol):
 
 # A block in which the work to be timed is enqueued on a stream.
 Timing = Callable[[Stream], AbstractContextManager[None]]
+
+
+def use_on_this_thread(device: torch.device) -> None:
+    """Make a GPU the current one of the calling thread, to be called when a thread starts.
+
+    A new thread has the first GPU of the process, where CUDA would make a context that takes half a gigabyte.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class AllocatedBlock:

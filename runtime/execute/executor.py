@@ -61,7 +61,8 @@ class Executor:
                 raise
         with store.meter.phase(self._phase, store.device.compute):
             try:
-                with interruptible():
+                # Some ops use the current GPU, not that of their inputs: what saves the random state for a recomputation.
+                with store.device.selected(), interruptible():
                     return self._run(inputs)
             except StoreError as error:
                 self._leave_ranks(error)

@@ -50,6 +50,7 @@ from zinf_compile.runtime.store.held_memory import HeldMemory
 from zinf_compile.runtime.store.update_queue import UpdateQueue
 from zinf_compile.runtime.transfer.activations import Activations
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
+from zinf_compile.runtime.transfer.link import Link
 from zinf_compile.runtime.transfer.transfers import Transfers
 
 
@@ -121,7 +122,7 @@ class Store:
             device=self.device,
             meter=self.meter,
         )
-        self.updates = UpdateQueue(begin_thread=self.meter.set_aside_this_thread)
+        self.updates = UpdateQueue(begin_thread=partial(_begin_update_thread, self.meter, self.transfers.link))
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
         self.updates_ahead: UpdatesAhead | None = None  # begins updates in backward, which step() takes
         self.unreduced: dict[str, StoredParameter] = {}  # whose gradients are reduced once per step, in this order
@@ -774,6 +775,11 @@ def weak_name_at(store: Store) -> Callable[[int], str | None]:
         return None
 
     return name_at
+
+
+def _begin_update_thread(meter: Meter, link: Link) -> None:
+    meter.set_aside_this_thread()
+    link.begin_thread()
 
 
 def _room_for_activations(config: Config, homes_nbytes: Mapping[Tier, int], tier: Tier) -> int | None:

@@ -22,6 +22,7 @@ from zinf_compile.runtime.process.waiting import end_pool
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.transfer.in_flight import Filler, InFlight, Named, Source
+from zinf_compile.runtime.transfer.link import Link
 
 NUM_CALLS = 4  # in flight at once
 _BLOCK_NBYTES = 16 * 2**20  # per call
@@ -82,10 +83,10 @@ def open_direct_reads(engine: Engine) -> DirectReads | None:
 class GpuDirectFiller:
     """Fills the arena of a device directly from the file, and from host memory over the link."""
 
-    def __init__(self, arena: Arena, over_link: Filler, reads: DirectReads, meter: Meter) -> None:
-        """``over_link`` copies what is not in the file."""
+    def __init__(self, arena: Arena, over_link: Filler, reads: DirectReads, meter: Meter, link: Link) -> None:
+        """``over_link`` copies what is not in the file, over ``link``."""
         self._arena, self._over_link, self._reads, self._meter = arena, over_link, reads, meter
-        self._pool = ThreadPoolExecutor(NUM_CALLS, thread_name_prefix="zinf-gpu-direct")
+        self._pool = ThreadPoolExecutor(NUM_CALLS, thread_name_prefix="zinf-gpu-direct", initializer=link.begin_thread)
 
     def fill_from_file(self, moving: InFlight, slot: Named, file_offset: int, arena_offset: int, nbytes: int) -> None:
         """Start reading directly into the arena."""

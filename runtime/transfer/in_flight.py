@@ -170,7 +170,7 @@ class LinkFiller:
         self._piece_nbytes = piece_nbytes
         self._meter = meter
         # One thread waits for staging. Threads that read must not wait: staging is returned only when their calls are done.
-        self._feeder = ThreadPoolExecutor(1, thread_name_prefix="zinf-transfer-feed")
+        self._feeder = ThreadPoolExecutor(1, thread_name_prefix="zinf-transfer-feed", initializer=link.begin_thread)
 
     def fill_from_file(self, moving: InFlight, slot: Named, file_offset: int, arena_offset: int, nbytes: int) -> None:
         """Start reading through staging."""

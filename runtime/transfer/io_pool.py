@@ -31,6 +31,11 @@ _NUM_THREADS = 4  # enough calls in flight for a disk's full bandwidth; more wou
 _BLOCK_NBYTES = 4 * 2**20  # one call: long enough for full bandwidth, short enough to spread a parameter over threads
 
 
+def _begin_thread(link: Link) -> None:
+    run_alone()
+    link.begin_thread()
+
+
 def _urgency(source: Tier, destination: Tier) -> int:
     """Return the rank of a movement among those that wait for a thread: the lowest goes first."""
     if destination is Tier.DEVICE:
@@ -48,7 +53,9 @@ class IOPool:
         self._meter = meter
         self.link = link
         self.uses = UseCount()  # of homes, for children that are forked
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zinf-transfer", initializer=run_alone)
+        self._pool = ThreadPoolExecutor(
+            _NUM_THREADS, thread_name_prefix="zinf-transfer", initializer=partial(_begin_thread, link)
+        )
         self._lock = threading.Lock()  # guards what follows
         self._waiting: list[tuple[int, int, Callable[[], None], Future[None]]] = []  # a heap: by urgency, then by age
         self._ages = itertools.count()

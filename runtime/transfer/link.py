@@ -22,10 +22,11 @@ from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from zinf_compile.ir.errors import StoreError
-from zinf_compile.runtime.device.device import Device, Event, Stream, Timing
+from zinf_compile.runtime.device.device import Device, Event, Stream, Timing, use_on_this_thread
 from zinf_compile.runtime.process.waiting import join_thread, next_of
 
 
@@ -108,9 +109,9 @@ class Landing(Future[None]):
 class CopyWatcher:
     """Knows which copies of one stream have landed. They do in the order in which they were enqueued."""
 
-    def __init__(self, name: str, arrivals: "CopyWatcher | None" = None) -> None:
+    def __init__(self, name: str, device: torch.device, arrivals: "CopyWatcher | None" = None) -> None:
         """``arrivals`` are copies to the device that nobody may wait for, while somebody waits for what left it later."""
-        self._arrivals = arrivals
+        self._device, self._arrivals = device, arrivals
         self._lock = threading.RLock()  # reentrant: garbage collection while it is held may ask for a copy
         self._unwatched: deque[Landing] = deque()  # in the order of the stream; keeps the memory of copies alive
         self._watched: SimpleQueue[Landing | None] = SimpleQueue()
@@ -160,6 +161,7 @@ class CopyWatcher:
                     self._watched.put(first)
 
     def _run(self) -> None:
+        use_on_this_thread(self._device)
         while (copy := next_of(self._watched)) is not None:
             failed: RuntimeError | None = None
             try:
@@ -203,8 +205,8 @@ class Link:
         self.is_crossed = not device.memory.unified  # whether bytes are copied between host and device
         self._in_lock, self._out_lock = threading.Lock(), threading.Lock()
         whose = "update-" if for_updates else ""
-        self._arrivals = CopyWatcher(f"zinf-{whose}to-device")
-        self._departures = CopyWatcher(f"zinf-{whose}to-host", self._arrivals)
+        self._arrivals = CopyWatcher(f"zinf-{whose}to-device", device.torch_device)
+        self._departures = CopyWatcher(f"zinf-{whose}to-host", device.torch_device, self._arrivals)
         self._last_left: Event | None = None  # the end of the last copy to host memory
         self._leaving: deque[_Leaving] = deque()
         self._leaving_nbytes = 0
@@ -234,6 +236,10 @@ class Link:
     def compute(self) -> Stream:
         """The stream of the model's ops."""
         return self._device.compute
+
+    def begin_thread(self) -> None:
+        """Use the device on the calling thread, which is going to enqueue copies."""
+        use_on_this_thread(self._device.torch_device)
 
     def join(self, event: Event) -> None:
         """Make the compute stream wait for a copy, or for a collective."""

@@ -94,7 +94,7 @@ class Transfers:
 
     def read_directly(self, reads: DirectReads) -> None:
         """Read the file directly into device memory from now on, without staging. Nothing may be in flight."""
-        self.filler = GpuDirectFiller(self._arena, self.filler, reads, self._meter)
+        self.filler = GpuDirectFiller(self._arena, self.filler, reads, self._meter, self.link)
 
     def issue_gather(self, records: Sequence[Gathered], dtypes: Sequence[torch.dtype], offsets: Sequence[int]) -> int:
         """Start gathering the copies with these dtypes into the arena at these offsets; return the ticket to wait with."""

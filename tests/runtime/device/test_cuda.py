@@ -1,6 +1,7 @@
 """The calls that a device makes to torch: streams, events, pinned memory, limits. A fake ``torch.cuda`` records them."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.runtime.device.cuda import CudaDevice
+from zinf_compile.runtime.transfer.link import Link
 
 GIB = 2**30
 
@@ -23,8 +25,11 @@ class StandIn:
         self.current = "stream 0"
         self.num_streams = 0
         self.fraction = 1.0
+        self.has_happened = False  # every event, as long as nobody waits for it
         self.current_device_is: object = None
+        self.chosen: list[tuple[str, object]] = []  # threads, and the device that each has chosen for itself
         self.registered_on: list[object] = []
+        self.entered_on: list[object] = []  # the current devices where streams were chosen
         self.settings: list[str] = []
         outer = self
 
@@ -35,6 +40,9 @@ class StandIn:
 
             def synchronize(self) -> None:
                 outer.calls.append("synchronize event")
+
+            def query(self) -> bool:
+                return outer.has_happened
 
             def elapsed_time(self, later: "Event") -> float:
                 assert self.is_timed
@@ -73,6 +81,7 @@ class StandIn:
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         self.calls.append(f"on {stream.name}")
+        self.entered_on.append(self.current_device_is)
         yield
 
     @contextlib.contextmanager
@@ -88,6 +97,7 @@ class StandIn:
         return {
             "is_available": lambda: self.count > 0,
             "device_count": lambda: self.count,
+            "set_device": lambda device: self.chosen.append((threading.current_thread().name, device)),
             "current_device": lambda: 0,
             "get_device_properties": lambda device: SimpleNamespace(total_memory=16 * GIB),
             "empty_cache": lambda: self.calls.append("empty cache"),
@@ -206,6 +216,28 @@ def test_memory_is_pinned_for_the_device_that_computes(cuda: StandIn) -> None:
     CudaDevice("cuda:1").pin(4096, 8192)
     assert cuda.registered_on == [torch.device("cuda:1")]
     assert cuda.current_device_is is None
+
+
+def test_a_thread_begins_on_the_device_that_computes(cuda: StandIn) -> None:
+    """It would have the first one: waiting for an event there would make a context on it."""
+    cuda.count = 2
+    link = Link(CudaDevice("cuda:1"))
+    source, destination = torch.arange(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    link.bring(source, destination, behind=link.mark()).done.result(60)
+    link.take(source, destination).done.result(60)
+    link.close()
+    assert cuda.chosen == [("zinf-to-device", torch.device("cuda:1")), ("zinf-to-host", torch.device("cuda:1"))]
+    with CudaDevice("cuda:1").selected():
+        assert cuda.current_device_is == torch.device("cuda:1")
+        assert cuda.entered_on[-1] == torch.device("cuda:1")
+    assert cuda.current_device_is is None
+
+
+def test_two_gpus_are_two_devices(cuda: StandIn) -> None:
+    """Their rates are measured apart, also by a cache that has those of the other one."""
+    cuda.count = 2
+    assert CudaDevice("cuda:0") == CudaDevice("cuda") != CudaDevice("cuda:1")
+    assert len({CudaDevice("cuda:0"), CudaDevice("cuda"), CudaDevice("cuda:1")}) == 2
 
 
 @pytest.mark.parametrize("chosen", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])

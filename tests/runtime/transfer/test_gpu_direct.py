@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from zinf_compile.runtime.calibration import calibrate
 from zinf_compile.runtime.execute.op_bodies import register
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.store.store import Store
+from zinf_compile.runtime.transfer import link
 from zinf_compile.runtime.transfer.gpu_direct import NUM_CALLS, GpuDirectFiller, open_direct_reads
 from zinf_compile.runtime.transfer.in_flight import InFlight, LinkFiller
 
@@ -89,6 +91,22 @@ def test_what_is_faster_is_used_with_the_same_bits_and_no_race(tmp_path: Path, s
 
 
 @pytest.mark.long
+def test_threads_that_read_have_chosen_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, read = set[str](), set[str]()
+    pread = CuFile.pread
+
+    def note(file: CuFile, *args: Any, **kwargs: Any) -> Any:
+        read.add(threading.current_thread().name)
+        return pread(file, *args, **kwargs)
+
+    monkeypatch.setattr(CuFile, "pread", note)
+    monkeypatch.setattr(link, "use_on_this_thread", lambda _: begun.add(threading.current_thread().name))
+    with on_fake_device(), measured_at(1e15):
+        train(**SMALL, nvme=tmp_path, device="cuda")
+    assert any("gpu-direct" in name for name in read)
+    assert read <= begun
+
+
 def test_what_is_slower_is_not_used(tmp_path: Path) -> None:
     with on_fake_device(), measured_at(1.0):
         train(**SMALL, nvme=tmp_path, device="cuda")

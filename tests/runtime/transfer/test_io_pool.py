@@ -43,7 +43,7 @@ def disk() -> Disk:
 def pool(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> Iterator[IOPool]:
     """A pool with one thread, whose order can be seen."""
     monkeypatch.setattr(io_pool, "_NUM_THREADS", 1)
-    link: Any = SimpleNamespace(close=lambda: None)
+    link: Any = SimpleNamespace(close=lambda: None, begin_thread=lambda: None)
     engine: Any = disk
     pool = IOPool(engine=engine, staging=StagingPool(2**20), meter=Meter(), link=link)
     yield pool
