@@ -68,8 +68,10 @@ def compile_graph(
         def split(inputs: FormInputs) -> CapturedGraph:
             candidate = copy_graph_module(joint)
             edit_form(candidate, inputs)
-            # Most are only analysed, and need no code. Common subexpressions have been merged.
-            with _use_lazy_graph_module(should_use=True), functorch_config.patch(cse=False):
+            # Most are only analysed, and need no code. Common subexpressions have been merged. What draws again in backward
+            # finds the random state among the saved tensors; on CUDA, torch would make generators inputs of both graphs.
+            settings = functorch_config.patch(cse=False, graphsafe_rng_functionalization=False)
+            with _use_lazy_graph_module(should_use=True), settings:
                 forward, backward = min_cut_rematerialization_partition(
                     candidate, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
                 )
