@@ -1,7 +1,8 @@
 """Bodies of ``zinf::`` ops: sums over the logits of a linear layer, and their gradients, without holding all logits.
 
 Rows are processed ``tile_rows`` at a time. The logits of such a tile are computed, summed, and overwritten by their own
-gradient, one strip of classes at a time, which stays in cache in between. If the sums are known before the gradients, a
+gradient, one strip of classes at a time, which stays in cache in between; on a GPU strips are wide, so that there are few
+kernels. Nothing here makes the host wait for a GPU. If the sums are known before the gradients, a
 tile is a range of classes for all rows; the gradient of the weight then needs no accumulation.
 """
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from zinf_compile.ir.ops import sums_dtype
 
 _STRIP_NBYTES = 2**21  # of logits in the dtype of sums: the private cache of a core of a current server CPU
+_GPU_STRIP_NBYTES = 2**25  # it passes through the memory of a GPU in 10 us, twice as long as a launch takes
 _PRODUCT_WIDTH = 2048  # classes per product for the gradient of a weight: a few MiB, which malloc reuses
 _SCALED_AT_ONCE = 2**20  # elements: a few MiB
 
@@ -33,6 +35,11 @@ class _Classes:
     def sums_dtype(self) -> torch.dtype:
         """The dtype of sums over classes and rows."""
         return sums_dtype(self.weight.dtype)
+
+    @property
+    def are_cached(self) -> bool:
+        """Whether a strip of logits is to stay in a cache."""
+        return self.weight.device.type == "cpu"
 
     def part(self, strip: slice) -> "_Classes":
         """Return the layer for some of these classes."""
@@ -56,8 +63,9 @@ class _Classes:
         return _ranges(self.weight.shape[0], width)
 
     def cached_strips(self, num_rows: int) -> Iterator[slice]:
-        """Yield ranges of classes whose logits for ``num_rows`` rows fit into the cache."""
-        return self.strips(max(64, _STRIP_NBYTES // (self.sums_dtype.itemsize * max(1, num_rows))))
+        """Yield ranges of classes whose logits for ``num_rows`` rows fit into the cache, or are enough for a GPU."""
+        nbytes = _STRIP_NBYTES if self.are_cached else _GPU_STRIP_NBYTES
+        return self.strips(max(64, nbytes // (self.sums_dtype.itemsize * max(1, num_rows))))
 
     def targets_here(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return, per row, whether its target is one of these classes, and its index among them, or 0.
@@ -181,8 +189,9 @@ def _overwrite_by_gradient(logits: Tensor, sums: _RowSums, given: _RowSums, rows
     if given.weighted is not None:
         weights = 1.0 if classes.class_weight is None else classes.class_weight[local].to(classes.sums_dtype)
         at_target += given.weighted * weights
-    index = here.nonzero()[:, 0]
-    logits[index, local[index]] = at_target[index].to(logits.dtype)
+    # A row whose target is elsewhere is given what it has. To pick rows, the host would wait for their number.
+    index = local[:, None]
+    logits.scatter_(1, index, torch.where(here[:, None], at_target[:, None].to(logits.dtype), logits.gather(1, index)))
 
 
 def logit_sums(
@@ -236,7 +245,7 @@ def logit_sums_backward(
     for strip in classes.strips(width):
         part = classes.part(strip)
         gradient = memory[: num_rows * part.weight.shape[0]].view(num_rows, -1)
-        for rows in _ranges(num_rows, tile_rows):
+        for rows in _ranges(num_rows, tile_rows if classes.are_cached else num_rows):
             part.write_logits(gradient[rows], hidden[rows])
             _overwrite_by_gradient(gradient[rows], sums.of(rows), given.of(rows), rows, part)
         if of_hidden is not None:

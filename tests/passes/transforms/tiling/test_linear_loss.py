@@ -189,6 +189,41 @@ def test_logits_never_exist_whole(one_pass: bool) -> None:
     assert seen.numel <= 64 * CLASSES // 4
 
 
+class _Calls(TorchDispatchMode):
+    """Records the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_on_a_gpu_there_are_few_kernels_and_the_host_waits_for_none(one_pass: bool, weighted: bool) -> None:
+    """On the meta device, where an op whose result has a size that depends on values cannot run at all."""
+    num_rows, num_tiles = 4096, 8
+    hidden, weight, bias = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((num_rows, 64), (32_000, 64), (32_000,))
+    )
+    target, rows = (torch.empty(num_rows, dtype=dtype, device="meta") for dtype in (torch.int64, torch.float32))
+    layer = (hidden, weight, bias, target, bias.float() if weighted else None)
+    on_weighted, tile, wanted = rows if weighted else None, num_rows // num_tiles, [True, True, True]
+    with _Calls() as seen:
+        if one_pass:
+            weigh_logit_sums(*layer, rows, rows, on_weighted, tile, wanted)
+        else:
+            logit_sums(*layer, 0, True, tile)
+            logit_sums_backward(rows, rows, on_weighted, rows, rows, *layer, 0, True, tile, wanted)
+    assert not {torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default} & {*seen.ops}
+    views = ("view", "slice", "select", "t", "unsqueeze", "expand", "alias", "detach", "permute")
+    kernels = [op for op in seen.ops if op.overloadpacket.__name__ not in views]
+    assert len(kernels) <= 200 * num_tiles  # with strips as for a cache there are 5000 and more
+
+
 def test_what_is_frozen_gets_no_gradient() -> None:
     hidden, weight, _, target = _inputs(6, bias=False)
     loss = linear_cross_entropy(hidden, weight.detach(), target)
