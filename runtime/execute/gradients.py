@@ -141,6 +141,7 @@ def take_gradient_home(parameter: Tensor) -> None:
             _refuse_sparse(record, grad)
         if slot.is_home_of(grad):
             if not record.gradient.is_untouched:  # autograd has added to it in place
+                record.gradient.forget_norms()
                 _note_arrival(record)
             return
         store.check_usable(record)
@@ -166,7 +167,10 @@ def _refuse_sparse(record: StoredParameter, grad: Tensor) -> None:
 def _put_gradient(record: StoredParameter, grad: Tensor, source: Tier) -> None:
     """Start writing a new gradient to its home, and set ``parameter.grad`` to it."""
     slot = begin_gradient(record)
-    if not slot.in_memory and grad.is_contiguous() and grad.dtype == slot.tensor.dtype:
+    leaves_device = (
+        source is Tier.DEVICE and record.store.memory.is_behind_link(Tier.DEVICE) and record.store.ranks.is_alone
+    )
+    if (leaves_device or not slot.in_memory) and grad.is_contiguous() and grad.dtype == slot.tensor.dtype:
         note_norms(record, grad)
     record.store.tensor_io.write_value(slot, grad, source)
     record.parameter.grad = show_gradient(record)

@@ -10,6 +10,9 @@ chunk by chunk::
     step              chunk = read; mul_(0.7) on the chunk; update
 
 Any other access applies the deferred operations first, so that results are the same.
+
+A gradient in host memory beside a device is scaled at once. Its norms are taken on the device, too, before it leaves: from
+host memory it would take as long as to copy all gradients there. They hold until somebody changes it.
 """
 
 import logging
@@ -218,9 +221,9 @@ def _take_rows_home(record: StoredParameter, adds: bool, shard: Tensor) -> None:
 
 @without_interrupts
 def _find_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the norm of a gradient on nvme; None if something else is asked for."""
+    """Return the norm of a gradient on nvme, or one that was taken on the device; None if something else is asked for."""
     order = args[1] if len(args) == 2 else 2.0
-    record = _streamed_record(args[0])
+    record = _streamed_record(args[0]) or _departed_record(args[0])
     if record is None or len(args) > 2 or kwargs or not isinstance(order, int | float) or record.gradient.deferred:
         return None
     assert record.gradient.slot is not None
@@ -230,6 +233,8 @@ def _find_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | Non
     order = float(order)
     record.store.wanted_norms.add(order)
     if order not in record.gradient.norms:
+        if slot.in_memory:
+            return None
         value = record.store.memory.new_value(slot.tensor.shape, slot.tensor.dtype)
         record.store.check_usable(record)
         with record.store.failing_on_error():
@@ -293,6 +298,15 @@ def _streamed_record(tensor: object) -> StoredParameter | None:
     if record is None or record.gradient.slot is None or record.gradient.slot.in_memory:
         return None
     return record if record.gradient.slot.shown is tensor else None
+
+
+def _departed_record(tensor: object) -> StoredParameter | None:
+    """Return whose gradient in host memory a tensor is, if it has come there from a device and is as it left."""
+    record = tensor.record() if isinstance(tensor, HomeGradient) else None
+    if record is None or not record.store.memory.is_behind_link(Tier.DEVICE) or not record.store.ranks.is_alone:
+        return None
+    slot = record.gradient.slot
+    return record if slot is not None and slot.shown is tensor and record.gradient.is_untouched else None
 
 
 def _homes_in(args: Iterable[Any]) -> Iterator[HomeGradient]:

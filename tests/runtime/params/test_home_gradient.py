@@ -1,6 +1,6 @@
 """Home gradients: clipping is deferred without disk traffic, and never shows; a gradient that is held is not overwritten."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zinf_compile
+from tests.support.fake_device import on_fake_device
 from tests.support.fixed_rates import with_fixed_rates
 from zinf_compile.driver import session
 from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.store.store import Store
@@ -137,6 +139,64 @@ def test_what_is_put_off_shows(look: str, pair: tuple[nn.Module, nn.Module]) -> 
     assert weight_record(pair[1]).gradient.deferred == []
     assert torch.equal(*seen) if isinstance(seen[0], Tensor) else seen[0] == seen[1]
     assert_same(*pair)
+
+
+@pytest.fixture
+def beside_a_device() -> Iterator[nn.Module]:
+    """Return a model whose gradients go from a device to host memory, after a step that has asked for their norms."""
+    torch._dynamo.reset()
+    with on_fake_device():
+        options = {"device_memory": "64MiB", "host_memory": "64MiB", "compute": "aten", "tiles": False}
+        model = zinf_compile.optimize(make_model(), device="cuda", **options)
+        assert weight_record(model).gradient.slot.tier is Tier.HOST
+        backward(model)
+        clip_grad_norm_(model.parameters(), 1e9)
+        model.zero_grad()
+        yield model
+        zinf_compile.close(model)
+
+
+def test_beside_a_device_norms_are_taken_before_gradients_leave(
+    beside_a_device: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_model()
+    for model in (plain, beside_a_device):
+        backward(model)
+    monkeypatch.setattr(HomeTensor, "_run", staticmethod(lambda *args: pytest.fail("it is read from host memory")))
+    norms = [torch.linalg.vector_norm(parameter.grad) for parameter in beside_a_device.parameters()]
+    monkeypatch.undo()
+    expected = [torch.linalg.vector_norm(parameter.grad) for parameter in plain.parameters()]
+    assert all(map(torch.equal, norms, expected))
+
+
+CHANGES: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "nothing": lambda model, grad: None,
+    "a factor": lambda model, grad: grad.mul_(0.5),
+    "a list": lambda model, grad: torch._foreach_mul_([grad], 0.5),
+    "a row": lambda model, grad: grad[0].fill_(7.0),
+    "an array": lambda model, grad: grad.numpy().fill(7.0),
+    "data": lambda model, grad: grad.data.fill_(7.0),
+    "another gradient": lambda model, grad: backward(model, 2.0),
+    "one of autograd": lambda model, grad: sum(each.pow(2).sum() for each in model.parameters()).backward(),
+    "unscaling": lambda model, grad: torch._amp_foreach_non_finite_check_and_unscale_(
+        [grad], torch.zeros(()), torch.tensor(0.5)
+    ),
+    "zeros": lambda model, grad: model.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_beside_a_device_a_norm_holds_until_the_gradient_changes(change: str, beside_a_device: nn.Module) -> None:
+    found = []
+    for model in (make_model(), beside_a_device):
+        backward(model)
+        grad = dict(model.named_parameters())["0.weight"].grad
+        assert grad is not None
+        torch.linalg.vector_norm(grad)
+        CHANGES[change](model, grad)
+        found.append([torch.linalg.vector_norm(grad), torch.linalg.vector_norm(grad, 1.0), grad.clone()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_it_is_put_off_until_the_step(pair: tuple[nn.Module, nn.Module]) -> None:
