@@ -69,10 +69,18 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
     device = store.device
     unified, is_cpu = device.memory.unified, device.torch_device.type == "cpu"
     bench = OpRates(device, CPU_SIZES if is_cpu else GPU_SIZES, repeats)
-    warm_up(bench)
     unusable = {_UNUSABLE} if is_cpu else set()
     chosen = sorted(set(dtypes) - unusable, key=str) or [torch.float32]
-    memory = measure_memory(bench)
+    warm_up(bench)
+    # What the device computes comes first: its clock falls again while only disk and host are measured.
+    flops = tuple(Rate(name=dtype_name(dtype), per_second=measure_products(bench, dtype)) for dtype in chosen)
+    attention = tuple(Rate(name=dtype_name(dtype), per_second=measure_attention(bench, dtype)) for dtype in chosen)
+    op_rates = tuple(
+        OpRate(kind=kind, dtype=dtype_name(dtype), bytes_per_second=measure_op(bench, kind, dtype))
+        for kind in OpKind
+        for dtype in chosen
+    )
+    overhead, memory = measure_overhead(bench, store), measure_memory(bench)
     pairs = ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
     if unified:
         # The cores that compute read and write what moves.
@@ -88,16 +96,10 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
     hardware = Hardware(
         unified=unified,
         name=os.uname().nodename,
-        flops=tuple(Rate(name=dtype_name(dtype), per_second=measure_products(bench, dtype)) for dtype in chosen),
-        attention_flops=tuple(
-            Rate(name=dtype_name(dtype), per_second=measure_attention(bench, dtype)) for dtype in chosen
-        ),
-        op_rates=tuple(
-            OpRate(kind=kind, dtype=dtype_name(dtype), bytes_per_second=measure_op(bench, kind, dtype))
-            for kind in OpKind
-            for dtype in chosen
-        ),
-        op_overhead_seconds=measure_overhead(bench, store),
+        flops=flops,
+        attention_flops=attention,
+        op_rates=op_rates,
+        op_overhead_seconds=overhead,
         memory_bytes_per_second=memory,
         routes=tuple(sorted(routes, key=lambda route: route.name)),
         optimizer_elements_per_second=optimizer,

@@ -2,17 +2,22 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.fake_device import FakeDevice, on_fake_device
 from zinf_compile.hardware.check import find_problems
 from zinf_compile.ir.config import make_config
 from zinf_compile.ir.errors import StoreError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import OpKind
-from zinf_compile.runtime.calibration import calibrate
+from zinf_compile.runtime.calibration import calibrate, op_rates
 from zinf_compile.runtime.calibration.calibrate import _measure_taken, measure_hardware
 from zinf_compile.runtime.calibration.op_rates import CPU_SIZES, OpRates
 from zinf_compile.runtime.device.cpu import CPU
@@ -107,6 +112,107 @@ def test_moves_that_end_before_compute_begins_take_nothing_and_errors_of_moves_a
 
     with pytest.raises(StoreError, match="the disk is gone"):
         _measure_taken(refuse, repeats=1)
+
+
+def test_what_a_device_computes_is_measured_while_its_clock_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not behind the disk and the host's optimizer, which take seconds: an idle GPU has a sixth of its clock."""
+    register()
+    order: list[str] = []
+    measured: dict[str, Any] = {}
+    for name in [name for name in vars(calibrate) if name.startswith(("measure_", "_measure_")) or name == "warm_up"]:
+        if name != "measure_hardware":
+
+            def note(*args: Any, name: str = name, **kwargs: Any) -> Any:
+                order.append(name)
+                return measured[name](*args, **kwargs)
+
+            measured[name] = getattr(calibrate, name)
+            monkeypatch.setattr(calibrate, name, note)
+    options = {"device": "cuda", "device_memory": 0, "host_memory": "128MiB", "nvme": str(tmp_path)}
+    with on_fake_device():
+        store = Store(make_config(options))
+        measure_hardware(store, {torch.float32}, repeats=1)
+        store.close()
+    computed = {"measure_products", "measure_attention", "measure_op", "measure_overhead", "measure_memory"}
+    first, *others = order
+    assert first == "warm_up"
+    num_computed = sum(name in computed for name in others)
+    assert set(others[:num_computed]) == computed
+    assert {"_measure_disk", "_measure_link", "_measure_optimizer"} <= set(others[num_computed:])
+
+
+class _Gpu(FakeDevice):
+    """A fake device that says that it is a GPU, whose synchronisations are counted."""
+
+    num_synchronized = 0
+
+    def synchronize(self) -> None:
+        self.num_synchronized += 1
+
+
+def test_a_gpu_is_kept_busy_until_its_clock_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, device = _Clock(1e-3), _Gpu()
+    device.torch_device = torch.device("meta")
+    monkeypatch.setattr(op_rates, "time", clock)
+    op_rates.warm_up(OpRates(device, CPU_SIZES, repeats=1))
+    assert clock.perf_counter() >= 0.2
+    assert device.num_synchronized >= 100  # a synchronisation in each millisecond: nothing is enqueued far ahead
+    op_rates.warm_up(OpRates(CPU, CPU_SIZES, repeats=1))
+    assert clock.perf_counter() < 0.3
+    device.close()
+
+
+def test_calls_on_a_device_follow_one_another_until_a_wait_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call takes 8 us there, and a wait for its end 20 us: timed one by one, they would be measured at 28 us."""
+    now, pending = [0.0], [0.0]
+
+    class Device(FakeDevice):
+        def synchronize(self) -> None:
+            now[0] += pending[0] + 20e-6
+            pending[0] = 0.0
+
+    def call() -> None:
+        pending[0] += 8e-6
+
+    monkeypatch.setattr(op_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    device = Device()
+    assert OpRates(device, CPU_SIZES, repeats=3).usual_seconds(call) == pytest.approx(8e-6, rel=0.02)
+    device.close()
+
+
+def test_the_optimizer_beside_a_gpu_is_measured_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 1 GiB, with two cores left to the threads that launch, and beside copies in both directions."""
+    register()
+    asked: list[tuple[int, int]] = []
+    busy: list[bool] = []
+    beside = calibrate._copying
+
+    @contextmanager
+    def copying(*args: Any) -> Iterator[None]:
+        with beside(*args):
+            busy.append(True)
+            yield
+            busy.pop()
+
+    def note(num_elements: int, num_threads: int, repeats: int) -> float:
+        asked.append((num_elements, num_threads))
+        assert busy
+        return 1e9
+
+    monkeypatch.setattr(calibrate, "_copying", copying)
+    monkeypatch.setattr(calibrate, "_measure_optimizer", note)
+    monkeypatch.setattr(calibrate, "measure_overhead", lambda bench, store: 1e-5)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    with on_fake_device() as device:
+        store = Store(make_config({"device": "cuda", "device_memory": 0, "host_memory": "32MiB"}))
+        device.torch_device = torch.device("meta")  # not the CPU, and nothing is computed
+        measure_hardware(store, {torch.float32}, repeats=1)
+        store.close()
+    ((num_elements, num_threads),) = asked
+    assert num_threads == 14
+    assert num_elements * 4 * 4 == 2**30  # parameter, gradient and two moments
 
 
 @pytest.mark.parametrize(("seconds", "num_calls"), [(0.0, 1 + 5), (0.5, 1)])
