@@ -1,6 +1,7 @@
 """Estimates seconds (roofline): an op takes the longer of its arithmetic and its memory traffic; a module sums its ops.
 
 In a compiled segment ops fuse, so that only its inputs and results cost traffic, and its matrix products arithmetic.
+A CPU calls an op and then runs it. A device with memory of its own runs it while the host launches the next ones.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,10 +23,14 @@ class _Rates:
     flops_per_second: float
     bytes_per_second: float
     overhead_seconds: float
+    overlaps: bool  # the device computes while the host launches
 
 
 def op_seconds(op: OpFact, hardware: Hardware) -> float:
-    """Return the estimated seconds of one op: call overhead, plus the longer of its arithmetic and its memory traffic."""
+    """Return the estimated seconds of one op: call overhead, plus the longer of its arithmetic and its memory traffic.
+
+    Where launches overlap with compute it is the longest of the three.
+    """
     if op.inner:
         return sum(ops_seconds(_fused(op), hardware))
     return _seconds_at(op, _rates(op, hardware))
@@ -46,11 +51,11 @@ def ops_seconds(ops: Iterable[OpFact], hardware: Hardware) -> Iterator[float]:
 
 def _seconds_at(op: OpFact, rates: _Rates) -> float:
     longer = max(op.num_flops / rates.flops_per_second, op.nbytes_accessed / rates.bytes_per_second)
-    return rates.overhead_seconds + longer
+    return max(rates.overhead_seconds, longer) if rates.overlaps else rates.overhead_seconds + longer
 
 
 def seconds_expression(op: OpFact[Size], hardware: Hardware) -> Expression:
-    """Return ``op_seconds`` in the symbols of its sizes: overhead + Max(FLOPs / rate, bytes / bandwidth)."""
+    """Return ``op_seconds`` in the symbols of its sizes: overhead + Max(FLOPs / rate, bytes / bandwidth), or Max of all."""
     import sympy
 
     if op.inner:
@@ -59,6 +64,9 @@ def seconds_expression(op: OpFact[Size], hardware: Hardware) -> Expression:
     rates = _rates(op, hardware)
     arithmetic = sympy.sympify(op.num_flops) / rates.flops_per_second
     traffic = sympy.sympify(op.nbytes_accessed) / rates.bytes_per_second
+    if rates.overlaps:
+        longest: Expression = sympy.Max(rates.overhead_seconds, arithmetic, traffic)
+        return longest
     seconds: Expression = rates.overhead_seconds + sympy.Max(arithmetic, traffic)
     return seconds
 
@@ -88,4 +96,5 @@ def _rates(op: OpFact[Size], hardware: Hardware) -> _Rates:
         flops_per_second=flops_per_second(op.dtype),
         bytes_per_second=hardware.op_bytes_per_second(kind_of(op.op), op.dtype),
         overhead_seconds=hardware.op_overhead_seconds * num_calls(op.op),
+        overlaps=not hardware.memory.unified,
     )

@@ -18,7 +18,7 @@ from zinf_compile.ir.facts import ValueFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Tier
 from zinf_compile.ir.hardware import Hardware, OpKind, OpRate, Rate, make_route
 from zinf_compile.ir.plan import Plan, TierPart
-from zinf_compile.passes.planner.cost.costs import op_seconds
+from zinf_compile.passes.planner.cost.costs import op_seconds, seconds_expression
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import plan_placement
 from zinf_compile.passes.planner.schedule.spans import plan_spans
@@ -286,6 +286,20 @@ def test_an_op_goes_at_the_rate_of_its_kind_and_dtype(graph: Function) -> None:
     assert op_seconds(replace(op, op="tokens", nbytes_accessed=0), hardware) == 0.0  # a placeholder does not compute
     attention = replace(op, op="aten._scaled_dot_product_flash_attention_for_cpu.default", num_flops=10**9)
     assert op_seconds(attention, hardware) == 10.5
+
+
+def test_launches_overlap_with_compute_on_a_device_of_its_own(graph: Function) -> None:
+    op = replace(graph({}, num_forward_ticks=1, num_ticks=1).ops[0], op="aten.mm.default", nbytes_accessed=0)
+    segment = replace(op, op="zinf.run_segment.default", num_flops=0, inner=(replace(op, num_flops=10**9),))
+    on_cpu = replace(_hardware(), op_overhead_seconds=0.25)
+    on_gpu = replace(on_cpu, unified=False)
+    for num_flops, launched_first, beside in ((10**9, 1.25, 1.0), (10**8, 0.35, 0.25)):
+        each = replace(op, num_flops=num_flops)
+        for hardware, seconds in ((on_cpu, launched_first), (on_gpu, beside)):
+            assert op_seconds(each, hardware) == pytest.approx(seconds)
+            assert float(seconds_expression(each, hardware)) == pytest.approx(seconds)
+    assert op_seconds(segment, on_cpu) == pytest.approx(1.5)
+    assert op_seconds(segment, on_gpu) == pytest.approx(1.25)  # the segment's launch, and the product
 
 
 def test_spans_cover_every_tick_and_split_at_backward(graph: Function) -> None:
