@@ -14,6 +14,7 @@ from zinf_compile.runtime.device.cuda import CudaDevice
 from zinf_compile.runtime.transfer.link import Link
 
 GIB = 2**30
+UUID = "4a9f0d1c-1c4e-5a0b-9d7e-2f6c8b3a1e55"
 
 
 class StandIn:
@@ -22,6 +23,7 @@ class StandIn:
     def __init__(self, *, count: int = 1, free: int = 8 * GIB, refusal: int = 0) -> None:
         self.calls: list[str] = []
         self.count, self.free, self.refusal = count, free, refusal
+        self.total = 16 * GIB
         self.current = "stream 0"
         self.num_streams = 0
         self.fraction = 1.0
@@ -99,9 +101,9 @@ class StandIn:
             "device_count": lambda: self.count,
             "set_device": lambda device: self.chosen.append((threading.current_thread().name, device)),
             "current_device": lambda: 0,
-            "get_device_properties": lambda device: SimpleNamespace(total_memory=16 * GIB),
+            "get_device_properties": lambda device: SimpleNamespace(total_memory=self.total, uuid=UUID),
             "empty_cache": lambda: self.calls.append("empty cache"),
-            "mem_get_info": lambda device: (self.free, 16 * GIB),
+            "mem_get_info": lambda device: (self.free, self.total),
             "memory_reserved": lambda device: 2 * GIB,
             "memory_allocated": lambda device: GIB,
             "max_memory_allocated": lambda device: 3 * GIB,
@@ -274,6 +276,15 @@ def test_memory_is_asked_of_torch_and_limited(cuda: StandIn) -> None:
     assert cuda.calls[-1] == "empty cache"
     device.forget_peak()
     assert cuda.calls[-1] == "reset peak"
+
+
+def test_a_slice_of_a_gpu_is_limited_by_its_own_memory(cuda: StandIn) -> None:
+    """The allocator takes the fraction of what the properties say, which of a slice (MIG) is the memory of the slice."""
+    cuda.total = 10 * GIB
+    device = CudaDevice("cuda")
+    device.limit(5 * GIB)
+    assert cuda.fraction == 0.5
+    assert device.identity == UUID
 
 
 def test_memory_that_others_have_taken(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

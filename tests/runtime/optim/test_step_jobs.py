@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -171,6 +171,26 @@ def test_what_a_gradient_scaler_says_is_kept_as_it_was(cls: type[torch.optim.Opt
     found.add_(1)
     assert (frozen.grad_scale.item(), frozen.found_inf.item()) == (4.0, 0.0)
     assert frozen.grad_scale.device.type == frozen.found_inf.device.type == "cpu"
+
+
+class _Watched(Tensor):
+    """A tensor that notes what is called on it."""
+
+    calls: ClassVar[list[tuple[Any, Any, Any]]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append((func, args[1:], kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_what_a_gradient_scaler_says_is_waited_for() -> None:
+    """A fused step copies it to its device without waiting, and a kernel of the CPU would read what is not there yet."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4))], fused=True)
+    optimizer.grad_scale = torch.tensor(4.0).as_subclass(_Watched)  # type: ignore[attr-defined]
+    _Watched.calls.clear()
+    freeze(optimizer)
+    assert (Tensor.to, ("cpu",), {"copy": True}) in _Watched.calls
 
 
 @pytest.mark.parametrize("update_on", ["host", "device"])

@@ -169,6 +169,19 @@ def test_beside_a_device_norms_are_taken_before_gradients_leave(
     assert all(map(torch.equal, norms, expected))
 
 
+def test_beside_a_device_unscaling_waits_for_the_scale(
+    beside_a_device: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes from the device by an asynchronous copy."""
+    backward(beside_a_device)
+    gradients = [parameter.grad for parameter in beside_a_device.parameters()]
+    waited: list[bool] = []
+    await_compute = Store.await_compute
+    monkeypatch.setattr(Store, "await_compute", lambda store: (waited.append(True), await_compute(store)))
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(()), torch.tensor(0.5))
+    assert waited
+
+
 CHANGES: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "nothing": lambda model, grad: None,
     "a factor": lambda model, grad: grad.mul_(0.5),
