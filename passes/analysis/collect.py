@@ -15,11 +15,11 @@ from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, dtype_name
 from zinf_compile.ir.ops import GATHER, RUN_SEGMENT, STORE_GRAD
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.sizes import Size
-from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops, count_workspace, unwrap_call
+from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops, unwrap_call
 from zinf_compile.passes.analysis.idle import find_idle
 from zinf_compile.passes.analysis.modules import blocks_of_nodes
 from zinf_compile.passes.analysis.out_forms import has_out_form
-from zinf_compile.passes.analysis.peaks import REORDERING, peak_inside
+from zinf_compile.passes.analysis.peaks import peak_inside, scratch_of
 from zinf_compile.passes.analysis.repeatable import is_repeatable
 from zinf_compile.passes.analysis.shapes import GraphShapes, find_sources, symbols_in
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
@@ -205,12 +205,12 @@ def _workspaces(nodes: list[fx.Node], shapes: GraphShapes) -> list[ValueFact[Siz
     """Return the memory that nodes allocate and free again while they run.
 
     For a segment: everything between its inputs and results. For a convolution: a copy of every tensor in another
-    layout.
+    layout. For the backward of attention on a GPU: a gradient of the queries in float32.
     """
     counted: dict[fx.Node, Size] = {
         node: shapes.size(peak_inside(node.meta[SEGMENT].graph)) for node in nodes if node.target is RUN_SEGMENT
     }
-    counted |= {node: shapes.size(count_workspace(node)) for node in nodes if node.target in REORDERING}
+    counted |= {node: shapes.size(scratch) for node in nodes if (scratch := scratch_of(node)) != 0}
     return [
         ValueFact(
             name=workspace_name(node),

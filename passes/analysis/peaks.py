@@ -12,11 +12,12 @@ import sympy
 import torch
 from torch import fx
 
+from zinf_compile.ir.ops import ATTENTION_BACKWARDS
 from zinf_compile.ir.sizes import Size
-from zinf_compile.passes.analysis.costs import count_workspace
+from zinf_compile.passes.analysis.costs import count_attention_scratch, count_workspace
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots
 
-REORDERING = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+_REORDERING = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 def peak_inside(graph: fx.Graph) -> Size:
@@ -42,7 +43,7 @@ def peak_inside(graph: fx.Graph) -> Size:
             born.add(root)
             live.update(_terms(root.nbytes))
         found = live.copy()
-        found.update(_terms(count_workspace(node)) if node.target in REORDERING else {})
+        found.update(_terms(scratch_of(node)))
         peaks = _keep_largest(peaks, found)
         for dead in dying.get(node, ()):
             if dead in born and dead not in results:
@@ -51,6 +52,13 @@ def peak_inside(graph: fx.Graph) -> Size:
         for root in results:
             peak.subtract(_terms(root.nbytes))
     return _largest(peaks)
+
+
+def scratch_of(node: fx.Node) -> Size:
+    """Return the bytes that the kernel of a node allocates and frees again; 0 where that is not known to be much."""
+    if node.target in _REORDERING:
+        return count_workspace(node)
+    return count_attention_scratch(node) if node.target in ATTENTION_BACKWARDS else 0
 
 
 def _terms(nbytes: Size) -> dict[Any, int]:

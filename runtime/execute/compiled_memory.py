@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, fx
 from torch._prims_common import compute_required_storage_length
 
+from zinf_compile.ir.ops import ATTENTION_BACKWARDS, QUERY_OF_BACKWARD
+
 _ALLOCATIONS = ("empty_strided_cuda", "empty_strided_cpu")
 _NO_ALLOCATION = ("get_raw_stream",)
 
@@ -77,12 +79,13 @@ class _Allocations:
     """Follows the statements of one generated function."""
 
     def __init__(self, segment: fx.Graph) -> None:
-        self._results: dict[str, list[int]] = {}  # bytes that ops return, by the name of the op, in graph order
+        # Bytes that ops return, and that their kernels allocate beside that, by the name of the op, in graph order.
+        self._results: dict[str, list[tuple[int, int]]] = {}
         for node in segment.nodes:
             if isinstance(node.target, torch._ops.OpOverload) and "val" in node.meta:
                 values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
                 sizes = [_storage_nbytes(value) for value in values if isinstance(value, Tensor)]
-                self._results.setdefault(f"torch.ops.{node.target}", []).append(sum(sizes))
+                self._results.setdefault(f"torch.ops.{node.target}", []).append((sum(sizes), _scratch_nbytes(node)))
         self._names: dict[str, _Block | None] = {}  # None: an input, which is the caller's
         self._live = self._peak = 0
 
@@ -131,7 +134,10 @@ class _Allocations:
             case ast.Call(func=ast.Attribute() as function):
                 name = ast.unparse(function)
                 if self._results.get(name):
-                    return self._allocate(self._results[name].pop(0))
+                    nbytes, scratch = self._results[name].pop(0)
+                    block = self._allocate(nbytes)
+                    self._peak = max(self._peak, self._live + scratch)
+                    return block
                 return self._reduce(function)
         raise _UnknownError
 
@@ -179,6 +185,17 @@ def _empty_nbytes(shape: ast.expr, strides: ast.expr, dtype: ast.expr) -> int:
     if not isinstance(kind, torch.dtype):
         raise _UnknownError
     return compute_required_storage_length(sizes, steps, 0) * kind.itemsize
+
+
+def _scratch_nbytes(node: fx.Node) -> int:
+    """Return the bytes that the backward of attention on a GPU adds up the gradient of the queries in; 0 for other ops."""
+    if node.target not in ATTENTION_BACKWARDS:
+        return 0
+    query = node.args[QUERY_OF_BACKWARD]
+    assert isinstance(query, fx.Node)
+    value = query.meta["val"]
+    scratch: int = _storage_nbytes(value) * max(1, torch.float32.itemsize // value.dtype.itemsize)
+    return scratch
 
 
 def _storage_nbytes(value: Tensor) -> int:

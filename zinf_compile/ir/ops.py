@@ -318,3 +318,11 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "zinf::weigh_logit_sums", _weigh_logit_sums_backward, setup_context=_weigh_logit_sums_setup_context, lib=_LIBRARY
 )
+
+# Attention on a GPU: backward adds up the gradient of the queries in float32, in memory that the kernel allocates.
+ATTENTION_BACKWARDS = (
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+)
+QUERY_OF_BACKWARD = 1  # the position of the queries among its arguments

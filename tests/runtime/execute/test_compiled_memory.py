@@ -14,6 +14,7 @@ import zinf_compile
 from tests.support.parity import on_streams
 from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.sizes import Size
+from zinf_compile.passes.analysis.peaks import scratch_of
 from zinf_compile.runtime.execute.compiled_memory import collecting_code, count_compiled_workspace
 
 MIB = 2**20
@@ -78,6 +79,31 @@ def test_ops_called_by_name_return_what_they_return_in_the_graph():
     # float32 values and int64 indices are counted as one, which is the result.
     assert workspace(body, graph) == 0
     assert workspace(body.replace("(buf3, buf2, )", "(buf3, )"), graph) == 3 * MIB
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient", "flash"])
+def test_the_backward_of_attention_has_a_gradient_of_queries_in_float32(kernel: str):
+    """Its three results take 1 MiB each in bfloat16, and 2 MiB beside them are gone when it has run."""
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+    graph = fx.Graph()
+    query = torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16, device="meta")
+    inputs = [graph.placeholder(name) for name in ("grad", "query", "key", "value")]
+    for node in inputs:
+        node.meta["val"] = query
+    graph.call_function(op, tuple(inputs)).meta["val"] = (query, query, query)
+    assert find_scratch(graph) == 2 * MIB
+    body = f"""
+        buf0 = torch.ops.aten._scaled_dot_product_{kernel}_attention_backward.default(arg0_1, arg1_1, arg2_1, arg3_1)
+        buf1 = buf0[0]
+        buf2 = buf0[1]
+        buf3 = buf0[2]
+        return (buf1, buf2, buf3, )
+        """
+    assert workspace(body, graph) == 2 * MIB
+
+
+def find_scratch(graph: fx.Graph) -> Size:
+    return max(scratch_of(node) for node in graph.nodes)
 
 
 @pytest.mark.parametrize(
