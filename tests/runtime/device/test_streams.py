@@ -389,6 +389,34 @@ def test_a_gradient_that_is_added_to_one_at_home_is_not_waited_for() -> None:
     assert races.found == []
 
 
+def test_a_step_in_backward_does_not_wait_for_its_gradients() -> None:
+    """The thread that enqueues backward goes on; the updates wait. As bits show, they wait for long enough."""
+    torch._dynamo.reset()
+    with on_fake_device(FakeDevice(most_seconds=0.0)) as device, watching_races() as races:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"device_memory": 8 * MIB, "host_memory": 32 * MIB, "compute": "aten", "tiles": False}
+        model = zinf_compile.optimize(Net(64, 2), device="cuda", step_in_backward=True, update_on="host", **options)
+        plain = Net(64, 2)
+        plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        steppers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        for step in range(3):
+            x, gate = torch.randn(16, 64), FakeEvent(device.copies.to_host)
+            if step == 2:  # its optimizer is known
+                # Or compute would have to wait before it frees a gradient, which the fake does at once.
+                next(model.parameters())._zinf_record.store.transfers.link.leaving_limit = MIB
+                device.copies.to_host.wait(gate)
+            model(x).backward()
+            gate.happen()
+            plain(x).backward()
+            for stepper in steppers:
+                stepper.step()
+                stepper.zero_grad()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one, other)
+        zinf_compile.close(model)
+    assert races.found == []
+
+
 def test_homes_are_not_written_while_copies_read_them(tmp_path: Path) -> None:
     """Run a forward that is not waited for, and then a step that writes what is still being copied to the device."""
 
