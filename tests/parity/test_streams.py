@@ -251,6 +251,33 @@ def test_inputs_on_another_device(parity) -> None:
         model(x=x, y=y)
 
 
+def test_channels_last(parity) -> None:
+    """Parameters are kept contiguous; inputs, and so gradients of convolutions, are not."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(4, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(288, 5)]
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    parity.on_streams()
+    plain, losses = make(), []
+    model = parity.optimize(make(), device_memory="64MiB", host_memory="64MiB", compute="aten")
+    for each in (plain, model):
+        sgd, found = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9), []
+        for seed in range(3):
+            x = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
+            loss = each(x.to(memory_format=torch.channels_last)).square().mean()
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            found.append(loss.detach())
+        losses.append(torch.stack(found))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours.detach(), theirs.detach().contiguous(), rtol=1e-4, atol=1e-6)
+
+
 def _autocast_loss(model: nn.Module, batch) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return model(**batch)
