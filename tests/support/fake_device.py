@@ -290,7 +290,7 @@ class FakeDevice:
 
     def updating(self) -> AbstractContextManager[object]:
         """A block whose ops run on the update stream."""
-        return LateCompute(self.update, self.own_memory) if self._is_late else nullcontext()
+        return LateCompute(self.update, self.own_memory, makes_here=True) if self._is_late else nullcontext()
 
     def computing(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return a graph whose ops run on the compute stream. It ends when they have: user code runs by itself."""

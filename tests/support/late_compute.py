@@ -28,6 +28,7 @@ from zinf_compile.runtime.execute import op_bodies
 from zinf_compile.runtime.process.interrupts import without_interrupts
 
 _POISON = 0xFF  # as floats NaN
+_KEPT_NBYTES = 2**28  # of freed memory, whose addresses are not used again, so that no race is seen where there is none
 _BELOW = [
     torch._C.DispatchKey.AutogradFunctionality,
     torch._C.DispatchKey.AutogradOther,
@@ -80,6 +81,8 @@ class DeviceMemory:
         self._allocator = CachingAllocator(nbytes)
         self._lock = threading.Lock()
         self._freed: deque[_Allocation] = deque()  # by finalizers, which may run while the lock is held
+        self._kept: deque[_Allocation] = deque()
+        self._kept_nbytes = 0
         self._starts: list[int] = []
         self._by_start: dict[int, _Allocation] = {}
 
@@ -94,7 +97,14 @@ class DeviceMemory:
                     self._starts.pop(bisect_right(self._starts, freed.start) - 1)
                 if freed.counted is not None:
                     self._allocator.free(freed.counted)
+                    self._keep(freed)
             yield self._allocator
+
+    def _keep(self, freed: _Allocation) -> None:
+        self._kept.append(freed)
+        self._kept_nbytes += freed.nbytes
+        while self._kept_nbytes > _KEPT_NBYTES:
+            self._kept_nbytes -= self._kept.popleft().nbytes
 
     def make(self, value: Tensor, pool: Enqueue) -> Tensor:
         """Return a tensor over the memory of a new value, which is the device's until no tensor is over it.
@@ -165,9 +175,10 @@ class LateCompute(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, stream: Enqueue, memory: DeviceMemory) -> None:
+    def __init__(self, stream: Enqueue, memory: DeviceMemory, *, makes_here: bool = False) -> None:
+        """``makes_here``: what the block makes of no other tensor is the device's, but for scalars."""
         super().__init__()
-        self._stream, self._memory = stream, memory
+        self._stream, self._memory, self._makes_here = stream, memory, makes_here
 
     def __enter__(self) -> "LateCompute":
         super().__enter__()
@@ -186,7 +197,8 @@ class LateCompute(TorchDispatchMode):
             return self._run_ours(func, args, kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(map(self._memory.holds, leaves)) or _is_view(func):
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            return self._own(made) if self._makes_here and not leaves and made.dim() else made
         if not all(_is_of_tensors(each.type) for each in func._schema.returns) or _waits(func):
             raise _hidden(func)
         if func._schema.is_mutable:
