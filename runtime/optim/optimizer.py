@@ -367,7 +367,7 @@ class StreamedStep:
 
     def _read(self, job: Job, part: Slice, pending: deque[Chunk]) -> Chunk:
         chunk = Chunk(job=job, slice=part, lease=None, views={}, reads=[])
-        nbytes = job.lease_nbytes(part.num_elements)
+        nbytes = job.lease_nbytes(part.num_elements) if job.staged_slots else 0
         if nbytes == 0:
             return chunk
         chunk.lease = self._lease(job, nbytes, pending)
@@ -404,7 +404,7 @@ class StreamedStep:
                     back = self._reload_to_device(chunk) if job.is_on_device else chunk.reload()
                 else:
                     back = self._compute(chunk)
-            if self._allocates(job) and not job.is_on_device:
+            if not job.is_on_device and self._allocates(job):
                 self._store.held.sample()
         except BaseException:
             self._return(chunk)

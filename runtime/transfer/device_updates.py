@@ -127,7 +127,7 @@ class DeviceUpdates:
     def make_room(self, sizes: Iterable[int]) -> None:
         """Prepare buffers of these sizes, in bytes, for the next chunk. CapacityError if the device has no room."""
         needed = sum(map(whole_sectors, sizes))
-        largest = max((buffers.memory.numel() for buffers in self._large), default=0)
+        largest = max([buffers.memory.numel() for buffers in self._large], default=0)
         is_small = needed * SMALL_UPDATE_PART <= largest
         self._sets = self._small if is_small else self._large
         if len(self._sets) >= (SMALL_UPDATE_SETS if is_small else UPDATE_SETS):
