@@ -48,7 +48,8 @@ class DeviceChunks:
 
     def make_room(self, chunk: Chunk) -> None:
         """Prepare buffers for a chunk. CapacityError if the device has no room."""
-        self._updates.make_room([itemsize * chunk.slice.length for itemsize in self._itemsizes])
+        length = chunk.slice.length
+        self._updates.make_room([itemsize * length for itemsize in self._itemsizes])
 
     def update(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
         """Enqueue the update of a chunk whose reads are done; return, for each copy, what is done when it has come back."""
