@@ -37,7 +37,7 @@ for step in ${*:-machine tests parity ranks memcheck step}; do
             date -u
         } > "$OUT/machine.txt" 2>&1
         ;;
-    tests) run_tests "$OUT/tests.txt" tests/gpu tests/runtime/optim/test_kernels.py ;;
+    tests) run_tests "$OUT/tests.txt" tests/gpu tests/runtime/storage/test_state_kernels.py ;;
     parity)
         ZINF_GPU=1 run_tests "$OUT/parity.txt" tests/parity/test_models.py tests/parity/test_by_default.py \
             tests/parity/test_recurrent.py
@@ -45,7 +45,7 @@ for step in ${*:-machine tests parity ranks memcheck step}; do
     ranks) WORKERS=0 run_tests "$OUT/ranks.txt" -m gpu tests/distributed/test_devices.py ;;
     memcheck)
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s INT -k 15 "$LIMIT" compute-sanitizer --tool memcheck \
-            $PYTHON -m pytest -m gpu -q tests/runtime/optim/test_kernels.py > "$OUT/memcheck.txt" 2>&1
+            $PYTHON -m pytest -m gpu -q tests/runtime/storage/test_state_kernels.py > "$OUT/memcheck.txt" 2>&1
         tail -3 "$OUT/memcheck.txt"
         ;;
     step) timeout -s INT -k 15 "$LIMIT" $PYTHON -m benchmarks.gpu_step --json "$OUT/gpu_step.jsonl" ;;

@@ -13,7 +13,8 @@ For each GPT, in separate processes, one after the other:
 JSON lines go to standard output, or to ``--json``: one per run with the seconds of its steps and its device memory, and
 one per model with the ratios. What a file has already is not measured again. The target for zinf over memory is at most
 1.10. The first lines are rates of the machine: copies through the link that training uses over plain pinned copies
-(target: at least 0.90), and the bandwidth of our kernels over that of a copy on the device (at least 0.85).
+(target: at least 0.90), and the bandwidth of our kernels, which decode and encode optimizer state, over that of a copy
+on the device.
 ``--device cpu`` runs all but the rates, as a dry run.
 """
 
@@ -191,9 +192,10 @@ def measure_rates() -> list[dict[str, Any]]:
     """Return how fast copies over the link and kernels are, compared with plain copies on the same machine."""
     import torch
 
+    from zinf_compile.ir.copies import Code
     from zinf_compile.runtime.device.cuda import CudaDevice
-    from zinf_compile.runtime.optim import kernels
     from zinf_compile.runtime.storage.host_memory import PinnedMemory
+    from zinf_compile.runtime.storage.state_codes import decode, encode
     from zinf_compile.runtime.transfer.link import Link
 
     def usual(call: Callable[[], object]) -> float:
@@ -232,22 +234,17 @@ def measure_rates() -> list[dict[str, Any]]:
     memory.close()
 
     full = torch.ones(_ELEMENTS, device="cuda")
-    narrow, compute, other = full.bfloat16(), full.bfloat16(), torch.empty_like(full)
+    other = torch.empty_like(full)
     copied = 2 * full.nbytes / usual(lambda: other.copy_(full))
-    states = [torch.zeros_like(full) for _ in range(2)]
-    scalars = kernels.AdamWScalars(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=1)
-    factors = torch.ones(2, device="cuda")
-    codes, scales = kernels.quantize(full)
-    calls = {
-        # Bytes that each kernel reads and writes per element.
-        "fused_adamw": (28, lambda: kernels.fused_adamw(full, *states, narrow, compute, factors, scalars)),
-        "pack_gradient": (6, lambda: kernels.pack_gradient(full)),
-        "quantize": (5, lambda: kernels.quantize(full)),
-        "dequantize": (5, lambda: kernels.dequantize(codes, scales)),
-    }
-    for name, (per_element, call) in calls.items():
-        rate = per_element * _ELEMENTS / usual(call)
-        lines.append({"question": "kernels", "kernel": name, "ours": rate, "copy": copied, "ratio": rate / copied})
+    for code in Code:
+        pages = torch.empty(code.nbytes(_ELEMENTS), dtype=torch.uint8, device="cuda")
+        calls = {
+            f"encode {code}": lambda code=code, pages=pages: encode(code, full, pages),
+            f"decode {code}": lambda code=code, pages=pages: decode(code, pages, other),
+        }
+        for name, call in calls.items():
+            rate = (full.nbytes + pages.nbytes) / usual(call)
+            lines.append({"question": "kernels", "kernel": name, "ours": rate, "copy": copied, "ratio": rate / copied})
     return lines
 
 

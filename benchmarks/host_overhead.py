@@ -58,8 +58,8 @@ class _NoStream(FakeStream):
 
 
 def _make_device() -> FakeDevice:
-    device = FakeDevice()
-    stream = _NoStream("none", seed=0, is_compute=True)
+    device = FakeDevice(is_late=False)
+    stream = _NoStream("none", seed=0, memory=device.own_memory, computes=True)
     device.compute = device.update = stream
     device.copies = device.update_copies = CopyStreams(stream, stream)
     return device

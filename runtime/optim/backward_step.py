@@ -27,6 +27,7 @@ from zinf_compile.runtime.params.home import HomeParameter
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.waiting import wait_until
 from zinf_compile.runtime.storage.engine import whole_sectors
+from zinf_compile.runtime.storage.futures import call_when_done
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.store.store import Store, store_of
 
@@ -127,7 +128,8 @@ class BackwardStep:
             if not has_room or (in_chunks == 0 and store.device.memory.unified):
                 if in_chunks > 0:
                     self._wait_for_others(store, job)
-                job.grad = job.grad.cpu()
+                if not store.device.memory.unified:
+                    self._copy_out(store, job, torch.empty(job.num_elements, dtype=job.grad.dtype))
                 step.run()  # nothing to overlap, or no room for a copy or for temporaries
             else:
                 self._hand_over(store, job, nbytes, in_chunks)
@@ -160,14 +162,20 @@ class BackwardStep:
             self._in_chunks = max(self._in_chunks, in_chunks) if self._queued_nbytes else in_chunks
             self._queued_nbytes += nbytes
         lease = store.io_pool.lease(nbytes, f"room for the gradient of {job.record.name}")
-        copy = torch.frombuffer(lease.view, dtype=job.grad.dtype, count=job.num_elements)
-        store.io_pool.copy_out(job.grad.detach().reshape(-1), copy, job.record.name)
-        job.grad = copy
-        job.update.add_done_callback(partial(self._give_back, store, job, lease))
+        with lease.handed_on():
+            self._copy_out(store, job, torch.frombuffer(lease.view, dtype=job.grad.dtype, count=job.num_elements))
+            # An update that never began ends while its gradient may still be on its way into the buffer.
+            call_when_done([job.update, *job.after], partial(self._give_back, store, job, lease))
         if not self._feed.put(job):
             self._feed = JobFeed()
             self._feed.put(job)
             store.updates.submit(StreamedStep(store, self._feed, element_wise=True).run)
+
+    @staticmethod
+    def _copy_out(store: Store, job: Job, copy: Tensor) -> None:
+        """Have a job update from a copy of its gradient, once that is there."""
+        gradient, job.grad = job.grad, copy
+        job.after = store.tensor_io.copy_out(gradient, copy, job.record.name)
 
     def _give_back(self, store: Store, job: Job, lease: StagingBuffer, _: object) -> None:
         job.grad = torch.empty(0)  # a reference to the job must not keep a view of memory that the pool leases again

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
 from zinf_compile.runtime.optim.fused_ops import FusedOps
-from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, update_slice
+from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, decoding, update_slice
 from zinf_compile.runtime.optim.step_jobs import Job
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store
@@ -33,9 +33,9 @@ class DeviceChunks:
         assert job.before is not None
         self._updates, self._job, self._before = store.device_updates, job, job.before
         away = [key for key in job.home_slots if key != GRADIENT and key not in job.device_slots]
-        dtypes = [job.home_slots[key].tensor.dtype for key in away]
-        dtypes.append(job.grad.dtype if job.home_gradient is None else job.home_gradient.tensor.dtype)
-        self._itemsizes = [dtype.itemsize for dtype in dtypes]
+        self._away = [job.home_slots[key] for key in away]
+        gradient_dtype = job.grad.dtype if job.home_gradient is None else job.home_gradient.tensor.dtype
+        self._gradient_itemsize = gradient_dtype.itemsize
         self._here = _places_of(job, job.device_slots)
         self._written = _places_of(job, {key: job.shadows.get(key, job.home_slots[key]) for key in away})
         instead = [key for key in away if key in job.shadows and job.reads(key)]
@@ -43,13 +43,15 @@ class DeviceChunks:
         self._gradient = _places_of(job, {} if job.home_gradient is None else {GRADIENT: job.home_gradient})
         self._read = frozenset(key for key in (*away, GRADIENT) if job.reads(key))
         self._states = [(name, state_key(name)) for name in job.record.copies.states]
+        self._is_coded = bool(job.coded_states)
         self._op = ops.find(job)
         self._widened: Tensor | None = None  # memory for a chunk's gradient in the dtype of the master copy
 
     def make_room(self, chunk: Chunk) -> None:
         """Prepare buffers for a chunk. CapacityError if the device has no room."""
         length = chunk.slice.length
-        self._updates.make_room([itemsize * length for itemsize in self._itemsizes])
+        sizes = [slot.staged_nbytes(length) for slot in self._away]
+        self._updates.make_room([*sizes, self._gradient_itemsize * length])
 
     def update(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
         """Enqueue the update of a chunk whose reads are done; return, for each copy, what is done when it has come back."""
@@ -69,15 +71,22 @@ class DeviceChunks:
         for operation in self._job.deferred:
             operation(gradient)
         states = {name: there[key] for name, key in self._states}
+        operands = Operands(slice=chunk.slice, master=master, gradient=gradient, states=states, compute=compute)
+        if not self._is_coded:
+            self._update(operands)
+            return
+        for decoded in decoding(self._job, operands, None, num_threads=1, at_once=None):
+            self._update(decoded)
+
+    def _update(self, operands: Operands) -> None:
+        """Update what is on the device, with states that are decoded."""
         if self._op is None:
-            operands = Operands(slice=chunk.slice, master=master, gradient=gradient, states=states, compute=compute)
             update_slice(self._job, operands, shape=None)
             return
-        self._op.update(
-            master.detach() if master.requires_grad else master, self._widen(gradient, master.dtype), states
-        )
-        if compute is not None:
-            compute.copy_(master)
+        master, gradient = operands.master, self._widen(operands.gradient, operands.master.dtype)
+        self._op.update(master.detach() if master.requires_grad else master, gradient, operands.states)
+        if operands.compute is not None:
+            operands.compute.copy_(master)
 
     def _widen(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a gradient in a dtype; in memory that all chunks share, since they are updated in order."""

@@ -77,9 +77,7 @@ class StreamedStep:
         self._is_cut = True  # chunks are updated in pieces where the update allocates
         self._jobs: list[Job] = []
         self._kernels: dict[Job, Kernel | None] = {}
-        self._on_device: dict[
-            Job, DeviceChunks
-        ] = {}  # of those that are updated there, from the first chunk to the last
+        self._on_device: dict[Job, DeviceChunks] = {}  # from the first chunk of a job to its last
         self._fused_ops = FusedOps(store.device)
         self._new_states: list[tuple[Job, str]] = []  # of whole tensors, by key: not home yet
         self._num_elements = self._num_on_device = 0
@@ -244,7 +242,7 @@ class StreamedStep:
                 continue
             if job not in self._kernels:
                 self._admit(job)
-            self._store.io_pool.wait(job.after, "an update that began before its step")
+            self._store.io_pool.wait(job.after, f"what the update of {job.record.name} follows")
             for part in job.elements.pieces(self._chunk_elements(job)):
                 # An interrupt waits for the end of a step that is not in the background; a second one breaks it off.
                 check_interrupt(only_if_impatient=True)

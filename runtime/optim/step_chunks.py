@@ -19,7 +19,7 @@ from zinf_compile.runtime.storage.slots import Slot, elements_of, local_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.storage.state_codes import encode
 
-_DECODED_NBYTES = 2 * 2**20  # of all states, and of a split master copy, at once; no plan counts them
+_DECODED_NBYTES = 2 * 2**20  # of all states, and of a split master copy, at once on the host; no plan counts them
 _MASTER = torch.float32  # what a master copy is that can be split
 
 
@@ -151,20 +151,25 @@ def _pages_of(pages: Tensor, held: Slice, part: Slice) -> Tensor:
     return pages[first : first + low_halves_nbytes(part.num_elements)]
 
 
-def decoding(job: Job, operands: Operands, low_halves: Tensor | None, *, num_threads: int) -> Iterator[Operands]:
+def decoding(
+    job: Job, operands: Operands, low_halves: Tensor | None, *, num_threads: int, at_once: int | None = _DECODED_NBYTES
+) -> Iterator[Operands]:
     """Yield parts of a slice with states decoded from their codes, and encode what was made of each before the next.
 
-    So values are decoded, updated and encoded in the cache. A master copy is joined from its compute copy and what that
-    lacks, if it is split, and split into ``low_halves``, if these are given. They may lie over a master copy that is whole:
-    a part is read before its pages are written, and they end no later.
+    A part has ``at_once`` bytes of values, so that they are decoded, updated and encoded in the cache of a CPU. With None
+    the slice is one part, as on a device, where plans count the memory of its values. A master copy is joined from its
+    compute copy and what that lacks, if it is split, and split into ``low_halves``, if these are given. They may lie over a
+    master copy that is whole: a part is read before its pages are written, and they end no later.
     """
     coded = {name: slot.coded for name, slot in job.coded_states.items() if slot.coded is not None}
     whole, step = operands.slice, _number_of(job.scalars.get("step"))
     exact = replace(operands, states={name: each for name, each in operands.states.items() if name not in coded})
     itemsizes = [each.dtype.itemsize for each in coded.values()] + [_MASTER.itemsize] * (low_halves is not None)
-    most = _DECODED_NBYTES // sum(itemsizes)
-    size = max(1, min(whole.length, max(job.multiple, most - most % job.multiple)))
-    values = {name: each.room(size) for name, each in coded.items()}
+    size = max(1, whole.length)
+    if at_once is not None:
+        most = at_once // sum(itemsizes)
+        size = min(size, max(job.multiple, most - most % job.multiple))
+    values = {name: each.room(size, operands.master.device) for name, each in coded.items()}
     room = None if low_halves is None else torch.empty(size, dtype=_MASTER, device="cpu")
     for part in whole.pieces(size):
         pages, states = {}, {}

@@ -55,7 +55,9 @@ class CodedHomeTensor(HomeTensor, Tensor):
     @staticmethod
     def of(coded: Coded, pages: Tensor) -> "CodedHomeTensor":
         """Return the home tensor of some pages."""
-        made: CodedHomeTensor = Tensor._make_wrapper_subclass(CodedHomeTensor, coded.slice.sizes, dtype=coded.dtype)
+        made: CodedHomeTensor = Tensor._make_wrapper_subclass(
+            CodedHomeTensor, coded.slice.sizes, dtype=coded.dtype, device=pages.device
+        )
         made.coded, made._zinf_pages, made._aliases, made._num_writes = coded, pages, [], 0
         return made
 

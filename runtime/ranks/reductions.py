@@ -240,7 +240,7 @@ class Reductions:
         end = first + num_elements * like.dtype.itemsize
         if self._buffers[buffer].numel() < end:
             nbytes = max(end, 0 if buffer == "total" else self._capacity)
-            self._buffers[buffer] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+            self._buffers[buffer] = self._device.allocate([nbytes], torch.uint8)
         return self._buffers[buffer][first:end].view(like.dtype)
 
 

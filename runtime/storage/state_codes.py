@@ -15,11 +15,13 @@ their middle is looked up. A block with an element that is not finite is decoded
 element's number, a seed, and other values that change from step to step, as those of the parameter do. To the nearest,
 second moments of Adam would stop shrinking, since 0.999 rounds to 1.
 
-The code in torch is the reference of the compiled one, and takes its place where there is no compiler.
+On a CPU this is done by compiled C++, on a GPU by the kernels of ``state_kernels``. The code in torch is the reference of
+both, and takes their place where there is no compiler.
 """
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch import Tensor
 from zinf_compile.ir.copies import SECTOR_NBYTES, Code
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.native.compiled import load_compiled
+from zinf_compile.runtime.storage.state_kernels import load_state_kernels
 
 _BLOCK = 256
 _BLOCKS = Code.INT8.page_elements // _BLOCK
@@ -38,6 +41,9 @@ _DECADES = 7
 _DROPPED = 14  # bits of an element over its scale that do not count
 _UPPER = 2 ** (32 - _DROPPED)
 _WORD = 0xFFFFFFFF
+# What torch encodes at once, of which it holds about 60 bytes an element: a quarter of all pages, and no more than these.
+_PIECES = 4
+_MOST_PAGES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,24 +73,33 @@ class Coded:
 
     def value(self, pages: Tensor) -> Tensor:
         """Return all values, from all pages, in new memory and in the shape of the slice."""
-        return self.decode(pages, self.room(self.slice.num_elements)).view(self.slice.sizes)
+        return self.decode(pages, self.room(self.slice.num_elements, pages.device)).view(self.slice.sizes)
 
-    def room(self, num_elements: int) -> Tensor:
+    def room(self, num_elements: int, device: torch.device) -> Tensor:
         """Return memory for so many values, flat, whatever the user's defaults are."""
-        return torch.empty(num_elements, dtype=self.dtype, device="cpu")
+        return torch.empty(num_elements, dtype=self.dtype, device=device)
 
 
 def decode(code: Code, pages: Tensor, values: Tensor, *, num_threads: int = 1) -> None:
-    """Fill flat float32 ``values`` from flat uint8 ``pages``, which hold as many elements."""
+    """Fill flat float32 ``values`` from flat uint8 ``pages`` on the same device, which hold as many elements.
+
+    On a GPU that is enqueued on the current stream. ``num_threads`` are those of a CPU.
+    """
     _check(code, values, pages)
-    if (library := _library()) is None:
-        values.copy_(
-            _decode_int8(pages, values.numel()) if code is Code.INT8 else _decode_bfloat16(pages, values.numel())
-        )
-    elif code is Code.INT8:
-        library.zinf_decode_int8(pages.data_ptr(), values.data_ptr(), values.numel(), _c_maps(), num_threads)
-    else:
-        library.zinf_decode_bfloat16(pages.data_ptr(), values.data_ptr(), values.numel(), num_threads)
+    if (kernels := load_state_kernels(values.device)) is not None:
+        kernels.decode(code, pages, values, _tables(values.device).values if code is Code.INT8 else None)
+        return
+    if (library := _library_on(values.device)) is not None:
+        if code is Code.INT8:
+            library.zinf_decode_int8(pages.data_ptr(), values.data_ptr(), values.numel(), _c_maps(), num_threads)
+        else:
+            library.zinf_decode_bfloat16(pages.data_ptr(), values.data_ptr(), values.numel(), num_threads)
+        return
+    for elements, nbytes in _pieces(code, values.numel()):
+        if code is Code.INT8:
+            _decode_int8(pages[nbytes], values[elements])
+        else:
+            _decode_bfloat16(pages[nbytes], values[elements])
 
 
 def encode(
@@ -97,32 +112,46 @@ def encode(
     drawn_from: Tensor | None = None,
     num_threads: int = 1,
 ) -> None:
-    """Fill flat uint8 ``pages`` with flat float32 ``values``.
+    """Fill flat uint8 ``pages`` with flat float32 ``values`` on the same device.
 
     The rest is used where values are rounded stochastically: ``first`` is the number of the first element in its
     parameter, ``seed`` a number below 2**32, and ``drawn_from`` has a float32 number for each element, which makes its
-    random bits others.
+    random bits others. On a GPU that is enqueued on the current stream. ``num_threads`` are those of a CPU.
     """
     _check(code, values, pages)
-    if (library := _library()) is None:
-        pages.copy_(_encode_int8(values) if code is Code.INT8 else _encode_bfloat16(values, first, seed, drawn_from))
-    elif code is Code.INT8:
-        library.zinf_encode_int8(values.data_ptr(), pages.data_ptr(), values.numel(), _c_maps(), num_threads)
-    else:
-        others = None if drawn_from is None else drawn_from.data_ptr()
-        library.zinf_encode_bfloat16(
-            values.data_ptr(), pages.data_ptr(), values.numel(), first, seed, others, num_threads
-        )
+    if (kernels := load_state_kernels(values.device)) is not None:
+        codes = _tables(values.device).codes if code is Code.INT8 else None
+        kernels.encode(code, values, pages, codes, first=first, seed=seed, drawn_from=drawn_from)
+        return
+    if (library := _library_on(values.device)) is not None:
+        if code is Code.INT8:
+            library.zinf_encode_int8(values.data_ptr(), pages.data_ptr(), values.numel(), _c_maps(), num_threads)
+        else:
+            others = None if drawn_from is None else drawn_from.data_ptr()
+            library.zinf_encode_bfloat16(
+                values.data_ptr(), pages.data_ptr(), values.numel(), first, seed, others, num_threads
+            )
+        return
+    for elements, nbytes in _pieces(code, values.numel()):
+        if code is Code.INT8:
+            _encode_int8(values[elements], pages[nbytes])
+        else:
+            drawn = None if drawn_from is None else drawn_from[elements]
+            _encode_bfloat16(values[elements], pages[nbytes], first + elements.start, seed, drawn)
 
 
 def _check(code: Code, values: Tensor, pages: Tensor) -> None:
-    """Raise ValueError unless both are flat, contiguous, of their dtypes, and of lengths that belong together."""
+    """Raise ValueError unless both are flat, contiguous, of their dtypes, on one device, and of lengths that agree."""
     nbytes = code.nbytes(values.numel())
     is_flat = all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in (values, pages))
     if not is_flat or (values.dtype, pages.dtype, pages.numel()) != (torch.float32, torch.uint8, nbytes):
         raise ValueError(
             f"{values.numel()} values of {values.dtype} are no {pages.numel()} bytes of {code} in {pages.dtype}: it takes "
             f"float32 values, flat, and {nbytes} bytes of uint8"
+        )
+    if values.device != pages.device:
+        raise ValueError(
+            f"values on {values.device} are no bytes of {code} on {pages.device}: both are to be on one device"
         )
 
 
@@ -173,20 +202,51 @@ def _c_maps() -> Any:
     return maps
 
 
-# In torch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tables:
+    """What codes stand for, and which code a number gets, on a device: first with negative values, and then without."""
+
+    values: Tensor  # float32 [2, 256]
+    codes: Tensor  # uint8 [2, 2**18], by the upper bits of a float32
 
 
-def _decode_int8(pages: Tensor, num_elements: int) -> Tensor:
+@functools.cache
+def _tables(device: torch.device) -> _Tables:
+    """Return the tables on a device, to which they are copied once."""
+    values, codes = (
+        torch.stack([function(signed=signed) for signed in (True, False)]).to(device)
+        for function in (dynamic_values, _codes)
+    )
+    return _Tables(values=values, codes=codes)
+
+
+# In torch, on any device
+
+
+def _pieces(code: Code, num_elements: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the elements and the bytes of some pages at a time."""
+    num_pages = -(-num_elements // code.page_elements)
+    size = max(1, min(-(-num_pages // _PIECES), _MOST_PAGES))
+    for page in range(0, num_pages, size):
+        end = min(page + size, num_pages)
+        elements = slice(page * code.page_elements, min(end * code.page_elements, num_elements))
+        yield elements, slice(page * SECTOR_NBYTES, end * SECTOR_NBYTES)
+
+
+def _decode_int8(pages: Tensor, values: Tensor) -> None:
     pages = pages.view(-1, SECTOR_NBYTES)
-    scales = pages[:, _SCALES:_MAPS].contiguous().view(torch.float32)
+    scales = _copied(pages[:, _SCALES:_MAPS]).view(torch.float32)
     which = pages[:, _MAPS : _MAPS + _BLOCKS].long() & 1
-    maps = torch.stack([dynamic_values(signed=True), dynamic_values(signed=False)])
-    values = maps.view(-1)[pages[:, :_SCALES].view(-1, _BLOCKS, _BLOCK).long() + 256 * which.unsqueeze(2)]
-    return (values * scales.unsqueeze(2)).view(-1)[:num_elements]
+    maps = _tables(pages.device).values
+    found = maps.view(-1)[pages[:, :_SCALES].view(-1, _BLOCKS, _BLOCK).long() + 256 * which.unsqueeze(2)]
+    scales = scales.unsqueeze(2)
+    made = torch.where(scales.isnan(), scales, found * scales)  # a GPU gives a product of NaN other bits
+    values.copy_(made.view(-1)[: values.numel()])
 
 
-def _encode_int8(values: Tensor) -> Tensor:
-    num_pages = -(-values.numel() // Code.INT8.page_elements)
+def _encode_int8(values: Tensor, pages: Tensor) -> None:
+    pages = pages.view(-1, SECTOR_NBYTES)
+    num_pages = pages.shape[0]
     padded = torch.nn.functional.pad(values, (0, num_pages * Code.INT8.page_elements - values.numel()))
     blocks = padded.view(-1, _BLOCK)
     is_finite = blocks.isfinite().all(1, keepdim=True)
@@ -195,22 +255,21 @@ def _encode_int8(values: Tensor) -> Tensor:
     is_zero = ~is_finite | (scales == 0)
     scaled = torch.where(is_zero, 0, blocks / scales)
     upper = (scaled.view(torch.int32).long() & _WORD) >> _DROPPED
-    codes = [_codes(signed=signed)[upper] for signed in (True, False)]
-    pages = torch.zeros(num_pages, SECTOR_NBYTES, dtype=torch.uint8)
+    codes = [each[upper] for each in _tables(pages.device).codes]
+    pages.zero_()
     pages[:, :_SCALES] = torch.where(is_unsigned, codes[1], codes[0]).view(num_pages, -1)
     kept = torch.where(is_finite, scales.masked_fill(scales == 0, 0), torch.nan).view(num_pages, _BLOCKS)
     pages[:, _SCALES:_MAPS] = kept.contiguous().view(torch.uint8)
     pages[:, _MAPS : _MAPS + _BLOCKS] = is_unsigned.to(torch.uint8).view(num_pages, _BLOCKS)
-    return pages.view(-1)
 
 
-def _decode_bfloat16(pages: Tensor, num_elements: int) -> Tensor:
-    return pages.view(torch.bfloat16)[:num_elements].float()
+def _decode_bfloat16(pages: Tensor, values: Tensor) -> None:
+    values.copy_(_copied(pages).view(torch.bfloat16)[: values.numel()])
 
 
-def _encode_bfloat16(values: Tensor, first: int, seed: int, drawn_from: Tensor | None) -> Tensor:
+def _encode_bfloat16(values: Tensor, pages: Tensor, first: int, seed: int, drawn_from: Tensor | None) -> None:
     bits = values.view(torch.int32).long() & _WORD
-    number = torch.arange(first, first + values.numel()) & _WORD
+    number = torch.arange(first, first + values.numel(), device=values.device) & _WORD
     if drawn_from is not None:
         number = number + (drawn_from.view(torch.int32).long() & _WORD) * 0xC2B2AE3D & _WORD
     mixed = (number * 0x9E3779B1 & _WORD) ^ seed
@@ -219,10 +278,18 @@ def _encode_bfloat16(values: Tensor, first: int, seed: int, drawn_from: Tensor |
     rounded = (bits + ((mixed ^ (mixed >> 16)) & 0xFFFF)) >> 16
     kept = torch.where(values.isnan(), bits >> 16 | 0x40, bits >> 16)
     upper = torch.where(values.isfinite(), rounded, kept)
-    num_pages = -(-values.numel() // Code.BFLOAT16.page_elements)
-    pages = torch.zeros(num_pages * Code.BFLOAT16.page_elements, dtype=torch.int32)
-    pages[: values.numel()] = upper
-    return pages.to(torch.uint16).view(torch.uint8)
+    pages.zero_()
+    pages[: 2 * values.numel()] = upper.to(torch.int16).view(torch.uint8)
+
+
+def _copied(pages: Tensor) -> Tensor:
+    """Return bytes in memory that begins where elements of any dtype may."""
+    return pages.clone(memory_format=torch.contiguous_format)
+
+
+def _library_on(device: torch.device) -> ctypes.CDLL | None:
+    """Return the compiled code for tensors on a device: there is some for a CPU."""
+    return _library() if device.type == "cpu" else None
 
 
 @functools.cache

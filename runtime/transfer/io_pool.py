@@ -63,15 +63,6 @@ class IOPool:
         with self._meter.moving(home, goal, destination.numel() * destination.dtype.itemsize, name):
             destination.copy_(source.pop())
 
-    def copy_out(self, value: Tensor, destination: Tensor, name: str) -> None:
-        """Copy flat elements of the device to host memory; blocks."""
-        if not self.link.is_crossed:
-            destination.copy_(value)
-            return
-        self._meter.add_moved(Tier.DEVICE, Tier.HOST, destination.numel() * destination.dtype.itemsize)
-        copy = self.link.take(value.contiguous().view(torch.uint8), destination.view(torch.uint8))
-        self.wait([copy.done], name)
-
     def wait(self, futures: Sequence[Future[None]], name: str) -> None:
         """Wait for all futures, then raise their first error; recorded as a stall with this name, unless all are done."""
         if not futures:

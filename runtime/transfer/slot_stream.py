@@ -151,7 +151,7 @@ def pieces_of(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[mem
         return
     coded = slot.coded
     for part, view in zip(_parts(slot, tensor_io), _stored_pieces(slot, tensor_io), strict=True):
-        values = coded.room(coded.values_of(part).length)
+        values = coded.room(coded.values_of(part).length, torch.device("cpu"))
         yield tensor_bytes(coded.decode(torch.frombuffer(view, dtype=torch.uint8), values))
 
 

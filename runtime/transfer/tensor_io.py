@@ -1,7 +1,7 @@
 """Tensor I/O: reads, writes, adds to and changes whole tensors of slots, a staging buffer at a time."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class TensorIO:
         flat, coded = value.detach().reshape(-1).contiguous(), slot.coded
         for part in self._pieces(slot):
             values = coded.values_of(part)
-            piece = elements_of(flat, coded.slice, values)
+            piece = elements_of(flat, coded.slice, values).cpu()  # a user's value may be on the device
             if slot.in_memory:
                 encode(coded.code, piece, slot.elements(part), first=values.start)
                 continue
@@ -100,6 +100,21 @@ class TensorIO:
                     left = self.link.take(_as_bytes(piece), _as_bytes(here), timing=timing).done
                     self.send_home(slot, part, lease, Tier.DEVICE, after=left)
         self.link.let_go(flat)
+
+    def copy_out(self, value: Tensor, destination: Tensor, name: str) -> Sequence[Future[None]]:
+        """Start copying a value of the device to flat host memory; return what is done when it is there.
+
+        The caller may reuse ``value`` at once, and must not change it on a device with its own memory.
+        """
+        if not self.link.is_crossed:
+            destination.copy_(value.detach().reshape(-1))
+            return ()
+        flat = self._outliving(value, destination.dtype)
+        self._meter.add_moved(Tier.DEVICE, Tier.HOST, destination.nbytes)
+        timing = self._meter.copying(Tier.DEVICE, Tier.HOST, destination.nbytes, name)
+        left = self.link.take(_as_bytes(flat), _as_bytes(destination), timing=timing).done
+        self.link.let_go(flat)
+        return (left,)
 
     def _outliving(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a device value, flat, in memory that is not overwritten before its copies are done."""

@@ -149,7 +149,7 @@ def deaf(name: str, other: str) -> Iterator[None]:
         if stream.name != name or event.stream.name != other:
             wait(stream, event)
         else:
-            stream._enqueue(lambda: event.done.wait() and None)
+            stream.enqueue(lambda: event.done.wait() and None)
 
     with mock.patch.object(FakeStream, "wait", wait_but):
         yield

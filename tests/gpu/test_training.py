@@ -1,7 +1,9 @@
 """On a GPU every bit is that of plain PyTorch there, within the budget, whatever streams do at the same time."""
 
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor
 
 import zinf_compile
+from zinf_compile.ir.copies import LEAST_CODED, Code
 from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.storage.state_codes import decode, encode
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
@@ -30,7 +34,9 @@ def make_gpt() -> GPT:
     return GPT(GPTConfig(vocab_size=2048, layers=4, hidden=256, heads=4, seq=128), seed=0)
 
 
-def train(model: Any, called: Any, *, clip: bool = False) -> tuple[list[Tensor], dict[str, Tensor]]:
+def train(
+    model: Any, called: Any, *, clip: bool = False, after_step: Callable[[torch.optim.Optimizer], None] = lambda _: None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the losses and the parameters at the end, on the CPU."""
     generator = torch.Generator().manual_seed(1)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -42,6 +48,7 @@ def train(model: Any, called: Any, *, clip: bool = False) -> tuple[list[Tensor],
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
+        after_step(adamw)
         adamw.zero_grad()
         losses.append(loss.detach().cpu())
     return losses, {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
@@ -80,6 +87,41 @@ def test_bitwise_within_the_budget(placement: str, tmp_path: Path) -> None:
     assert device.measured_peak <= device.predicted_peak, report
     assert peak <= device.predicted_peak + 32 * MIB, "what inputs take, and what libraries keep"
     assert refusal is None, f"host memory is not pinned: {refusal}"
+
+
+def round_state(code: Code, model: torch.nn.Module, adamw: torch.optim.Optimizer) -> None:
+    """Do to the moments of a plain optimizer what storing them does, on the CPU."""
+    for name, parameter in model.named_parameters():
+        state = adamw.state[parameter]
+        for key in ("exp_avg", "exp_avg_sq") if parameter.numel() >= LEAST_CODED else ():
+            values = state[key].cpu().view(-1)
+            pages = torch.empty(code.nbytes(values.numel()), dtype=torch.uint8)
+            seed = zlib.crc32(f"{name}/{key}/{float(state['step']) - 1}".encode())
+            encode(code, values, pages, seed=seed, drawn_from=parameter.detach().cpu().view(-1))
+            decode(code, pages, values)
+            state[key].copy_(values.view(parameter.shape))
+
+
+@pytest.mark.parametrize("placement", sorted(BUDGETS))
+@pytest.mark.parametrize("code", Code)
+def test_state_in_codes_is_rounded_as_on_a_cpu(code: Code, placement: str, tmp_path: Path) -> None:
+    plain = make_gpt().cuda()
+    rounds = partial(round_state, code, plain)
+    expected = train(plain, torch.compile(plain, backend="aot_eager"), after_step=rounds)
+    del plain, rounds
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    options = {"compute": "aten", "tiles": False, "state_dtype": code, "update_on": "device"}
+    model = zinf_compile.optimize(make_gpt(), device="cuda", nvme=tmp_path, **options, **BUDGETS[placement])
+    losses, parameters = train(model, model)
+    report = zinf_compile.report(model)
+    device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
+    zinf_compile.close(model)
+    for ours, theirs in zip(losses, expected[0], strict=True):
+        assert torch.equal(ours, theirs)
+    for name, theirs in expected[1].items():
+        assert torch.equal(parameters[name], theirs), name
+    assert device.measured_peak <= device.predicted_peak, report
 
 
 def test_updates_on_the_host_agree_to_rounding(tmp_path: Path) -> None:

@@ -1,25 +1,35 @@
 """A fake device on the CPU with its own memory and streams. It receives exactly the calls that a GPU would.
 
-Compute ops run when they are enqueued. Copies run later, on one thread per stream, after a delay drawn from a seeded
-generator. Accesses that ``link.py`` does not order give wrong results, or are found by ``races.py``, where each stream is
-an actor.
+Copies run later, on one thread per stream, after a delay drawn from a seeded generator, and so do the ops of graphs and of
+updates (``late_compute.py``). Backward runs on a thread of its own, as autograd does it for a GPU. Accesses that ``link.py``
+does not order give wrong results, or are found by ``races.py``, where each stream is an actor.
 """
 
+import ctypes
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from tests.support.late_compute import DeviceMemory, LateCompute, below_autograd, current_stream
+from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
 from zinf_compile.runtime.device.cpu import CPU
 from zinf_compile.runtime.device.device import AllocatedBlock, CollectiveStreams, CopyStreams, Device, Event, MemoryUse
+from zinf_compile.runtime.execute.executor import Executor
+from zinf_compile.runtime.params.home import HomeTensor
+from zinf_compile.runtime.store.store import Store
 
 _MOST_SECONDS = 2e-4  # the longest delay of a copy
 _GIVE_UP_SECONDS = 20.0
@@ -55,13 +65,22 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Runs enqueued work on its own thread; a compute stream runs it at once."""
+    """Runs enqueued work on its own thread."""
 
     synchronous = False  # the compute stream is timed by its events, too
 
-    def __init__(self, name: str, *, seed: int, is_compute: bool, most_seconds: float = _MOST_SECONDS) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        seed: int,
+        memory: DeviceMemory,
+        computes: bool = False,
+        most_seconds: float = _MOST_SECONDS,
+    ) -> None:
         self.name = name
-        self._is_compute = is_compute
+        self._memory = memory
+        self._computes = computes
         self._most_seconds = most_seconds
         self._random = random.Random(seed)
         self._enqueued: deque[Callable[[], None]] = deque()
@@ -70,13 +89,17 @@ class FakeStream:
         self._thread = threading.Thread(target=self._run, name=f"fake-{name}", daemon=True)
         self.num_copied = self.num_waits = self.num_run = 0
         self._raised: BaseException | None = None
-        if not is_compute:
-            self._thread.start()
 
-    def wait(self, event: Event) -> None:
-        """Make later work wait for an event."""
+    def wait(self, event: FakeEvent) -> None:
+        """Make later work wait for an event. Ops that the caller runs by itself are such work.
+
+        What runs on a stream makes tensors that the caller takes next, so it has to have run.
+        """
         self.num_waits += 1
-        self._enqueue(lambda: self._wait(event))
+        if self._computes and (current_stream() is None or event.stream.runs):
+            self._wait(event)
+        else:
+            self.enqueue(lambda: self._wait(event))
 
     def _wait(self, event: Event) -> None:
         event.wait()
@@ -86,23 +109,38 @@ class FakeStream:
         if self._raised is not None:
             raise self._raised
         event = FakeEvent(self)
-        self._enqueue(lambda: self._reach(event))
+        self.enqueue(lambda: self._reach(event))
         return event
 
     def _reach(self, event: FakeEvent) -> None:
         event.happen()
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Copy a flat tensor."""
-        assert not self._is_compute
+        """Copy a flat tensor. As on a GPU, the stream does not keep the one on the device alive."""
+        assert not self._computes
         assert source.shape == destination.shape
         assert source.dtype == destination.dtype
         self.num_copied += 1
-        self._enqueue(lambda: self._copy(source, destination))
+        kept: list[object] = []  # on the host, or the user's
+        ends = []
+        for each in (source, destination):
+            allocation = self._memory.find(each)
+            if allocation is None or allocation.memory is None:
+                kept.append(each)
+            else:
+                allocation.num_copies += 1
+                ends.append(allocation)
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses, nbytes = [each.data_ptr() for each in (destination, source)], source.numel() * source.itemsize
 
-    def _copy(self, source: Tensor, destination: Tensor) -> None:
-        time.sleep(self._random.random() * self._most_seconds)
-        destination.data.copy_(source)  # as a GPU's copy engine, it changes no version
+        def copy() -> None:
+            time.sleep(self._random.random() * self._most_seconds)
+            ctypes.memmove(*addresses, nbytes)
+            kept.clear()
+            for allocation in ends:
+                allocation.num_copies -= 1
+
+        self.enqueue(copy)
 
     @property
     def runs(self) -> bool:
@@ -113,38 +151,81 @@ class FakeStream:
         """Call it on the stream's thread. What it raises is raised by the next ``record``."""
         assert self.runs
         self.num_run += 1
-        self._enqueue(lambda: self._try(call))
+        self.enqueue(lambda: self._late(call))
 
-    def _try(self, call: Callable[[], None]) -> None:
+    def _late(self, call: Callable[[], None]) -> None:
         time.sleep(self._random.random() * self._most_seconds)
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001  # it is raised later
-            self._raised = error
+        call()
 
-    def _enqueue(self, act: Callable[[], None]) -> None:
-        if self._is_compute:
-            act()
-            return
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """Call it on the stream's thread."""
         with self._condition:
-            self._enqueued.append(act)
+            self._enqueued.append(work)
+            if self._thread.ident is None:
+                self._thread.start()
             self._condition.notify()
 
+    def drain(self) -> None:
+        """Block until the stream has run everything; raise what it raised."""
+        done = threading.Event()
+        self.enqueue(done.set)
+        if not done.wait(_GIVE_UP_SECONDS):
+            raise AssertionError(f"the {self.name} stream did not end: streams wait for each other")
+        if self._raised is not None:
+            raise self._raised
+
     def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._enqueued or self._is_closed)
-                if not self._enqueued:
-                    return
-                act = self._enqueued.popleft()
-            act()
-            del act
+        torch.set_num_threads(1)
+        with below_autograd(are_excluded=self._computes):
+            while True:
+                with self._condition:
+                    self._condition.wait_for(lambda: self._enqueued or self._is_closed)
+                    if not self._enqueued:
+                        return
+                    work = self._enqueued.popleft()
+                try:
+                    work()
+                except BaseException as error:  # noqa: BLE001  # it is raised later
+                    self._raised = error
+                del work
 
     def close(self) -> None:
         """End the thread after it has run everything."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()
+
+
+class AutogradThread:
+    """Runs backward on a thread, as autograd does for a GPU. Its caller waits, and hears of Ctrl-C when it has ended."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="fake-autograd")
+
+    def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call torch's engine; return what it returns."""
+        is_inner = threading.current_thread().name.startswith("fake-autograd")
+        if is_inner or torch._C._len_torch_dispatch_stack():  # modes, as of a trace, are the calling thread's
+            return original(*args, **kwargs)
+        mode = torch.is_grad_enabled()
+
+        def call() -> Any:
+            with torch.set_grad_enabled(mode):
+                return original(*args, **kwargs)
+
+        future, interrupt = self._pool.submit(call), None
+        while not future.done():
+            try:
+                futures.wait([future])
+            except BaseException as error:  # noqa: BLE001  # raised below
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+        return future.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown()
 
 
 class FakeDevice:
@@ -154,15 +235,27 @@ class FakeDevice:
     identity = "fake"
 
     def __init__(
-        self, *, seed: int = 0, nbytes: int = 2**40, pinning: str | None = None, most_seconds: float = _MOST_SECONDS
+        self,
+        *,
+        seed: int = 0,
+        nbytes: int = 2**40,
+        pinning: str | None = None,
+        most_seconds: float = _MOST_SECONDS,
+        is_late: bool = True,
+        name: str = "cuda",
     ) -> None:
-        """``pinning`` is the reason why it refuses to pin host memory; a copy is delayed by up to ``most_seconds``."""
+        """``pinning`` is the reason why it refuses to pin host memory; a copy is delayed by up to ``most_seconds``.
+
+        Without ``is_late``, ops run when they are enqueued.
+        """
+        self._is_late, self.name = is_late, name
         self.torch_device = torch.device("cpu")
-        self.compute = FakeStream("compute", seed=seed, is_compute=True)
-        self.update = FakeStream("update", seed=seed, is_compute=True)
+        self.own_memory = DeviceMemory(nbytes)
+        self.compute = FakeStream("compute", seed=seed, memory=self.own_memory, computes=True)
+        self.update = FakeStream("update", seed=seed, memory=self.own_memory, computes=True)
         names = ("to-device", "to-host", "update-to-device", "update-to-host", "gathers", "reductions", "replicas")
         self._copying = [
-            FakeStream(name, seed=seed + number, is_compute=False, most_seconds=most_seconds)
+            FakeStream(name, seed=seed + number, memory=self.own_memory, most_seconds=most_seconds)
             for number, name in enumerate(names, 1)
         ]
         self.copies, self.update_copies = CopyStreams(*self._copying[:2]), CopyStreams(*self._copying[2:4])
@@ -173,8 +266,15 @@ class FakeDevice:
         self.limits: list[int | None] = []
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory."""
-        return torch.empty(tuple(shape), dtype=dtype)
+        """Return memory. CapacityError if there is too little."""
+        try:
+            return self.own_memory.make(torch.empty(tuple(shape), dtype=dtype), self._pool())
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(str(error)) from error
+
+    def _pool(self) -> FakeStream:
+        """Return the stream on which the calling thread enqueues ops."""
+        return self.update if current_stream() is self.update else self.compute
 
     def allocate_block(self, nbytes: int) -> AllocatedBlock:
         """Return one allocation for many tensors."""
@@ -189,8 +289,25 @@ class FakeDevice:
         return nullcontext()
 
     def updating(self) -> AbstractContextManager[object]:
-        """Do nothing: the single update thread enqueues ops on its stream."""
-        return nullcontext()
+        """A block whose ops run on the update stream."""
+        return LateCompute(self.update, self.own_memory, makes_here=True) if self._is_late else nullcontext()
+
+    def computing(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """Return a graph whose ops run on the compute stream. It ends when they have: user code runs by itself."""
+        if not self._is_late:
+            return run
+
+        def late(inputs: list[Any]) -> Any:
+            for each in inputs:
+                if isinstance(each, Tensor) and not isinstance(each, HomeTensor) and not _is_token(each):
+                    self.own_memory.add(each)
+            try:
+                with LateCompute(self.compute, self.own_memory):
+                    return run(inputs)
+            finally:
+                self.compute.drain()
+
+        return late
 
     def follow(self) -> None:
         """Change nothing."""
@@ -209,38 +326,51 @@ class FakeDevice:
 
     @property
     def allocated_nbytes(self) -> int:
-        """Return 0: the CPU allocator keeps no count."""
-        return 0
+        """Return the bytes of all tensors on the device, but for the user's."""
+        with self.own_memory.counted() as allocator:
+            return allocator.allocated_nbytes
 
     @property
     def peak_allocated_nbytes(self) -> int:
-        """Return nothing."""
-        return 0
+        """Return the most of them since the last ``forget_peak``."""
+        with self.own_memory.counted() as allocator:
+            return allocator.peak_nbytes
 
     @property
     def free_nbytes(self) -> int:
-        """Return all there is."""
-        return self.nbytes
+        """Return what is left."""
+        return self.nbytes - self.allocated_nbytes
 
     def forget_peak(self) -> None:
-        """Change nothing."""
+        """Reset the peak to what is allocated now."""
+        with self.own_memory.counted() as allocator:
+            allocator.peak_nbytes = allocator.allocated_nbytes
 
     def limit(self, nbytes: int | None) -> None:
-        """Record the limit."""
+        """Record the limit, and keep to it."""
         self.limits.append(nbytes)
+        with self.own_memory.counted() as allocator:
+            allocator.set_limit(nbytes)
 
     def give_back(self) -> None:
-        """Change nothing."""
+        """Return what is reserved and not used."""
+        with self.own_memory.counted() as allocator:
+            allocator.give_back()
 
     def synchronize(self) -> None:
         """Block until the streams have run everything that was enqueued."""
-        for stream in self._copying:
+        for stream in (self.compute, self.update, *self._copying):
             stream.record().wait()
 
     def close(self) -> None:
         """End the streams."""
-        for stream in self._copying:
+        for stream in (self.compute, self.update, *self._copying):
             stream.close()
+
+
+def _is_token(tensor: Tensor) -> bool:
+    """Return whether a tensor may be a ticket of a transfer, which is the host's."""
+    return tensor.numel() == 1 and tensor.dtype is torch.int64
 
 
 @contextmanager
@@ -249,11 +379,23 @@ def on_fake_device(device: FakeDevice | None = None) -> Iterator[FakeDevice]:
     device = device or FakeDevice()
 
     def make(name: str) -> Device:
+        if name != "cpu" and name != device.name:
+            raise AssertionError(f"{name} is asked for, and the device is {device.name}")
         return CPU if name == "cpu" else device
+
+    autograd, engine, init = AutogradThread(), torch.autograd.graph._engine_run_backward, Executor.__init__
+
+    def make_executor(
+        executor: Executor, store: Store, run: Callable[[list[Any]], Any], *args: Any, **kwargs: Any
+    ) -> None:
+        init(executor, store, device.computing(run) if store.device is device else run, *args, **kwargs)
 
     with (
         mock.patch("zinf_compile.runtime.store.store.make_device", make),
         mock.patch("zinf_compile.runtime.device.make_device.make_device", make),
+        mock.patch.object(Executor, "__init__", make_executor),
+        mock.patch.object(torch.autograd, "_engine_run_backward", partial(autograd.run, engine)),
     ):
         yield device
+    autograd.close()
     device.close()

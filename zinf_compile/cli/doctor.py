@@ -118,7 +118,7 @@ def find_lacks(machine: Machine, hardware: Hardware) -> tuple[Lack, ...]:
         )
         lacks.append(Lack(what="CUDA", costs=costs))
     elif not machine.has_cupy:
-        lacks.append(Lack(what="CuPy", costs="none of our CUDA kernels: pip install zinf_compile[cuda]"))
+        lacks.append(Lack(what="CuPy", costs="state_dtype is slower on the GPU: pip install zinf_compile[cuda]"))
     if machine.compiler is None:
         rate = hardware.optimizer_elements_per_second / 1e9
         costs = (

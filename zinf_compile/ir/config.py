@@ -204,7 +204,7 @@ def make_config(
         overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
         speculate=_check_speculate(given),
-        update_on=_check_update_on(given.get("update_on"), unified=unified, state_dtype=state_dtype),
+        update_on=_check_update_on(given.get("update_on"), unified=unified),
         state_dtype=state_dtype,
         exact_state=_check_exact_state(given.get("exact_state", ()), state_dtype),
         nvme_write_budget=_check_write_budget(given.get("nvme_write_budget")),
@@ -356,20 +356,13 @@ def _check_compute(compute: object) -> str:
     return str(compute)
 
 
-def _check_update_on(where: object, *, unified: bool, state_dtype: Code | None) -> str | None:
+def _check_update_on(where: object, *, unified: bool) -> str | None:
     if where not in (None, "host", "device"):
         raise ConfigError(f"update_on={where!r} is neither 'host' nor 'device'")
     if where == "device" and unified:
         raise ConfigError(
             "update_on='device' needs a device with memory of its own; say device='cuda', or leave it out"
         )
-    if where == "device" and state_dtype is not None:
-        raise ConfigError(
-            f"update_on='device' does not go with state_dtype='{state_dtype}', whose codes are decoded on the host; leave "
-            "one of them out"
-        )
-    if state_dtype is not None and not unified:
-        return "host"
     return None if where is None else str(where)
 
 

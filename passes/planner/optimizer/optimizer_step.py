@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import LOW_HALVES, chunk_multiple
+from zinf_compile.ir.copies import LOW_HALVES, Code, StateSpec, chunk_multiple
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import StepTiming, Tier, format_bytes
@@ -17,6 +17,7 @@ _MAX_CHUNK_ELEMENTS = 2**20
 _MAX_DEVICE_CHUNK_ELEMENTS = 2**24
 # Tensors of the master copy's size that an update of a chunk on the device may allocate. AdamW's default allocates three.
 _TEMPORARIES = 6
+_TABLES_NBYTES = 2 * (2**18 + 4 * 256)  # of int8 on a device: codes by 18 bits of a number, and values, twice each
 _DEVICE_SHARE = 16  # a chunk with all its buffers takes at most 1/16 of the device budget
 _CHUNKS_IN_FLIGHT = 4  # one being read, one updated, two being written
 
@@ -51,17 +52,21 @@ def plan_device_share(config: Config, hardware: Hardware, parameters: Sequence[P
 
 
 def device_chunk_elements(config: Config, parameters: Sequence[ParameterFact]) -> int:
-    """Return the elements of a chunk that is updated on the device: 16 Mi, or fewer on a small device."""
+    """Return the elements of a chunk that is updated on the device: about 16 Mi, or fewer on a small device."""
     per_element = _device_nbytes_per_element(parameters)
     fitting = config.device_memory // _DEVICE_SHARE // per_element
-    multiple = chunk_multiple()
-    return max(multiple, min(_MAX_DEVICE_CHUNK_ELEMENTS, fitting - fitting % multiple))
+    multiple = chunk_multiple(*_encodings_of([parameter for parameter in parameters if parameter.trainable]))
+    most = min(_MAX_DEVICE_CHUNK_ELEMENTS, fitting)
+    return max(multiple, most - most % multiple)
 
 
 def device_updates_nbytes(config: Config, parameters: Sequence[ParameterFact]) -> int:
-    """Return the device bytes of updates on the device: buffers of the chunks in flight, and temporaries of one."""
-    largest = max((parameter.num_elements for parameter in parameters if parameter.trainable), default=0)
-    return min(device_chunk_elements(config, parameters), largest) * _device_nbytes_per_element(parameters)
+    """Return the device bytes of updates there: buffers of the chunks in flight, temporaries and decoded state of one."""
+    trained = [parameter for parameter in parameters if parameter.trainable]
+    largest = max((parameter.num_elements for parameter in trained), default=0)
+    nbytes = min(device_chunk_elements(config, parameters), largest) * _device_nbytes_per_element(parameters)
+    codes = {state.encoding.code for parameter in trained for state in parameter.states}
+    return nbytes + (_TABLES_NBYTES if Code.INT8 in codes else 0)
 
 
 def _device_nbytes_per_element(parameters: Sequence[ParameterFact]) -> int:
@@ -69,7 +74,13 @@ def _device_nbytes_per_element(parameters: Sequence[ParameterFact]) -> int:
     num_sets = UPDATE_SETS + SMALL_UPDATE_SETS / SMALL_UPDATE_PART
     sizes = (ceil(chunk_nbytes_per_element(item) * num_sets) for item in trained)
     masters = (-(-item.master_nbytes // item.num_elements) for item in trained)
-    return max(1, max(sizes, default=0) + _TEMPORARIES * max(masters, default=0))
+    decoded = (sum(_decoded_nbytes(state) for state in item.states) for item in trained)
+    return max(1, max(sizes, default=0) + _TEMPORARIES * max(masters, default=0) + max(decoded, default=0))
+
+
+def _decoded_nbytes(state: StateSpec) -> int:
+    """Return the bytes of an element of a state that is decoded for an update; 0 where it is updated in place."""
+    return 0 if state.encoding.code is None else state.encoding.itemsize
 
 
 def _encodings_of(parameters: Sequence[ParameterFact]) -> tuple[set[int], set[int]]:

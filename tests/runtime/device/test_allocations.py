@@ -16,6 +16,10 @@ class Counting(FakeDevice):
     peak_allocated_nbytes = 3 * GIB
     num_forgotten = 0
 
+    @property
+    def free_nbytes(self) -> int:
+        return self.nbytes
+
     def forget_peak(self) -> None:
         self.num_forgotten += 1
         self.peak_allocated_nbytes = self.allocated_nbytes

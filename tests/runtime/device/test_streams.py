@@ -95,6 +95,15 @@ def test_state_that_lives_on_the_device_has_no_race(tmp_path: Path, timing: dict
     )
 
 
+@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("tier", ["exp_avg that lives there", "exp_avg"])
+def test_state_in_codes_has_no_race(tmp_path: Path, tier: str, state_dtype: str) -> None:
+    more = {"width": 256, "device_memory": (64 if "lives" in tier else 5) * MIB, "host_memory": 32 * MIB}
+    races = races_with(tmp_path, **more, update_on="device", state_dtype=state_dtype, speculate=False)
+    assert races.found == []
+    assert f"the update on the device, at its {tier}" in set(races.num_accesses)
+
+
 AHEAD = {"host_memory": 64 * MIB, "speculate": True, "compute": "aten", "depth": 3}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from zinf_compile.ir.copies import SECTOR_NBYTES, Code, Encoding, chunk_multiple, code_of_state
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.native.compiled import load_compiled
+from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.storage import state_codes
 from zinf_compile.runtime.storage.state_codes import Coded, decode, dynamic_values, encode
 
@@ -220,3 +221,14 @@ def test_bad_input(code: Code, values: Tensor, nbytes: int) -> None:
         with pytest.raises(ValueError, match=f"bytes of {code}"):
             function()
     assert not pages.any()
+
+
+@pytest.mark.parametrize("code", Code)
+def test_on_another_device_everything_stays_there_and_nothing_waits(code: Code) -> None:
+    """The meta device has no values: whoever asks for one, or how many there are of a kind, gets an error."""
+    coded = Coded(code=code, slice=Slice.of_whole("w", (100, 100)))
+    pages = torch.empty(code.nbytes(10_000), dtype=torch.uint8, device="meta")
+    home = CodedHomeTensor.of(coded, pages)
+    value = coded.value(pages)
+    encode(code, value.view(-1), pages, drawn_from=value.view(-1))
+    assert (value.device.type, value.shape, home.device.type, home.shape) == ("meta", (100, 100)) * 2

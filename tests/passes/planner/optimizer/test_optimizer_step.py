@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import Encoding, Granularity, StateSpec, chunk_multiple
+from zinf_compile.ir.copies import Code, Encoding, Granularity, StateSpec, chunk_multiple, encoded_state
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware, Rate, make_route
@@ -146,3 +146,45 @@ def test_chunks_on_the_device_take_a_small_part_of_it(parameter: Function, devic
     nbytes = device_updates_nbytes(config, parameters)
     assert nbytes == chunk * (3 * 16 + 1 + 6 * 4)
     assert nbytes <= max(device_memory // 16, CHUNK_ALIGN_ELEMENTS * (3 * 16 + 1 + 6 * 4))
+
+
+@pytest.mark.parametrize(
+    ("code", "of_states", "tables"), [(Code.INT8, 3, 2 * (2**18 + 2**10)), (Code.BFLOAT16, 4, 0)], ids=str
+)
+def test_chunks_on_the_device_whose_state_is_decoded(
+    parameter: Function, code: Code, of_states: int, tables: int
+) -> None:
+    """The pages of a chunk are in its buffers, and the values of one chunk in memory of their own."""
+    exact = parameter("a.weight", 700 * 30_720, compute_dtype="bfloat16")
+    coded = replace(exact, states=tuple(encoded_state(state, code) for state in exact.states))
+    per_element = {exact: 3 * 16 + 1 + 6 * 4, coded: 3 * (8 + of_states) + 1 + 6 * 4 + 2 * 4}
+    assert per_element[coded] < per_element[exact]
+    chunks = {}
+    for device_memory in (2**36, 2**34, 2**26, 2**20):
+        config = replace(_gpu(), device_memory=device_memory)
+        chunk = chunks[device_memory] = device_chunk_elements(config, [coded])
+        multiple = chunk_multiple([code.page_elements], [4, 2])
+        assert chunk % multiple == 0
+        assert device_updates_nbytes(config, [coded]) == chunk * per_element[coded] + tables
+        assert chunk == multiple or chunk * per_element[coded] <= device_memory // 16
+        placements = plan_placement([coded], replace(ALL_ON_HOST, unified=False))
+        step = plan_step([coded], placements, staging_nbytes=0, device_share=1.0, device_chunk=chunk)
+        assert step.chunk_elements == chunk
+    assert chunks[2**36] > 0.99 * 2**24
+    assert chunks[2**20] == multiple
+
+
+def test_a_share_of_updates_moves_codes(parameter: Function) -> None:
+    """With fewer bytes over the link the device has more of the updates."""
+    machine = Hardware(
+        name="a GPU",
+        unified=True,
+        flops=(Rate(name="bfloat16", per_second=1e14),),
+        memory_bytes_per_second=1e12,
+        routes=(make_route(Tier.HOST, Tier.DEVICE, 32e9), make_route(Tier.DEVICE, Tier.HOST, 16e9)),
+        optimizer_elements_per_second=3e9,
+    )
+    exact = parameter("a.weight", 700 * 30_720, compute_dtype="bfloat16")
+    coded = replace(exact, states=tuple(encoded_state(state, Code.BFLOAT16) for state in exact.states))
+    shares = [plan_device_share(_gpu(compute="inductor"), machine, [each]) for each in (exact, coded)]
+    assert shares == pytest.approx([0.25, 16 / 12 / (16 / 12 + 3)], rel=1e-3)

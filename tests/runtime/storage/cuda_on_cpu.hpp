@@ -1,7 +1,6 @@
 // Enough of CUDA to run a kernel on a CPU: a CPU thread per CUDA thread, one block after the other. Slow and exact.
 #pragma once
 #include <barrier>
-#include <cmath>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -21,7 +20,6 @@ inline Index blockDim, gridDim;
 inline std::barrier<>* threads_of_block;
 
 inline void __syncthreads() { threads_of_block->arrive_and_wait(); }
-inline int atomicOr(int* address, int bits) { return __atomic_fetch_or(address, bits, __ATOMIC_RELAXED); }
 
 inline float __uint_as_float(unsigned bits) {
     float value;
@@ -34,8 +32,6 @@ inline unsigned __float_as_uint(float value) {
     std::memcpy(&bits, &value, sizeof bits);
     return bits;
 }
-
-using std::isfinite;
 
 template <class Kernel, class... Arguments>
 void launch(unsigned num_blocks, unsigned num_threads, Kernel kernel, Arguments... arguments) {

@@ -1,0 +1,222 @@
+"""The tests' own GPU is as strict as a real one: compute is late, memory is reused, and no wait is hidden."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zinf_compile
+from tests.support.caching_allocator import CachingAllocator
+from tests.support.fake_device import AutogradThread, FakeDevice, on_fake_device
+from tests.support.late_compute import LateCompute
+from zinf_compile.ir.errors import CapacityError
+from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.device import allocations
+from zinf_compile.runtime.execute import op_bodies
+from zinf_compile.runtime.transfer.link import Link
+
+MIB = 2**20
+
+
+@pytest.fixture
+def device() -> Any:
+    with on_fake_device(FakeDevice(most_seconds=1e-3)) as made:
+        yield made
+
+
+def optimized(**options: Any) -> nn.Module:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96))
+    given = {"device": "cuda", "device_memory": 8 * MIB, "host_memory": 16 * MIB, "tiles": False, "compute": "aten"}
+    return zinf_compile.optimize(model, **{**given, **options})
+
+
+def test_results_are_late(device: FakeDevice) -> None:
+    gate = threading.Event()
+    x = device.allocate([4], torch.float32).fill_(1.0)
+    device.compute.enqueue(lambda: gate.wait() and None)
+    with LateCompute(device.compute, device.own_memory):
+        y = (x + 1).exp()
+        view = y[:2]
+    assert y.isnan().all()
+    gate.set()
+    device.compute.drain()
+    assert torch.equal(y, torch.full([4], 2.0).exp())
+    assert torch.equal(view, y[:2])
+
+
+def test_a_copy_that_does_not_wait_for_compute_brings_nonsense(device: FakeDevice) -> None:
+    def leave(take: Callable[[Link, Tensor, Tensor], Any]) -> Tensor:
+        link, gate, home = Link(device), threading.Event(), torch.zeros(4)
+        x = device.allocate([4], torch.float32).fill_(1.0)
+        device.compute.enqueue(lambda: gate.wait(0.1) and None)
+        with LateCompute(device.compute, device.own_memory):
+            y = x + 1
+            take(link, y.view(torch.uint8), home.view(torch.uint8))
+            link.let_go(y)
+        link.close()
+        return home
+
+    assert torch.equal(leave(Link.take), torch.full([4], 2.0))
+    at_once = device.compute.record()
+    at_once.wait()
+    assert leave(lambda link, source, home: link.take(source, home, behind=at_once)).isnan().all()
+
+
+def test_memory_that_is_freed_is_reused_and_may_not_be_copied(device: FakeDevice) -> None:
+    gate, home = threading.Event(), torch.zeros(1024, dtype=torch.uint8)
+    value = device.allocate([1024], torch.uint8).fill_(7)
+    device.copies.to_host.enqueue(lambda: gate.wait() and None)
+    device.copies.to_host.copy(value, home)
+    del value
+    with pytest.raises(
+        AssertionError, match="1024 bytes are free on the compute stream while a copy of them has not run"
+    ):
+        device.compute.drain()
+    gate.set()
+    device.copies.to_host.drain()
+
+
+def test_what_is_freed_is_overwritten(device: FakeDevice) -> None:
+    kept = torch.empty(256)
+    value = device.own_memory.make(kept, device.compute)
+    value.fill_(1.0)
+    del value
+    device.compute.drain()
+    assert kept.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("look", "op"),
+    [
+        (lambda grad: float(grad.sum()), "_local_scalar_dense"),
+        (lambda grad: grad.nonzero(), "nonzero"),
+        (lambda grad: torch.empty(grad.shape).copy_(grad), "copy_"),
+        (lambda grad: torch.equal(grad, grad), "equal"),
+    ],
+    ids=["a number", "indices", "a copy", "a comparison"],
+)
+def test_a_hidden_wait_is_an_error(device: FakeDevice, look: Callable[[Tensor], object], op: str) -> None:
+    store_gradient = op_bodies.store_gradient
+
+    def store(record: Any, grad: Tensor) -> None:
+        look(grad)
+        store_gradient(record, grad)
+
+    model = optimized()
+    with (
+        mock.patch.object(op_bodies, "store_gradient", store),
+        pytest.raises(AssertionError, match=rf"aten\.{op}.* wait"),
+    ):
+        model(torch.randn(4, 96)).sum().backward()
+    zinf_compile.close(model)
+
+
+def test_backward_runs_on_another_thread(device: FakeDevice) -> None:
+    model, threads = optimized(), []
+    x = torch.randn(4, 96, requires_grad=True)
+    x.register_hook(lambda grad: threads.append(threading.current_thread().name))
+    model(x).sum().backward()
+    zinf_compile.close(model)
+    assert threads == ["fake-autograd_0"]
+
+
+def test_an_interrupt_of_backward_is_raised_when_that_has_ended() -> None:
+    begun, ended = threading.Event(), []
+    autograd = AutogradThread()
+
+    def backward() -> None:
+        begun.set()
+        threading.Event().wait(0.05)
+        ended.append(True)
+
+    def interrupt(waited: Any) -> None:
+        begun.wait()
+        if not ended:
+            raise KeyboardInterrupt
+
+    with mock.patch("tests.support.fake_device.futures.wait", interrupt), pytest.raises(KeyboardInterrupt):
+        autograd.run(backward)
+    assert ended == [True]
+    autograd.close()
+
+
+def test_the_peak_that_the_allocator_measures_is_within_the_plans(device: FakeDevice) -> None:
+    model = optimized(device_memory=2 * MIB)
+    adamw = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(64, 96)).square().sum().backward()
+        adamw.step()
+        adamw.zero_grad()
+    (tier,) = (each for each in zinf_compile.report(model).tiers if each.tier is Tier.DEVICE)
+    zinf_compile.close(model)
+    assert tier.predicted_peak is not None
+    assert 96 * 192 * 4 < tier.measured_peak <= tier.predicted_peak <= 2 * MIB
+
+
+def test_a_graph_that_takes_more_than_its_limit_is_refused(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is on what the allocator reserves, whose segments are larger than such models."""
+    monkeypatch.setattr(allocations, "_SEGMENTS_NBYTES", -60 * MIB)
+    model = optimized(device_memory=80 * MIB)
+    with pytest.raises(CapacityError, match=r"needs more device memory than the plan reserves for it"):
+        model(torch.randn(16384, 96)).sum().backward()
+    assert device.limits[-1] is None
+    zinf_compile.close(model)
+
+
+def test_another_gpu_than_the_first() -> None:
+    with on_fake_device(FakeDevice(name="cuda:1")) as second:
+        model = optimized(device="cuda:1")
+        model(torch.randn(4, 96)).sum().backward()
+        zinf_compile.close(model)
+        assert second.limits
+        with pytest.raises(AssertionError, match="cuda is asked for, and the device is cuda:1"):
+            optimized(device="cuda")
+
+
+# The allocator
+
+
+def test_sizes_are_rounded_and_segments_are_cut() -> None:
+    allocator = CachingAllocator(2**30)
+    small, medium = allocator.allocate(1, "compute"), allocator.allocate(MIB + 1, "compute")
+    assert (small.nbytes, medium.nbytes) == (512, MIB + 512)
+    assert allocator.allocated_nbytes == MIB + 1024
+    assert allocator.reserved_nbytes == 2 * MIB + 20 * MIB
+    large = allocator.allocate(11 * MIB, "compute")
+    assert allocator.reserved_nbytes == 22 * MIB, "it is cut from what is left of the segment"
+    huge = allocator.allocate(31 * MIB + 1, "compute")
+    assert allocator.reserved_nbytes == 22 * MIB + 32 * MIB
+    assert huge.nbytes == 32 * MIB, "what is left is too little to be cut off"
+    for block in (small, medium, large, huge):
+        allocator.free(block)
+    assert allocator.allocated_nbytes == 0
+    allocator.give_back()
+    assert allocator.reserved_nbytes == 0, "neighbours that are free are one block again"
+    assert allocator.peak_nbytes == MIB + 1024 + 11 * MIB + 32 * MIB
+
+
+def test_each_stream_has_blocks_of_its_own() -> None:
+    allocator = CachingAllocator(2**30)
+    allocator.free(allocator.allocate(4 * MIB, "compute"))
+    allocator.allocate(4 * MIB, "update")
+    assert allocator.reserved_nbytes == 40 * MIB
+    allocator.allocate(4 * MIB, "compute")
+    assert allocator.reserved_nbytes == 40 * MIB
+
+
+def test_what_is_cached_is_given_back_before_memory_is_refused() -> None:
+    allocator = CachingAllocator(2**30)
+    allocator.set_limit(50 * MIB)
+    allocator.free(allocator.allocate(24 * MIB, "compute"))
+    allocator.allocate(40 * MIB, "update")
+    assert allocator.reserved_nbytes == 40 * MIB
+    with pytest.raises(torch.OutOfMemoryError, match="41943040 of 52428800 are reserved"):
+        allocator.allocate(12 * MIB, "compute")
+    allocator.set_limit(None)
+    allocator.allocate(12 * MIB, "compute")
