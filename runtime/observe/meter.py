@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from zinf_compile.ir.hardware import route_name
 from zinf_compile.ir.timeline import UPDATE_LANE
 from zinf_compile.runtime.device.cpu import CPU
 from zinf_compile.runtime.device.device import Event, Stream, Timing
-from zinf_compile.runtime.observe.recorder import Recorder, profiled
+from zinf_compile.runtime.observe.recorder import Recorder, is_profiled, profiled
 
 _MOST_TIMED = 2**14  # waits and copies of some steps
 _LEAST_STALL_SECONDS = 1e-5  # two consecutive events may be this far apart with nothing in between
@@ -173,9 +173,12 @@ class Meter:
         with self._lock:
             self._arrived[route] += nbytes
 
-    @contextmanager
-    def updating(self, name: str) -> Iterator[None]:
+    def updating(self, name: str) -> AbstractContextManager[None]:
         """Record the time in this block as an update of a parameter, or of a part of it."""
+        return nullcontext() if self.recorder is None and not is_profiled() else self._updating(name)
+
+    @contextmanager
+    def _updating(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         with profiled(f"update {name}"):
             yield

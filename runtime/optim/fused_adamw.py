@@ -32,6 +32,7 @@ _NO_DECAY, _ADD_TO_GRADIENT, _SHRINK_PARAMETER = range(3)
 _lock = threading.Lock()
 _checked: dict[tuple[object, ...], bool] = {}
 _CORES_THAT_LAUNCH = 2
+_NUMBERS = ("eps", "weight_decay", "momentum", "dampening")
 _log = logging.getLogger(__name__)
 
 
@@ -129,7 +130,7 @@ def find_kernel(
     ``compute_dtype`` is None where there is no compute copy. The first call compiles; the first call with some options
     compares the kernel with the plain optimizer.
     """
-    if not _is_known(optimizer, group):
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not has_plain_options(optimizer, group):
         return None
     if master_dtype != torch.float32 or gradient_dtype not in (torch.float32, _NARROW):
         return None
@@ -174,11 +175,11 @@ def update_threads(*, unified: bool) -> int:
     return num_threads if unified else max(1, num_threads - _CORES_THAT_LAUNCH)
 
 
-def _is_known(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Return whether the kernel does what these options say."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+def has_plain_options(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether one of torch's fused optimizers updates by numbers known to the host, which nothing else changes."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         return False
-    if group["capturable"] or group["differentiable"]:
+    if group.get("capturable") or group["differentiable"]:
         return False
     if any(getattr(optimizer, scaled, None) is not None for scaled in SCALER_ATTRIBUTES):
         return False  # torch.amp.GradScaler lets a fused optimizer divide gradients itself
@@ -187,7 +188,7 @@ def _is_known(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         is_plain = lr.numel() == 1 and lr.device.type == "cpu" and not lr.requires_grad and not group["foreach"]
     else:
         is_plain = isinstance(lr, int | float)
-    numbers = (*group["betas"], group["eps"], group["weight_decay"])
+    numbers = (*group.get("betas", ()), *(group[name] for name in _NUMBERS if name in group))
     return is_plain and all(isinstance(number, int | float) for number in numbers)
 
 

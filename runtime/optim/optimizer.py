@@ -11,14 +11,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
 from zinf_compile.ir.errors import CapacityError, RankError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import UPDATE_NBYTES
 from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.optim.device_chunks import DeviceChunks
 from zinf_compile.runtime.optim.fused_adamw import Kernel, update_threads
+from zinf_compile.runtime.optim.fused_ops import FusedOps
 from zinf_compile.runtime.optim.owners import (
     OwnedUpdate,
     check_updates_alike,
@@ -77,6 +77,8 @@ class StreamedStep:
         self._is_cut = True  # chunks are updated in pieces where the update allocates
         self._jobs: list[Job] = []
         self._kernels: dict[Job, Kernel | None] = {}
+        self._on_device: dict[Job, DeviceChunks] = {}  # from the first chunk of a job to its last
+        self._fused_ops = FusedOps(store.device)
         self._new_states: list[tuple[Job, str]] = []  # of whole tensors, by key: not home yet
         self._num_elements = self._num_on_device = 0
         if isinstance(jobs, Sequence):
@@ -216,6 +218,7 @@ class StreamedStep:
             self._let_go()
             raise
         finally:
+            self._on_device.clear()
             for job in self._jobs:  # callbacks of writes refer to the job, and it to a gradient that should be freed
                 job.writes.clear()
 
@@ -362,7 +365,7 @@ class StreamedStep:
 
     def _read(self, job: Job, part: Slice, pending: deque[Chunk]) -> Chunk:
         chunk = Chunk(job=job, slice=part, lease=None, views={}, reads=[])
-        nbytes = job.lease_nbytes(part.num_elements)
+        nbytes = job.lease_nbytes(part.num_elements) if job.staged_slots else 0
         if nbytes == 0:
             return chunk
         chunk.lease = self._lease(job, nbytes, pending)
@@ -388,15 +391,18 @@ class StreamedStep:
         job, record, io_pool = chunk.job, chunk.job.record, self._store.io_pool
         try:
             io_pool.wait(chunk.reads, "optimizer state on its way in")
-            if job.is_on_device and not job.reloaded:
-                self._make_device_room(chunk)  # a refusal leaves everything as it was
+            on_device = self._chunks_on_device(job) if job.is_on_device and not job.reloaded else None
+            if on_device is not None:
+                on_device.make_room(chunk)  # a refusal leaves everything as it was
             job.begin()
             with self._store.meter.updating(record.name):
-                if job.reloaded:
+                if on_device is not None:
+                    back = on_device.update(chunk)
+                elif job.reloaded:
                     back = self._reload_to_device(chunk) if job.is_on_device else chunk.reload()
                 else:
-                    back = self._update_on_device(chunk) if job.is_on_device else self._compute(chunk)
-            if self._allocates(job):
+                    back = self._compute(chunk)
+            if not job.is_on_device and self._allocates(job):
                 self._store.held.sample()
         except BaseException:
             self._return(chunk)
@@ -406,10 +412,15 @@ class StreamedStep:
     def _write_back(self, chunk: Chunk, back: Mapping[CopyKey, Future[None]]) -> None:
         """Start writing what was updated; of what comes back from a device, as soon as it is there."""
         job, io_pool = chunk.job, self._store.io_pool
+        if chunk.lease is None:
+            if back:  # the copies of all chunks leave on one stream: the last one's end is theirs
+                job.writes[:] = [next(iter(back.values()))]
+            self._end_chunk(chunk)
+            return
         writes: list[Future[None]] = []
         try:
             for key in () if job.reloaded else job.staged_slots:
-                if chunk.lease is not None and (key != GRADIENT or job.changes_gradient):
+                if key != GRADIENT or job.changes_gradient:
                     offset, nbytes = job.range_written(key, chunk.slice)
                     write = partial(io_pool.write, job.slot_written(key), offset, chunk.views[key][:nbytes])
                     writes += [then_start(back[key], write)] if key in back else write()
@@ -417,53 +428,19 @@ class StreamedStep:
             # The copies of a chunk that come back together have one future.
             writes += dict.fromkeys(done for key, done in back.items() if key not in job.staged_slots)
             job.writes += writes
-            if chunk.lease is not None:
-                return_when_done(self._store.staging, chunk.lease, writes)
-        if chunk.slice.stop == job.elements.stop:
-            self._complete_when_home(job)
+            return_when_done(self._store.staging, chunk.lease, writes)
+        self._end_chunk(chunk)
 
-    def _make_device_room(self, chunk: Chunk) -> None:
-        job = chunk.job
-        away = [key for key in job.home_slots if key != GRADIENT and key not in job.device_slots]
-        num_elements = chunk.slice.num_elements
-        sizes = [
-            *(job.home_slots[key].staged_nbytes(num_elements) for key in away),
-            job.grad.dtype.itemsize * num_elements,
-        ]
-        self._store.device_updates.make_room(sizes)
+    def _end_chunk(self, chunk: Chunk) -> None:
+        if chunk.slice.stop == chunk.job.elements.stop:
+            self._on_device.pop(chunk.job, None)
+            self._complete_when_home(chunk.job)
 
-    def _update_on_device(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
-        """Enqueue the update of a chunk whose reads are done; return, for each copy, what is done when it has come back."""
-        job, record = chunk.job, chunk.job.record
-        here = {key: slot.elements(slot.stored(chunk.slice)) for key, slot in job.device_slots.items()}
-        away = {key: slot for key, slot in job.home_slots.items() if key != GRADIENT and key not in here}
-        written = {key: chunk.tensor(key, job.shadows.get(key, slot)) for key, slot in away.items()}
-        host = dict(written)
-        host.update(
-            (key, chunk.tensor(key, slot)) for key, slot in away.items() if key in job.shadows and job.reads(key)
-        )
-        host[GRADIENT] = chunk.raw_gradient()
-
-        def update(there: Mapping[CopyKey, Tensor]) -> None:
-            for operation in job.deferred:
-                operation(there[GRADIENT])
-            states = {name: there[state_key(name)] for name in record.copies.states}
-            operands = Operands(
-                slice=chunk.slice,
-                master=there[MASTER],
-                gradient=there[GRADIENT],
-                states=states,
-                compute=there.get(COMPUTE),
-            )
-            if not job.coded_states:
-                update_slice(job, operands, shape=None)
-                return
-            for decoded in decoding(job, operands, None, num_threads=1, at_once=None):
-                update_slice(job, decoded, shape=None)
-
-        assert job.before is not None
-        read = {key for key in host if job.reads(key)}
-        return self._store.device_updates.run(record.name, host, read, written, update, here=here, before=job.before)
+    def _chunks_on_device(self, job: Job) -> DeviceChunks:
+        """Return what updates the chunks of a job on the device."""
+        if job not in self._on_device:
+            self._on_device[job] = DeviceChunks(self._store, job, self._fused_ops)
+        return self._on_device[job]
 
     def _reload_to_device(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
         """Enqueue copies to the device of what an update ahead of its step wrote to host memory."""

@@ -75,28 +75,26 @@ class DeviceUpdates:
         back in host memory. Until then no host tensor may be read or written by others.
         """
         buffers = self._sets.popleft()
-        there = dict(zip(host, buffers.cut(tuple((each.dtype, each.numel()) for each in host.values())), strict=True))
+        there = dict(zip(host, buffers.cut(tuple([(each.dtype, each.numel()) for each in host.values()])), strict=True))
         if here:
             # Hazard: compute enqueued earlier may still read a resident copy that is updated in place.
             self._device.update.wait(before)
         arriving = self._copies(
-            name, {key: (host[key], there[key]) for key in host if key in read}, Tier.HOST, Tier.DEVICE
+            name, [(key, each, there[key]) for key, each in host.items() if key in read], Tier.HOST, Tier.DEVICE
         )
-        if arriving:
-            # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
-            # Hazard: the update reads the copied tensors.
-            self._device.update.wait(self._link.bring_all(arriving, behind=buffers.free).event)
-        # Hazard: tensors that are written and not read have no copy to wait for.
-        self._device.update.wait(buffers.free)
+        # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
+        arrived = self._link.bring_all(arriving, behind=buffers.free).event if arriving else buffers.free
+        # Hazard: the update reads the copied tensors, and writes others that are not copied.
+        self._device.update.wait(arrived)
         try:
             with self._device.updating():
-                update({**there, **here})
+                update({**there, **here} if here else there)
         except BaseException:
             self._device.synchronize()  # the caller may free the host tensors, so no copy may be in flight
             raise
         # Hazard: the copies back read what the update writes.
         done = self._device.update.record()
-        leaving = self._copies(name, {key: (there[key], home) for key, home in written.items()}, Tier.DEVICE, Tier.HOST)
+        leaving = self._copies(name, [(key, there[key], home) for key, home in written.items()], Tier.DEVICE, Tier.HOST)
         buffers.free = done  # of what lives on the device nothing is copied back
         back: dict[CopyKey, Future[None]] = {}
         if leaving:
@@ -110,25 +108,26 @@ class DeviceUpdates:
         self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], *, before: Event
     ) -> dict[CopyKey, Future[None]]:
         """Start copying flat host tensors to flat tensors on the device, behind ``before``; return when that is done."""
-        arriving = self._copies(name, copies, Tier.HOST, Tier.DEVICE)
+        pairs = [(key, source, destination) for key, (source, destination) in copies.items()]
+        arriving = self._copies(name, pairs, Tier.HOST, Tier.DEVICE)
         return dict.fromkeys(copies, self._link.bring_all(arriving, behind=before).done)
 
     def _copies(
-        self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], source: Tier, destination: Tier
+        self, name: str, pairs: Sequence[tuple[CopyKey, Tensor, Tensor]], source: Tier, destination: Tier
     ) -> list[Copy]:
         """Return copies from one tier to another, which are counted, and timed while something is recorded."""
-        self._meter.add_moved(source, destination, sum(tensor.nbytes for tensor, _ in copies.values()))
+        self._meter.add_moved(source, destination, sum([start.nbytes for _, start, _ in pairs]))
         if self._meter.recorder is None:
-            return [Copy(*pair) for pair in copies.values()]
+            return [Copy(start, end) for _, start, end in pairs]
         return [
-            Copy(*pair, self._meter.copying(source, destination, pair[0].nbytes, f"{name} ({key.label})"))
-            for key, pair in copies.items()
+            Copy(start, end, self._meter.copying(source, destination, start.nbytes, f"{name} ({key.label})"))
+            for key, start, end in pairs
         ]
 
     def make_room(self, sizes: Iterable[int]) -> None:
         """Prepare buffers of these sizes, in bytes, for the next chunk. CapacityError if the device has no room."""
         needed = sum(map(whole_sectors, sizes))
-        largest = max((buffers.memory.numel() for buffers in self._large), default=0)
+        largest = max([buffers.memory.numel() for buffers in self._large], default=0)
         is_small = needed * SMALL_UPDATE_PART <= largest
         self._sets = self._small if is_small else self._large
         if len(self._sets) >= (SMALL_UPDATE_SETS if is_small else UPDATE_SETS):

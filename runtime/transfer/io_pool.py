@@ -72,6 +72,8 @@ class IOPool:
 
     def wait(self, futures: Sequence[Future[None]], name: str) -> None:
         """Wait for all futures, then raise their first error; recorded as a stall with this name, unless all are done."""
+        if not futures:
+            return
         if not all(future.done() for future in futures):
             with self._meter.stall(name):
                 wait_all(futures, name, gone=self._why_gone)

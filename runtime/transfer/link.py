@@ -18,7 +18,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -138,10 +137,13 @@ class CopyWatcher:
             if landing.is_watched or landing.has_ended:
                 return
             try:
-                if landing.event.has_happened():
-                    landing.end()
+                if not landing.event.has_happened():
+                    return
+                failed = None
             except RuntimeError as error:
-                landing.end(error)
+                failed = error
+            self._let_go()
+            landing.end(failed)
 
     def watch(self, landing: Landing) -> None:
         """Have the thread wait for a landing that is not done, and for all before it.
@@ -168,10 +170,18 @@ class CopyWatcher:
                 copy.event.wait()
             except RuntimeError as error:
                 failed = error
-            if self._arrivals is not None:  # before staging is returned from which the same chunk came
-                self._arrivals.forget_landed()
+            self._let_go()
             copy.end(failed)
             del copy, failed  # and callbacks refer to what waited
+
+    def _let_go(self) -> None:
+        """Let go of the memory of what landed before a landing that is about to end, and of what arrived for it.
+
+        Before staging is returned from which the same chunk came, or somebody asks who holds a home.
+        """
+        if self._arrivals is not None:
+            self._arrivals.forget_landed()
+        self.forget_landed()
 
     def close(self) -> None:
         """Wait for all copies, and end the thread."""
@@ -299,7 +309,10 @@ class Link:
 
 def _enqueue(copies: Sequence[Copy], stream: Stream) -> Event:
     """Enqueue copies on a stream, whose lock is held; return their end."""
-    for copy in copies:
-        with nullcontext() if copy.timing is None else copy.timing(stream):
-            stream.copy(copy.source, copy.destination)
+    for source, destination, timing in copies:
+        if timing is None:
+            stream.copy(source, destination)
+        else:
+            with timing(stream):
+                stream.copy(source, destination)
     return stream.record()

@@ -93,7 +93,15 @@ class Slice:
         """Return indices [start, stop) of this slice, counted from its own first index."""
         if not 0 <= start <= stop <= self.length:
             raise ValueError(f"[{start}, {stop}) is not within the {self.length} indices of {self}")
-        return replace(self, start=self.start + start, length=stop - start)
+        # Not ``replace``, which takes twice as long: every chunk of an update is a part.
+        return Slice(
+            parameter=self.parameter,
+            shape=self.shape,
+            dim=self.dim,
+            start=self.start + start,
+            length=stop - start,
+            num_ranks=self.num_ranks,
+        )
 
     def split(self, num_parts: int, multiple: int = 1) -> tuple["Slice", ...]:
         """Return at most ``num_parts`` parts, equal but for the last, each beginning at a multiple of some indices."""

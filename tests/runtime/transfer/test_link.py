@@ -91,6 +91,18 @@ def test_a_source_is_let_go_of_before_what_left_later_is_done(bench: Bench) -> N
     assert found == [True]
 
 
+def test_who_hears_of_a_copy_finds_the_memory_of_those_before_it_let_go(bench: Bench) -> None:
+    (first, first_gate), (last, last_gate) = bench.bring(), bench.bring()
+    freed = weakref.ref(first.done.memory[0])  # type: ignore[attr-defined]
+    bench.device.copies.to_device.copy = lambda source, destination: None  # type: ignore[method-assign]
+    land(first, first_gate)
+    land(last, last_gate)
+    assert freed() is not None
+    assert last.done.done()
+    assert freed() is None
+    bench.link.close()
+
+
 def test_a_copy_that_is_waited_for_is_done_before_later_ones_have_landed(bench: Bench) -> None:
     (first, first_gate), (second, second_gate) = bench.bring(), bench.bring()
     ended = threading.Event()

@@ -1,0 +1,123 @@
+"""Chunks of a parameter that is updated on the device: what they have in common is prepared once.
+
+One thread enqueues everything here, so that its Python limits how many chunks are updated in a second.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
+from zinf_compile.runtime.optim.fused_ops import FusedOps
+from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, decoding, update_slice
+from zinf_compile.runtime.optim.step_jobs import Job
+from zinf_compile.runtime.storage.slots import Slot
+from zinf_compile.runtime.store.store import Store
+
+
+class _Place(NamedTuple):
+    """Where the chunks of a copy are."""
+
+    key: CopyKey
+    slot: Slot
+    first: int | None  # the element of its storage where element 0 of the flat parameter is; None if chunks are staged
+
+
+class DeviceChunks:
+    """Updates the chunks of one job on the device, one after the other."""
+
+    def __init__(self, store: Store, job: Job, ops: FusedOps) -> None:
+        assert job.before is not None
+        self._updates, self._job, self._before = store.device_updates, job, job.before
+        away = [key for key in job.home_slots if key != GRADIENT and key not in job.device_slots]
+        self._away = [job.home_slots[key] for key in away]
+        gradient_dtype = job.grad.dtype if job.home_gradient is None else job.home_gradient.tensor.dtype
+        self._gradient_itemsize = gradient_dtype.itemsize
+        self._here = _places_of(job, job.device_slots)
+        self._written = _places_of(job, {key: job.shadows.get(key, job.home_slots[key]) for key in away})
+        instead = [key for key in away if key in job.shadows and job.reads(key)]
+        self._instead = _places_of(job, {key: job.home_slots[key] for key in instead})
+        self._gradient = _places_of(job, {} if job.home_gradient is None else {GRADIENT: job.home_gradient})
+        self._read = frozenset(key for key in (*away, GRADIENT) if job.reads(key))
+        self._states = [(name, state_key(name)) for name in job.record.copies.states]
+        self._is_coded = bool(job.coded_states)
+        self._op = ops.find(job)
+        self._widened: Tensor | None = None  # memory for a chunk's gradient in the dtype of the master copy
+
+    def make_room(self, chunk: Chunk) -> None:
+        """Prepare buffers for a chunk. CapacityError if the device has no room."""
+        length = chunk.slice.length
+        sizes = [slot.staged_nbytes(length) for slot in self._away]
+        self._updates.make_room([*sizes, self._gradient_itemsize * length])
+
+    def update(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
+        """Enqueue the update of a chunk whose reads are done; return, for each copy, what is done when it has come back."""
+        written = _tensors_at(self._written, chunk)
+        host = {**written, **_tensors_at(self._instead, chunk)}
+        host |= _tensors_at(self._gradient, chunk) or {GRADIENT: chunk.raw_gradient()}
+
+        def change(there: Mapping[CopyKey, Tensor]) -> None:
+            self._change(chunk, there)
+
+        here, name = _tensors_at(self._here, chunk), self._job.record.name
+        return self._updates.run(name, host, self._read, written, change, here=here, before=self._before)
+
+    def _change(self, chunk: Chunk, there: Mapping[CopyKey, Tensor]) -> None:
+        """Update a chunk that is on the device."""
+        master, gradient, compute = there[MASTER], there[GRADIENT], there.get(COMPUTE)
+        for operation in self._job.deferred:
+            operation(gradient)
+        states = {name: there[key] for name, key in self._states}
+        operands = Operands(slice=chunk.slice, master=master, gradient=gradient, states=states, compute=compute)
+        if not self._is_coded:
+            self._update(operands)
+            return
+        for decoded in decoding(self._job, operands, None, num_threads=1, at_once=None):
+            self._update(decoded)
+
+    def _update(self, operands: Operands) -> None:
+        """Update what is on the device, with states that are decoded."""
+        if self._op is None:
+            update_slice(self._job, operands, shape=None)
+            return
+        master, gradient = operands.master, self._widen(operands.gradient, operands.master.dtype)
+        self._op.update(master.detach() if master.requires_grad else master, gradient, operands.states)
+        if operands.compute is not None:
+            operands.compute.copy_(master)
+
+    def _widen(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a gradient in a dtype; in memory that all chunks share, since they are updated in order."""
+        if gradient.dtype == dtype:
+            return gradient
+        size = gradient.numel()
+        if self._widened is None or self._widened.numel() < size:
+            self._widened = torch.empty_like(gradient, dtype=dtype)
+        widened = self._widened if self._widened.numel() == size else self._widened[:size]
+        return widened.copy_(gradient)
+
+
+def _places_of(job: Job, slots: Mapping[CopyKey, Slot]) -> list[_Place]:
+    """Return where the chunks of a job's copies are."""
+    return [
+        _Place(key, slot, _first_of(job, slot) if key not in job.staged_slots else None) for key, slot in slots.items()
+    ]
+
+
+def _first_of(job: Job, slot: Slot) -> int | None:
+    if slot.coded is not None or not slot.per_element or not slot.tensor.is_contiguous():
+        return None
+    return int(slot.tensor.storage_offset()) + job.elements.offset_in(slot.slice) - job.elements.start
+
+
+def _tensors_at(places: Sequence[_Place], chunk: Chunk) -> dict[CopyKey, Tensor]:
+    """Return a chunk of each of some copies, flat."""
+    size, start = (chunk.slice.length,), chunk.slice.start
+    # Of the home tensor each time: a flat one that is kept would count as an alias that others hold. A slice of a view of it
+    # takes twice as long.
+    return {
+        key: chunk.tensor(key, slot) if first is None else slot.tensor.as_strided(size, (1,), first + start)
+        for key, slot, first in places
+    }
