@@ -351,7 +351,6 @@ class JobCollector:
                 f"{self._store.ranks.mesh_size} ranks, which update different parameters, has its own; use an optimizer "
                 "that draws none, such as AdamW"
             )
-        self._store.await_compute()  # attributes of the optimizer, such as a gradient scaler's, may come from the device
         wanted: list[tuple[StoredParameter, Tensor]] = []
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
