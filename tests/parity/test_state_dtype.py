@@ -24,6 +24,7 @@ from zinf_compile.ir.errors import ConfigError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import TierPart
 from zinf_compile.ir.plan_io import load_plan
+from zinf_compile.runtime.optim.device_chunks import DeviceChunks
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.step_chunks import Chunk
 from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
@@ -669,19 +670,19 @@ def test_updates_on_both_give_the_same_bits(
     code: Code, optimize: Callable[..., nn.Sequential], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: set[str] = set()
-    for kind in ("_compute", "_update_on_device"):
-        original = getattr(StreamedStep, kind)
+    for owner, kind in ((StreamedStep, "_compute"), (DeviceChunks, "update")):
+        original = getattr(owner, kind)
 
-        def run(step: StreamedStep, chunk: Chunk, kind: str = kind, original: Callable[..., Any] = original) -> object:
+        def run(self: object, chunk: Chunk, kind: str = kind, original: Callable[..., Any] = original) -> object:
             ran.add(kind)
-            return original(step, chunk)
+            return original(self, chunk)
 
-        monkeypatch.setattr(StreamedStep, kind, run)
+        monkeypatch.setattr(owner, kind, run)
     with on_fake_device():
         model = optimize(code, "in host memory", device="cuda", speculate=False, device_memory="6MiB")
         store = store_of(model)
         check(Loop(), model, code, before_step=lambda: setattr(store, "device_share", 0.5))
-        assert ran == {"_compute", "_update_on_device"}
+        assert ran == {"_compute", "update"}
         zinf_compile.close(model)
 
 
