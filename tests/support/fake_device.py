@@ -29,6 +29,7 @@ from zinf_compile.runtime.device.cpu import CPU
 from zinf_compile.runtime.device.device import AllocatedBlock, CollectiveStreams, CopyStreams, Device, Event, MemoryUse
 from zinf_compile.runtime.execute.executor import Executor
 from zinf_compile.runtime.params.home import HomeTensor
+from zinf_compile.runtime.storage import state_codes
 from zinf_compile.runtime.store.store import Store
 
 _MOST_SECONDS = 2e-4  # the longest delay of a copy
@@ -390,10 +391,14 @@ def on_fake_device(device: FakeDevice | None = None) -> Iterator[FakeDevice]:
     ) -> None:
         init(executor, store, device.computing(run) if store.device is device else run, *args, **kwargs)
 
+    def find_library(where: torch.device, original: Callable[[torch.device], Any] = state_codes._library_on) -> Any:
+        return original(where) if current_stream() is None else None  # compiled code would run at once
+
     with (
         mock.patch("zinf_compile.runtime.store.store.make_device", make),
         mock.patch("zinf_compile.runtime.device.make_device.make_device", make),
         mock.patch.object(Executor, "__init__", make_executor),
+        mock.patch.object(state_codes, "_library_on", find_library),
         mock.patch.object(torch.autograd, "_engine_run_backward", partial(autograd.run, engine)),
     ):
         yield device

@@ -198,8 +198,9 @@ class LateCompute(TorchDispatchMode):
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(map(self._memory.holds, leaves)) or _is_view(func):
             made = func(*args, **kwargs)
-            return self._own(made) if self._makes_here and not leaves and made.dim() else made
-        if not all(_is_of_tensors(each.type) for each in func._schema.returns) or _waits(func):
+            is_new = self._makes_here and not leaves and isinstance(made, Tensor) and made.dim() > 0
+            return self._own(made) if is_new else made
+        if not all(_is_of_tensors(each.type) for each in func._schema.returns) or _waits(func, leaves):
             raise _hidden(func)
         if func._schema.is_mutable:
             return self._change_later(func, args, kwargs)
@@ -294,7 +295,9 @@ def _is_of_tensors(kind: Any) -> bool:
     return isinstance(kind, torch.TensorType)
 
 
-def _waits(func: Any) -> bool:
+def _waits(func: Any, given: Sequence[Tensor]) -> bool:
     """Return whether an op makes the host wait for its values."""
+    if func is torch.ops.aten.index.Tensor:  # how many a mask picks is not known before
+        return any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     return any(tag in func.tags for tag in tags)
