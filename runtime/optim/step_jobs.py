@@ -52,6 +52,7 @@ from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.process.failure import describe_error
 from zinf_compile.runtime.process.random_state import keeping_random_state
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.slots import Slot, local_of
@@ -214,7 +215,7 @@ class Job:
         elif error is None:
             update.mend()
         else:
-            update.tear()
+            update.tear(describe_error(error))
         if error is None:
             self.update.set_result(None)
         else:

@@ -300,8 +300,9 @@ def refuse_gradient(record: StoredParameter, what: str) -> UnsupportedError:
 
 def torn_error(record: StoredParameter) -> StoreError:
     """Return the error for a parameter whose update began and failed."""
+    why = "" if record.update.why_torn is None else f" ({record.update.why_torn})"
     return StoreError(
-        f"parameter '{record.name}' was being updated when an error came, and holds neither its old nor its new value; "
+        f"parameter '{record.name}' was being updated when an error came{why}, and holds neither its old nor its new value; "
         "load a checkpoint with zinf_compile.load(folder, model, optimizer)"
     )
 

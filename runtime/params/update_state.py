@@ -18,6 +18,7 @@ class UpdateState:
     count: int = 0  # of optimizer steps
     forward_count: int = 0  # at the last forward of a captured graph that reads the parameter
     is_torn: bool = False  # an update of it began and did not finish
+    why_torn: str | None = None  # the error that came, if it is known
     num_looks: int = 0  # at the values or the optimizer state, by users, who may write what they look at
     is_early: bool = False  # updated in backward, by the step that optimizer.step() is to end
 
@@ -35,17 +36,21 @@ class UpdateState:
         if self.future is future:
             self.future = None
 
-    def tear(self) -> None:
-        """Note that the value is about to change, element by element: until ``mend`` it is neither old nor new."""
-        self.is_torn = True
+    def tear(self, why: str | None = None) -> None:
+        """Note that the value is about to change, element by element: until ``mend`` it is neither old nor new.
+
+        ``why`` tells of an error because of which it will stay so.
+        """
+        self.is_torn, self.why_torn = True, why or self.why_torn
 
     def mend(self) -> None:
         """Note that the value is consistent: all of the update is stored, or none of it was begun."""
-        self.is_torn = False
+        self.is_torn, self.why_torn = False, None
 
     def rewrite(self) -> None:
         """Note that the parameter has a new value: a backward whose forward saw the old one is refused."""
         self.is_torn = self.is_early = False
+        self.why_torn = None
         self.count += 1
 
     def begin_early(self) -> None:

@@ -23,7 +23,9 @@ NUM_STEPS = 2
 WHERE = (
     r"^\d\.\w+( \([\w ]+\))?: (read|write) of the store file in memory .* at offset \d+ failed after \d+ of \d+ bytes"
 )
-TORN = r"parameter '\d\.\w+' was being updated when an error came, and holds neither its old nor its new value"
+TORN = (
+    r"parameter '\d\.\w+' was being updated when an error came( \(.*\))?, and holds neither its old nor its new value"
+)
 STOPPED = r"^an earlier error stopped this model: \d\.\w+.* at offset \d+.*; load a checkpoint with zinf_compile\.load"
 
 

@@ -33,7 +33,7 @@ from zinf_compile.runtime.storage import state_codes
 from zinf_compile.runtime.store.store import Store
 
 _MOST_SECONDS = 2e-4  # the longest delay of a copy
-_GIVE_UP_SECONDS = 20.0
+_GIVE_UP_SECONDS = 120.0
 
 
 class FakeEvent:
@@ -206,7 +206,8 @@ class AutogradThread:
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call torch's engine; return what it returns."""
         is_inner = threading.current_thread().name.startswith("fake-autograd")
-        if is_inner or torch._C._len_torch_dispatch_stack():  # modes, as of a trace, are the calling thread's
+        # Modes, as of a trace, and transforms of torch.func are the calling thread's.
+        if is_inner or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
             return original(*args, **kwargs)
         mode = torch.is_grad_enabled()
 

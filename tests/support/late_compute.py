@@ -241,6 +241,7 @@ class LateCompute(TorchDispatchMode):
             return self._run_now(func, args, kwargs)
         if on_host:  # a copy that the host waits for
             raise _hidden(func)
+        args, kwargs = self._as_now((args, kwargs))
         self._stream.enqueue(lambda: func(*args, **kwargs))
         return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
 
@@ -256,6 +257,7 @@ class LateCompute(TorchDispatchMode):
         for each in results:
             each.untyped_storage().fill_(_POISON) if each.is_floating_point() else None
         made = self._own(made)
+        args, kwargs = self._as_now((args, kwargs))
 
         def make() -> None:
             for there, value in zip(results, _tensors(func(*args, **kwargs)), strict=True):
@@ -263,6 +265,10 @@ class LateCompute(TorchDispatchMode):
 
         self._stream.enqueue(make)
         return made
+
+    def _as_now(self, given: Any) -> Any:
+        """Return arguments of an op with scalars of the host as they are now: a GPU is sent their values."""
+        return tree_map_only(Tensor, lambda each: each if self._memory.holds(each) else each.clone(), given)
 
     def _own(self, made: Any) -> Any:
         """Return results as tensors of the device, those that are not yet."""

@@ -28,7 +28,6 @@ from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.slots import Slot, map_tensor
 from zinf_compile.runtime.storage.staging import StagingPool
-from zinf_compile.runtime.store.store import Store
 from zinf_compile.runtime.transfer import link
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
 from zinf_compile.runtime.transfer.in_flight import InFlight, LinkFiller
