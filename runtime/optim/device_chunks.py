@@ -4,7 +4,6 @@ One thread enqueues everything here, so that its Python limits how many chunks a
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, decoding, up
 from zinf_compile.runtime.optim.step_jobs import Job
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store
+from zinf_compile.runtime.transfer.link import EnqueuedCopy
 
 
 class _Place(NamedTuple):
@@ -53,8 +53,8 @@ class DeviceChunks:
         sizes = [slot.staged_nbytes(length) for slot in self._away]
         self._updates.make_room([*sizes, self._gradient_itemsize * length])
 
-    def update(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
-        """Enqueue the update of a chunk whose reads are done; return, for each copy, what is done when it has come back."""
+    def update(self, chunk: Chunk) -> EnqueuedCopy | None:
+        """Enqueue the update of a chunk whose reads are done; return the copies of what comes back to host memory."""
         written = _tensors_at(self._written, chunk)
         host = {**written, **_tensors_at(self._instead, chunk)}
         host |= _tensors_at(self._gradient, chunk) or {GRADIENT: chunk.raw_gradient()}

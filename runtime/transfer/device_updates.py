@@ -10,7 +10,6 @@ chunks, as of norms, take turns of their own: else a large one behind two of the
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +18,10 @@ from torch import Tensor
 from zinf_compile.ir.copies import CopyKey
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import SMALL_UPDATE_PART, SMALL_UPDATE_SETS, UPDATE_SETS
-from zinf_compile.runtime.device.device import Device, Event
+from zinf_compile.runtime.device.device import Device, Event, Pair, Timing
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.storage.engine import whole_sectors
-from zinf_compile.runtime.transfer.link import Copy, Link
+from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -66,24 +65,25 @@ class DeviceUpdates:
         *,
         here: Mapping[CopyKey, Tensor],
         before: Event,
-    ) -> dict[CopyKey, Future[None]]:
+    ) -> EnqueuedCopy | None:
         """Start updating the flat ``host`` tensors of ``name``; call ``make_room`` first.
 
         Those in ``read`` are copied to the device, and ``written`` is where they are copied back: the same tensors, or
         others. ``here`` are tensors on the device, updated in place after the event ``before``. ``update`` receives all of
-        them on the device, and enqueues ops that change them in place. Returns futures that are done when what is written is
-        back in host memory. Until then no host tensor may be read or written by others.
+        them on the device, and enqueues ops that change them in place. Returns the copies of what is written back to host
+        memory, None if nothing is. Until they are done no host tensor may be read or written by others.
         """
         buffers = self._sets.popleft()
         there = dict(zip(host, buffers.cut(tuple([(each.dtype, each.numel()) for each in host.values()])), strict=True))
         if here:
             # Hazard: compute enqueued earlier may still read a resident copy that is updated in place.
             self._device.update.wait(before)
-        arriving = self._copies(
-            name, [(key, each, there[key]) for key, each in host.items() if key in read], Tier.HOST, Tier.DEVICE
-        )
         # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
-        arrived = self._link.bring_all(arriving, behind=buffers.free).event if arriving else buffers.free
+        arrived = buffers.free
+        if read:
+            arriving = [(host[key], there[key]) for key in read]
+            timings = self._count(name, read, arriving, Tier.HOST, Tier.DEVICE)
+            arrived = self._link.bring_all(arriving, behind=buffers.free, timings=timings).event
         # Hazard: the update reads the copied tensors, and writes others that are not copied.
         self._device.update.wait(arrived)
         try:
@@ -94,34 +94,33 @@ class DeviceUpdates:
             raise
         # Hazard: the copies back read what the update writes.
         done = self._device.update.record()
-        leaving = self._copies(name, [(key, there[key], home) for key, home in written.items()], Tier.DEVICE, Tier.HOST)
         buffers.free = done  # of what lives on the device nothing is copied back
-        back: dict[CopyKey, Future[None]] = {}
-        if leaving:
-            copies = self._link.take_all(leaving, behind=done)
+        copies: EnqueuedCopy | None = None
+        if written:
+            leaving = [(there[key], home) for key, home in written.items()]
+            timings = self._count(name, written, leaving, Tier.DEVICE, Tier.HOST)
+            copies = self._link.take_all(leaving, behind=done, timings=timings)
             buffers.free = copies.event
-            back = dict.fromkeys(written, copies.done)
         self._sets.append(buffers)
-        return back
+        return copies
 
-    def copy_there(
-        self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], *, before: Event
-    ) -> dict[CopyKey, Future[None]]:
-        """Start copying flat host tensors to flat tensors on the device, behind ``before``; return when that is done."""
-        pairs = [(key, source, destination) for key, (source, destination) in copies.items()]
-        arriving = self._copies(name, pairs, Tier.HOST, Tier.DEVICE)
-        return dict.fromkeys(copies, self._link.bring_all(arriving, behind=before).done)
+    def copy_there(self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], *, before: Event) -> EnqueuedCopy:
+        """Start copying flat host tensors to flat tensors on the device, behind ``before``."""
+        pairs = list(copies.values())
+        return self._link.bring_all(
+            pairs, behind=before, timings=self._count(name, copies, pairs, Tier.HOST, Tier.DEVICE)
+        )
 
-    def _copies(
-        self, name: str, pairs: Sequence[tuple[CopyKey, Tensor, Tensor]], source: Tier, destination: Tier
-    ) -> list[Copy]:
-        """Return copies from one tier to another, which are counted, and timed while something is recorded."""
-        self._meter.add_moved(source, destination, sum([start.nbytes for _, start, _ in pairs]))
+    def _count(
+        self, name: str, keys: Iterable[CopyKey], pairs: Sequence[Pair], source: Tier, destination: Tier
+    ) -> Sequence[Timing | None]:
+        """Count copies from one tier to another; return how they are timed, while something is recorded."""
+        self._meter.add_moved(source, destination, sum([start.nbytes for start, _ in pairs]))
         if self._meter.recorder is None:
-            return [Copy(start, end) for _, start, end in pairs]
+            return ()
         return [
-            Copy(start, end, self._meter.copying(source, destination, start.nbytes, f"{name} ({key.label})"))
-            for key, start, end in pairs
+            self._meter.copying(source, destination, start.nbytes, f"{name} ({key.label})")
+            for key, (start, _) in zip(keys, pairs, strict=True)
         ]
 
     def make_room(self, sizes: Iterable[int]) -> None:

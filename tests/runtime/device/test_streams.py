@@ -175,7 +175,7 @@ def test_who_uses_streams_has_chosen_the_device(tmp_path: Path, monkeypatch: pyt
 
         return note
 
-    for each, name in ((FakeStream, "copy"), (FakeStream, "record"), (FakeStream, "wait"), (FakeEvent, "wait")):
+    for each, name in ((FakeStream, "copy_all"), (FakeStream, "record"), (FakeStream, "wait"), (FakeEvent, "wait")):
         monkeypatch.setattr(each, name, noted(getattr(each, name)))
     monkeypatch.setattr(link, "use_on_this_thread", lambda _: begun.add(threading.current_thread().name))
     device = Selecting()
@@ -518,7 +518,8 @@ def test_small_updates_do_not_take_the_turns_of_large_ones() -> None:
                 here={},
                 before=device.compute.record(),
             )
-            left.append(back[MASTER])
+            assert back is not None
+            left.append(back.done)
             masters.append(host[MASTER])
 
         in_use = []
