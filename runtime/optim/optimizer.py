@@ -79,6 +79,9 @@ class StreamedStep:
         self._jobs: list[Job] = []
         self._kernels: dict[Job, Kernel | None] = {}
         self._on_device: dict[Job, DeviceChunks] = {}  # from the first chunk of a job to its last
+        self._left: dict[
+            Job, EnqueuedCopy
+        ] = {}  # of chunks that are not staged: the last of a job ends behind all others
         self._fused_ops = FusedOps(store.device)
         self._new_states: list[tuple[Job, str]] = []  # of whole tensors, by key: not home yet
         self._num_elements = self._num_on_device = 0
@@ -235,6 +238,8 @@ class StreamedStep:
             while pending:
                 self._return(pending.popleft())
             raise
+        finally:
+            self._note_left()
 
     def _run_chunks(self, pending: deque[Chunk]) -> None:
         for job in self._source:
@@ -254,7 +259,12 @@ class StreamedStep:
                 while len(pending) >= most:
                     self._update(pending.popleft())
                     self._take_states_home(pending)
-                pending.append(self._read(job, part, pending))
+                chunk = self._read(job, part, pending)
+                if chunk.lease is None and not pending:  # nothing is read ahead
+                    self._update(chunk)
+                    self._take_states_home(pending)
+                else:
+                    pending.append(chunk)
             if job.num_elements == 0:
                 self._complete_when_home(job)
         self._update_all(pending)
@@ -292,6 +302,7 @@ class StreamedStep:
         """Wait for what is in flight, and mark parameters whose update was begun and will not end as torn."""
         while pending:
             self._return(pending.popleft())
+        self._note_left()
         for job in self._jobs:
             for write in job.writes:
                 wait_future(write, f"a write of {job.record.name}")
@@ -391,7 +402,8 @@ class StreamedStep:
     def _update(self, chunk: Chunk) -> None:
         job, record, io_pool = chunk.job, chunk.job.record, self._store.io_pool
         try:
-            io_pool.wait(chunk.reads, "optimizer state on its way in")
+            if chunk.reads:
+                io_pool.wait(chunk.reads, "optimizer state on its way in")
             on_device = self._chunks_on_device(job) if job.is_on_device and not job.reloaded else None
             if on_device is not None:
                 on_device.make_room(chunk)  # a refusal leaves everything as it was
@@ -417,8 +429,8 @@ class StreamedStep:
         """Start writing what was updated; of what comes back from a device, as soon as it is there."""
         job, io_pool = chunk.job, self._store.io_pool
         if chunk.lease is None:
-            if back is not None:  # the copies of all chunks leave on one stream: the last one's end is theirs
-                job.writes[:] = [back.done]
+            if back is not None:
+                self._left[job] = back
             self._end_chunk(chunk)
             return
         writes: list[Future[None]] = []
@@ -437,8 +449,15 @@ class StreamedStep:
 
     def _end_chunk(self, chunk: Chunk) -> None:
         if chunk.slice.stop == chunk.job.elements.stop:
+            self._note_left()
             self._on_device.pop(chunk.job, None)
             self._complete_when_home(chunk.job)
+
+    def _note_left(self) -> None:
+        """Note what has left the device for homes in memory among the writes of its job."""
+        for job, left in self._left.items():
+            job.writes.append(left.done)
+        self._left.clear()
 
     def _chunks_on_device(self, job: Job) -> DeviceChunks:
         """Return what updates the chunks of a job on the device."""

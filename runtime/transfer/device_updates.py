@@ -10,7 +10,7 @@ chunks, as of norms, take turns of their own: else a large one behind two of the
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,16 +29,18 @@ class _Buffers:
     """Device memory of one chunk, and the event after which it may be overwritten."""
 
     memory: Tensor
+    nbytes: int
     free: Event
-    layout: tuple[tuple[torch.dtype, int], ...] = ()  # dtypes and lengths of the tensors that it was last cut into
-    tensors: Sequence[Tensor] = ()
+    layout: Sequence[tuple[CopyKey, torch.dtype, int]] = ()  # keys, dtypes and lengths of what it was last cut into
+    tensors: Mapping[CopyKey, Tensor] = field(default_factory=dict)
 
-    def cut(self, layout: tuple[tuple[torch.dtype, int], ...]) -> Sequence[Tensor]:
-        """Return flat tensors of these dtypes and lengths in the memory, each from a sector on."""
+    def cut_like(self, host: Mapping[CopyKey, Tensor]) -> Mapping[CopyKey, Tensor]:
+        """Return flat tensors in the memory, as those on the host are, each from a sector on."""
+        layout = [(key, each.dtype, each.numel()) for key, each in host.items()]
         if layout != self.layout:  # most chunks are alike, and a view costs as much as enqueueing a copy
-            tensors, cursor = [], 0
-            for dtype, length in layout:
-                tensors.append(self.memory[cursor : cursor + length * dtype.itemsize].view(dtype))
+            tensors, cursor = {}, 0
+            for key, dtype, length in layout:
+                tensors[key] = self.memory[cursor : cursor + length * dtype.itemsize].view(dtype)
                 cursor += whole_sectors(length * dtype.itemsize)
             self.layout, self.tensors = layout, tensors
         return self.tensors
@@ -74,7 +76,7 @@ class DeviceUpdates:
         memory, None if nothing is. Until they are done no host tensor may be read or written by others.
         """
         buffers = self._sets.popleft()
-        there = dict(zip(host, buffers.cut(tuple([(each.dtype, each.numel()) for each in host.values()])), strict=True))
+        there = buffers.cut_like(host)
         if here:
             # Hazard: compute enqueued earlier may still read a resident copy that is updated in place.
             self._device.update.wait(before)
@@ -123,24 +125,23 @@ class DeviceUpdates:
             for key, (start, _) in zip(keys, pairs, strict=True)
         ]
 
-    def make_room(self, sizes: Iterable[int]) -> None:
-        """Prepare buffers of these sizes, in bytes, for the next chunk. CapacityError if the device has no room."""
-        needed = sum(map(whole_sectors, sizes))
-        largest = max([buffers.memory.numel() for buffers in self._large], default=0)
+    def make_room(self, needed: int) -> None:
+        """Prepare buffers for the next chunk, of so many bytes in whole sectors. CapacityError if the device has no room."""
+        largest = max([buffers.nbytes for buffers in self._large], default=0)
         is_small = needed * SMALL_UPDATE_PART <= largest
         self._sets = self._small if is_small else self._large
         if len(self._sets) >= (SMALL_UPDATE_SETS if is_small else UPDATE_SETS):
-            if self._sets[0].memory.numel() >= needed:
+            if self._sets[0].nbytes >= needed:
                 return
             self._sets.popleft().free.wait()  # their memory returns to the allocator, which does not track these copies
         with self._device.updating():  # so the allocator assigns the memory to the update stream
             memory = self._device.allocate([needed], torch.uint8)
-            self._sets.appendleft(_Buffers(memory=memory, free=self._device.update.record()))
+            self._sets.appendleft(_Buffers(memory=memory, nbytes=needed, free=self._device.update.record()))
 
     @property
     def nbytes(self) -> int:
         """Return the device bytes of the buffers."""
-        return sum(buffers.memory.numel() for buffers in (*self._large, *self._small))
+        return sum(buffers.nbytes for buffers in (*self._large, *self._small))
 
     def close(self) -> None:
         """Wait for all copies, and end the threads that watch them."""

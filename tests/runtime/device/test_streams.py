@@ -28,7 +28,6 @@ from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.slots import Slot, map_tensor
 from zinf_compile.runtime.storage.staging import StagingPool
-from zinf_compile.runtime.store.store import Store
 from zinf_compile.runtime.transfer import link
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
 from zinf_compile.runtime.transfer.in_flight import InFlight, LinkFiller
@@ -508,7 +507,7 @@ def test_small_updates_do_not_take_the_turns_of_large_ones() -> None:
 
         def update(length: int) -> None:
             host = {GRADIENT: torch.zeros(length), MASTER: torch.zeros(length)}
-            updates.make_room([4 * length] * 2)
+            updates.make_room(2 * 4 * length)
             back = updates.run(
                 "weight",
                 host,
