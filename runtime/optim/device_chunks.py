@@ -55,7 +55,7 @@ class DeviceChunks:
         """Prepare buffers for a chunk. CapacityError if the device has no room."""
         length = chunk.slice.length
         if self._sizes is None or self._sizes[0] != length:
-            away = sum(slot.staged_nbytes(length) for slot in self._away)
+            away = sum(whole_sectors(slot.staged_nbytes(length)) for slot in self._away)
             self._sizes = length, away + whole_sectors(self._gradient_itemsize * length)
         self._updates.make_room(self._sizes[1])
 
@@ -80,8 +80,8 @@ class DeviceChunks:
             self._run(self._op, master, gradient, states, compute)
             return
         operands = Operands(slice=chunk.slice, master=master, gradient=gradient, states=states, compute=compute)
-        whole = [operands]
-        for each in decoding(self._job, operands, None, num_threads=1, at_once=None) if self._is_coded else whole:
+        decoded = decoding(self._job, operands, None, num_threads=1, at_once=None) if self._is_coded else [operands]
+        for each in decoded:
             if self._op is None:
                 update_slice(self._job, each, shape=None)
             else:

@@ -79,9 +79,8 @@ class StreamedStep:
         self._jobs: list[Job] = []
         self._kernels: dict[Job, Kernel | None] = {}
         self._on_device: dict[Job, DeviceChunks] = {}  # from the first chunk of a job to its last
-        self._left: dict[
-            Job, EnqueuedCopy
-        ] = {}  # of chunks that are not staged: the last of a job ends behind all others
+        # The last copies of jobs that are not staged, until they are among their writes: all chunks leave on one stream.
+        self._left: dict[Job, EnqueuedCopy] = {}
         self._fused_ops = FusedOps(store.device)
         self._new_states: list[tuple[Job, str]] = []  # of whole tensors, by key: not home yet
         self._num_elements = self._num_on_device = 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -354,11 +355,11 @@ def test_a_gather_passes_through_staging_a_piece_at_a_time() -> None:
 
 def test_staging_that_is_returned_before_it_has_left_is_found() -> None:
     def bring(original: Any) -> Any:
-        def call(filler: LinkFiller, *args: Any) -> Future[None]:
+        def call(filler: LinkFiller, *args: Any) -> SimpleNamespace:
             original(filler, *args)
             landed: Future[None] = Future()
             landed.set_result(None)
-            return landed
+            return SimpleNamespace(done=landed)
 
         return call
 
