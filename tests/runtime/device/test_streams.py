@@ -187,7 +187,7 @@ def test_who_uses_streams_has_chosen_the_device(tmp_path: Path, monkeypatch: pyt
             return wait(transfers, *args)
 
         monkeypatch.setattr(Transfers, "wait_gather", wait_gather)
-        train(**{**SMALL, "host_memory": 700 * KIB}, nvme=tmp_path, device="cuda", update_on="device")
+        train(**{**SMALL, "host_memory": 700 * KIB, "nvme": tmp_path, "device": "cuda", "update_on": "device"})
     ours = {name for name in used if not name.startswith(("fake-", "MainThread"))}
     assert ours
     assert ours <= begun
