@@ -41,7 +41,6 @@ from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.storage.state_codes import decode, encode
 from zinf_compile.runtime.store.store import Store
 from zinf_compile.runtime.transfer.gpu_direct import NUM_CALLS, DirectReads, open_direct_reads
-from zinf_compile.runtime.transfer.link import Copy
 from zinf_compile.runtime.transfer.transfers import Transfers
 
 _OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all, more than a cache holds, as in a model
@@ -119,9 +118,9 @@ def _measure_link(bench: OpRates, store: Store, source: Tier) -> float:
         there = device.allocate([nbytes], torch.uint8)
 
         def move() -> None:  # copies follow one another, as in a step, where nobody waits for each
-            copies = [Copy(here, there) if source is Tier.HOST else Copy(there, here)] * _COPIES_IN_A_ROW
+            pairs = [(here, there) if source is Tier.HOST else (there, here)] * _COPIES_IN_A_ROW
             enqueue = link.bring_all if source is Tier.HOST else link.take_all
-            future_result(enqueue(copies, behind=link.mark()).done, "measured copies")
+            future_result(enqueue(pairs, behind=link.mark()).done, "measured copies")
 
         return _COPIES_IN_A_ROW * nbytes / bench.usual_seconds(move)
 

@@ -2,7 +2,7 @@
 
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zinf_compile.ir.config import free_memory
 from zinf_compile.ir.hardware import MemorySpace
-from zinf_compile.runtime.device.device import CollectiveStreams, CopyStreams, Event, MemoryUse
+from zinf_compile.runtime.device.device import CollectiveStreams, CopyStreams, Event, MemoryUse, Pair
 from zinf_compile.runtime.device.host_mapping import map_memory
 from zinf_compile.runtime.process.ram import DeviceRam
 
@@ -55,9 +55,10 @@ class CpuStream:
         """Return an event that has happened."""
         return CpuEvent(time.perf_counter()) if timed else _DONE
 
-    def copy(self, source: Tensor, destination: Tensor) -> None:
+    def copy_all(self, pairs: Iterable[Pair]) -> None:
         """Copy flat bytes now."""
-        destination.copy_(source)
+        for source, destination in pairs:
+            destination.copy_(source)
 
     def run(self, call: Callable[[], None]) -> None:
         """Call it now."""

@@ -6,7 +6,7 @@ Code that depends on the order of streams and events is in ``link.py``, which te
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
@@ -16,7 +16,15 @@ from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
-from zinf_compile.runtime.device.device import AllocatedBlock, CollectiveStreams, CopyStreams, Event, MemoryUse, Stream
+from zinf_compile.runtime.device.device import (
+    AllocatedBlock,
+    CollectiveStreams,
+    CopyStreams,
+    Event,
+    MemoryUse,
+    Pair,
+    Stream,
+)
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # by which a user chooses
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
@@ -62,12 +70,13 @@ class CudaStream:
         # Blocking: a thread that waits for it sleeps, and leaves its core to the threads that launch ops and run updates.
         return CudaEvent(self.stream.record_event(torch.cuda.Event(enable_timing=timed, blocking=True)))
 
-    def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Enqueue a copy of flat bytes. Asynchronous if host memory is pinned; else CUDA copies to its own buffer first."""
+    def copy_all(self, pairs: Iterable[Pair]) -> None:
+        """Enqueue copies of flat bytes. Asynchronous if host memory is pinned; else CUDA copies to its own buffer first."""
         # To ``data``, whose version is its own: what arrives in a parameter was not written by its user. Other threads read
-        # that version meanwhile.
+        # that version meanwhile. The stream is chosen once, which takes as long as enqueueing a copy.
         with torch.cuda.stream(self.stream), torch.no_grad():
-            destination.data.copy_(source, non_blocking=True)
+            for source, destination in pairs:
+                destination.data.copy_(source, non_blocking=True)
 
     def run(self, call: Callable[[], None]) -> None:
         """Enqueue what ``call`` enqueues on the current stream of torch."""

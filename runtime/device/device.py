@@ -1,7 +1,7 @@
 """A device that computes: its memory, and the streams on which copies, ops and updates are enqueued."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.hardware import MemorySpace
+
+Pair = tuple[Tensor, Tensor]  # the source of a copy, and its destination
 
 
 class Event(Protocol):
@@ -36,8 +38,8 @@ class Stream(Protocol):
     def record(self, *, timed: bool = False) -> Event:
         """Return an event after all work enqueued so far; with ``timed`` it can be used to measure seconds."""
 
-    def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Enqueue a copy of flat bytes. Both tensors have the same length, and must stay alive until it is done."""
+    def copy_all(self, pairs: Iterable[Pair]) -> None:
+        """Enqueue copies of flat bytes, in this order. A pair has one length, and must stay alive until it is copied."""
 
     def run(self, call: Callable[[], None]) -> None:
         """Enqueue what ``call`` enqueues on the current stream of torch. The tensors it uses must stay alive until then."""

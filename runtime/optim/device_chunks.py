@@ -4,18 +4,20 @@ One thread enqueues everything here, so that its Python limits how many chunks a
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
-from zinf_compile.runtime.optim.fused_ops import FusedOps
+from zinf_compile.runtime.optim.fused_ops import FusedOp, FusedOps
 from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, decoding, update_slice
 from zinf_compile.runtime.optim.step_jobs import Job
+from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store
+from zinf_compile.runtime.transfer.link import EnqueuedCopy
 
 
 class _Place(NamedTuple):
@@ -32,16 +34,18 @@ class DeviceChunks:
     def __init__(self, store: Store, job: Job, ops: FusedOps) -> None:
         assert job.before is not None
         self._updates, self._job, self._before = store.device_updates, job, job.before
+        self._name = job.record.name
         away = [key for key in job.home_slots if key != GRADIENT and key not in job.device_slots]
         self._away = [job.home_slots[key] for key in away]
         gradient_dtype = job.grad.dtype if job.home_gradient is None else job.home_gradient.tensor.dtype
         self._gradient_itemsize = gradient_dtype.itemsize
         self._here = _places_of(job, job.device_slots)
         self._written = _places_of(job, {key: job.shadows.get(key, job.home_slots[key]) for key in away})
+        self._sizes: tuple[int, int] | None = None  # the elements of the last chunk, and the bytes of its buffers
         instead = [key for key in away if key in job.shadows and job.reads(key)]
         self._instead = _places_of(job, {key: job.home_slots[key] for key in instead})
         self._gradient = _places_of(job, {} if job.home_gradient is None else {GRADIENT: job.home_gradient})
-        self._read = frozenset(key for key in (*away, GRADIENT) if job.reads(key))
+        self._read = tuple(key for key in (*away, GRADIENT) if job.reads(key))
         self._states = [(name, state_key(name)) for name in job.record.copies.states]
         self._is_coded = bool(job.coded_states)
         self._op = ops.find(job)
@@ -50,20 +54,21 @@ class DeviceChunks:
     def make_room(self, chunk: Chunk) -> None:
         """Prepare buffers for a chunk. CapacityError if the device has no room."""
         length = chunk.slice.length
-        sizes = [slot.staged_nbytes(length) for slot in self._away]
-        self._updates.make_room([*sizes, self._gradient_itemsize * length])
+        if self._sizes is None or self._sizes[0] != length:
+            away = sum(whole_sectors(slot.staged_nbytes(length)) for slot in self._away)
+            self._sizes = length, away + whole_sectors(self._gradient_itemsize * length)
+        self._updates.make_room(self._sizes[1])
 
-    def update(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
-        """Enqueue the update of a chunk whose reads are done; return, for each copy, what is done when it has come back."""
+    def update(self, chunk: Chunk) -> EnqueuedCopy | None:
+        """Enqueue the update of a chunk whose reads are done; return the copies of what comes back to host memory."""
         written = _tensors_at(self._written, chunk)
-        host = {**written, **_tensors_at(self._instead, chunk)}
-        host |= _tensors_at(self._gradient, chunk) or {GRADIENT: chunk.raw_gradient()}
-
-        def change(there: Mapping[CopyKey, Tensor]) -> None:
-            self._change(chunk, there)
-
-        here, name = _tensors_at(self._here, chunk), self._job.record.name
-        return self._updates.run(name, host, self._read, written, change, here=here, before=self._before)
+        host = written.copy()
+        if self._instead:
+            host |= _tensors_at(self._instead, chunk)
+        host |= _tensors_at(self._gradient, chunk) if self._gradient else {GRADIENT: chunk.raw_gradient()}
+        here = _tensors_at(self._here, chunk) if self._here else {}
+        change = partial(self._change, chunk)
+        return self._updates.run(self._name, host, self._read, written, change, here=here, before=self._before)
 
     def _change(self, chunk: Chunk, there: Mapping[CopyKey, Tensor]) -> None:
         """Update a chunk that is on the device."""
@@ -71,27 +76,29 @@ class DeviceChunks:
         for operation in self._job.deferred:
             operation(gradient)
         states = {name: there[key] for name, key in self._states}
+        if self._op is not None and not self._is_coded:
+            self._run(self._op, master, gradient, states, compute)
+            return
         operands = Operands(slice=chunk.slice, master=master, gradient=gradient, states=states, compute=compute)
-        if not self._is_coded:
-            self._update(operands)
-            return
-        for decoded in decoding(self._job, operands, None, num_threads=1, at_once=None):
-            self._update(decoded)
+        decoded = decoding(self._job, operands, None, num_threads=1, at_once=None) if self._is_coded else [operands]
+        for each in decoded:
+            if self._op is None:
+                update_slice(self._job, each, shape=None)
+            else:
+                self._run(self._op, each.master, each.gradient, each.states, each.compute)
 
-    def _update(self, operands: Operands) -> None:
-        """Update what is on the device, with states that are decoded."""
-        if self._op is None:
-            update_slice(self._job, operands, shape=None)
-            return
-        master, gradient = operands.master, self._widen(operands.gradient, operands.master.dtype)
-        self._op.update(master.detach() if master.requires_grad else master, gradient, operands.states)
-        if operands.compute is not None:
-            operands.compute.copy_(master)
+    def _run(
+        self, op: FusedOp, master: Tensor, gradient: Tensor, states: Mapping[str, Tensor], compute: Tensor | None
+    ) -> None:
+        """Update what is on the device by one op."""
+        if gradient.dtype != master.dtype:
+            gradient = self._widen(gradient, master.dtype)
+        op.update(master.detach() if master.requires_grad else master, gradient, states)
+        if compute is not None:
+            compute.copy_(master)
 
     def _widen(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a gradient in a dtype; in memory that all chunks share, since they are updated in order."""
-        if gradient.dtype == dtype:
-            return gradient
         size = gradient.numel()
         if self._widened is None or self._widened.numel() < size:
             self._widened = torch.empty_like(gradient, dtype=dtype)

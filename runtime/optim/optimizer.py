@@ -6,12 +6,12 @@ while the next chunks are read and the last ones written. ``step_hooks`` decides
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
+from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, state_key
 from zinf_compile.ir.errors import CapacityError, RankError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import UPDATE_NBYTES
@@ -45,6 +45,7 @@ from zinf_compile.runtime.ranks.ranks import describe
 from zinf_compile.runtime.storage.futures import call_when_done, return_when_done, then_start
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.store.store import Store
+from zinf_compile.runtime.transfer.link import EnqueuedCopy
 
 _ROUNDED = 8  # one part in so many of a whole tensor's temporaries is lost to rounding up
 _PIECE_NBYTES = UPDATE_NBYTES // 2  # of temporaries at once: the system's allocator holds more than that
@@ -78,6 +79,8 @@ class StreamedStep:
         self._jobs: list[Job] = []
         self._kernels: dict[Job, Kernel | None] = {}
         self._on_device: dict[Job, DeviceChunks] = {}  # from the first chunk of a job to its last
+        # The last copies of jobs that are not staged, until they are among their writes: all chunks leave on one stream.
+        self._left: dict[Job, EnqueuedCopy] = {}
         self._fused_ops = FusedOps(store.device)
         self._new_states: list[tuple[Job, str]] = []  # of whole tensors, by key: not home yet
         self._num_elements = self._num_on_device = 0
@@ -234,6 +237,8 @@ class StreamedStep:
             while pending:
                 self._return(pending.popleft())
             raise
+        finally:
+            self._note_left()
 
     def _run_chunks(self, pending: deque[Chunk]) -> None:
         for job in self._source:
@@ -253,7 +258,12 @@ class StreamedStep:
                 while len(pending) >= most:
                     self._update(pending.popleft())
                     self._take_states_home(pending)
-                pending.append(self._read(job, part, pending))
+                chunk = self._read(job, part, pending)
+                if chunk.lease is None and not pending:  # nothing is read ahead
+                    self._update(chunk)
+                    self._take_states_home(pending)
+                else:
+                    pending.append(chunk)
             if job.num_elements == 0:
                 self._complete_when_home(job)
         self._update_all(pending)
@@ -273,7 +283,7 @@ class StreamedStep:
             updates = [OwnedUpdate(self._store, chunk, owner) for chunk, (_, owner) in zip(pending, owned, strict=True)]
             for update, state in zip(updates, update_round(ranks, updates), strict=True):
                 self._show_state(update.chunk.job, state)
-                self._write_back(pending.popleft(), {})
+                self._write_back(pending.popleft(), None)
             with self._store.failing_on_error():
                 for update in updates:
                     update.write_new_states()
@@ -291,6 +301,7 @@ class StreamedStep:
         """Wait for what is in flight, and mark parameters whose update was begun and will not end as torn."""
         while pending:
             self._return(pending.popleft())
+        self._note_left()
         for job in self._jobs:
             for write in job.writes:
                 wait_future(write, f"a write of {job.record.name}")
@@ -390,18 +401,22 @@ class StreamedStep:
     def _update(self, chunk: Chunk) -> None:
         job, record, io_pool = chunk.job, chunk.job.record, self._store.io_pool
         try:
-            io_pool.wait(chunk.reads, "optimizer state on its way in")
+            if chunk.reads:
+                io_pool.wait(chunk.reads, "optimizer state on its way in")
             on_device = self._chunks_on_device(job) if job.is_on_device and not job.reloaded else None
             if on_device is not None:
                 on_device.make_room(chunk)  # a refusal leaves everything as it was
             job.begin()
             with self._store.meter.updating(record.name):
+                back: EnqueuedCopy | None = None
                 if on_device is not None:
                     back = on_device.update(chunk)
-                elif job.reloaded:
-                    back = self._reload_to_device(chunk) if job.is_on_device else chunk.reload()
+                elif not job.reloaded:
+                    self._compute(chunk)
+                elif job.is_on_device:
+                    back = self._reload_to_device(chunk)
                 else:
-                    back = self._compute(chunk)
+                    chunk.reload()
             if not job.is_on_device and self._allocates(job):
                 self._store.held.sample()
         except BaseException:
@@ -409,12 +424,12 @@ class StreamedStep:
             raise
         self._write_back(chunk, back)
 
-    def _write_back(self, chunk: Chunk, back: Mapping[CopyKey, Future[None]]) -> None:
+    def _write_back(self, chunk: Chunk, back: EnqueuedCopy | None) -> None:
         """Start writing what was updated; of what comes back from a device, as soon as it is there."""
         job, io_pool = chunk.job, self._store.io_pool
         if chunk.lease is None:
-            if back:  # the copies of all chunks leave on one stream: the last one's end is theirs
-                job.writes[:] = [next(iter(back.values()))]
+            if back is not None:
+                self._left[job] = back
             self._end_chunk(chunk)
             return
         writes: list[Future[None]] = []
@@ -423,18 +438,25 @@ class StreamedStep:
                 if key != GRADIENT or job.changes_gradient:
                     offset, nbytes = job.range_written(key, chunk.slice)
                     write = partial(io_pool.write, job.slot_written(key), offset, chunk.views[key][:nbytes])
-                    writes += [then_start(back[key], write)] if key in back else write()
+                    writes += write() if back is None else [then_start(back.done, write)]
         finally:  # reached also when a pool that was shut down refuses a write
-            # The copies of a chunk that come back together have one future.
-            writes += dict.fromkeys(done for key, done in back.items() if key not in job.staged_slots)
+            if back is not None:
+                writes.append(back.done)
             job.writes += writes
             return_when_done(self._store.staging, chunk.lease, writes)
         self._end_chunk(chunk)
 
     def _end_chunk(self, chunk: Chunk) -> None:
         if chunk.slice.stop == chunk.job.elements.stop:
+            self._note_left()
             self._on_device.pop(chunk.job, None)
             self._complete_when_home(chunk.job)
+
+    def _note_left(self) -> None:
+        """Note what has left the device for homes in memory among the writes of its job."""
+        for job, left in self._left.items():
+            job.writes.append(left.done)
+        self._left.clear()
 
     def _chunks_on_device(self, job: Job) -> DeviceChunks:
         """Return what updates the chunks of a job on the device."""
@@ -442,7 +464,7 @@ class StreamedStep:
             self._on_device[job] = DeviceChunks(self._store, job, self._fused_ops)
         return self._on_device[job]
 
-    def _reload_to_device(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
+    def _reload_to_device(self, chunk: Chunk) -> EnqueuedCopy:
         """Enqueue copies to the device of what an update ahead of its step wrote to host memory."""
         job = chunk.job
         assert job.before is not None
@@ -456,8 +478,8 @@ class StreamedStep:
             before=job.before,
         )
 
-    def _compute(self, chunk: Chunk) -> Mapping[CopyKey, Future[None]]:
-        """Run the user's optimizer on a chunk whose reads are done, on the host: nothing has to come back."""
+    def _compute(self, chunk: Chunk) -> None:
+        """Run the user's optimizer on a chunk whose reads are done, on the host."""
         job, record = chunk.job, chunk.job.record
         operands = Operands(
             slice=chunk.slice,
@@ -476,7 +498,6 @@ class StreamedStep:
             self._update_elements(job, operands)
         else:
             self._show_state(job, update_slice(job, operands, shape=record.copies.master.tensor.shape))
-        return {}
 
     def _update_elements(self, job: Job, operands: Operands) -> None:
         """Update a slice element by element: by the kernel, or by the user's optimizer."""

@@ -45,11 +45,10 @@ class Chunk:
         nbytes = low_halves_nbytes(self.slice.num_elements)
         return torch.frombuffer(self.views[MASTER], dtype=torch.uint8, count=nbytes)
 
-    def reload(self) -> Mapping[CopyKey, Future[None]]:
-        """Copy what was read of shadows into the copies in memory; nothing has to come back."""
+    def reload(self) -> None:
+        """Copy what was read of shadows into the copies in memory."""
         for key, slot in self.job.reloaded.items():
             slot.elements(slot.stored(self.slice)).copy_(self.tensor(key, slot))
-        return {}
 
     def gradient(self) -> Tensor:
         """Return its gradient, with deferred operations applied."""

@@ -10,8 +10,7 @@ chunks, as of norms, take turns of their own: else a large one behind two of the
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ from torch import Tensor
 from zinf_compile.ir.copies import CopyKey
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import SMALL_UPDATE_PART, SMALL_UPDATE_SETS, UPDATE_SETS
-from zinf_compile.runtime.device.device import Device, Event
+from zinf_compile.runtime.device.device import Device, Event, Pair, Timing
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.storage.engine import whole_sectors
-from zinf_compile.runtime.transfer.link import Copy, Link
+from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,16 +29,18 @@ class _Buffers:
     """Device memory of one chunk, and the event after which it may be overwritten."""
 
     memory: Tensor
+    nbytes: int
     free: Event
-    layout: tuple[tuple[torch.dtype, int], ...] = ()  # dtypes and lengths of the tensors that it was last cut into
-    tensors: Sequence[Tensor] = ()
+    layout: Sequence[tuple[CopyKey, torch.dtype, int]] = ()  # keys, dtypes and lengths of what it was last cut into
+    tensors: Mapping[CopyKey, Tensor] = field(default_factory=dict)
 
-    def cut(self, layout: tuple[tuple[torch.dtype, int], ...]) -> Sequence[Tensor]:
-        """Return flat tensors of these dtypes and lengths in the memory, each from a sector on."""
+    def cut_like(self, host: Mapping[CopyKey, Tensor]) -> Mapping[CopyKey, Tensor]:
+        """Return flat tensors in the memory, as those on the host are, each from a sector on."""
+        layout = [(key, each.dtype, each.numel()) for key, each in host.items()]
         if layout != self.layout:  # most chunks are alike, and a view costs as much as enqueueing a copy
-            tensors, cursor = [], 0
-            for dtype, length in layout:
-                tensors.append(self.memory[cursor : cursor + length * dtype.itemsize].view(dtype))
+            tensors, cursor = {}, 0
+            for key, dtype, length in layout:
+                tensors[key] = self.memory[cursor : cursor + length * dtype.itemsize].view(dtype)
                 cursor += whole_sectors(length * dtype.itemsize)
             self.layout, self.tensors = layout, tensors
         return self.tensors
@@ -66,24 +67,25 @@ class DeviceUpdates:
         *,
         here: Mapping[CopyKey, Tensor],
         before: Event,
-    ) -> dict[CopyKey, Future[None]]:
+    ) -> EnqueuedCopy | None:
         """Start updating the flat ``host`` tensors of ``name``; call ``make_room`` first.
 
         Those in ``read`` are copied to the device, and ``written`` is where they are copied back: the same tensors, or
         others. ``here`` are tensors on the device, updated in place after the event ``before``. ``update`` receives all of
-        them on the device, and enqueues ops that change them in place. Returns futures that are done when what is written is
-        back in host memory. Until then no host tensor may be read or written by others.
+        them on the device, and enqueues ops that change them in place. Returns the copies of what is written back to host
+        memory, None if nothing is. Until they are done no host tensor may be read or written by others.
         """
         buffers = self._sets.popleft()
-        there = dict(zip(host, buffers.cut(tuple([(each.dtype, each.numel()) for each in host.values()])), strict=True))
+        there = buffers.cut_like(host)
         if here:
             # Hazard: compute enqueued earlier may still read a resident copy that is updated in place.
             self._device.update.wait(before)
-        arriving = self._copies(
-            name, [(key, each, there[key]) for key, each in host.items() if key in read], Tier.HOST, Tier.DEVICE
-        )
         # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
-        arrived = self._link.bring_all(arriving, behind=buffers.free).event if arriving else buffers.free
+        arrived = buffers.free
+        if read:
+            arriving = [(host[key], there[key]) for key in read]
+            timings = self._count(name, read, arriving, Tier.HOST, Tier.DEVICE)
+            arrived = self._link.bring_all(arriving, behind=buffers.free, timings=timings).event
         # Hazard: the update reads the copied tensors, and writes others that are not copied.
         self._device.update.wait(arrived)
         try:
@@ -94,54 +96,52 @@ class DeviceUpdates:
             raise
         # Hazard: the copies back read what the update writes.
         done = self._device.update.record()
-        leaving = self._copies(name, [(key, there[key], home) for key, home in written.items()], Tier.DEVICE, Tier.HOST)
         buffers.free = done  # of what lives on the device nothing is copied back
-        back: dict[CopyKey, Future[None]] = {}
-        if leaving:
-            copies = self._link.take_all(leaving, behind=done)
+        copies: EnqueuedCopy | None = None
+        if written:
+            leaving = [(there[key], home) for key, home in written.items()]
+            timings = self._count(name, written, leaving, Tier.DEVICE, Tier.HOST)
+            copies = self._link.take_all(leaving, behind=done, timings=timings)
             buffers.free = copies.event
-            back = dict.fromkeys(written, copies.done)
         self._sets.append(buffers)
-        return back
+        return copies
 
-    def copy_there(
-        self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], *, before: Event
-    ) -> dict[CopyKey, Future[None]]:
-        """Start copying flat host tensors to flat tensors on the device, behind ``before``; return when that is done."""
-        pairs = [(key, source, destination) for key, (source, destination) in copies.items()]
-        arriving = self._copies(name, pairs, Tier.HOST, Tier.DEVICE)
-        return dict.fromkeys(copies, self._link.bring_all(arriving, behind=before).done)
+    def copy_there(self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], *, before: Event) -> EnqueuedCopy:
+        """Start copying flat host tensors to flat tensors on the device, behind ``before``."""
+        pairs = list(copies.values())
+        return self._link.bring_all(
+            pairs, behind=before, timings=self._count(name, copies, pairs, Tier.HOST, Tier.DEVICE)
+        )
 
-    def _copies(
-        self, name: str, pairs: Sequence[tuple[CopyKey, Tensor, Tensor]], source: Tier, destination: Tier
-    ) -> list[Copy]:
-        """Return copies from one tier to another, which are counted, and timed while something is recorded."""
-        self._meter.add_moved(source, destination, sum([start.nbytes for _, start, _ in pairs]))
+    def _count(
+        self, name: str, keys: Iterable[CopyKey], pairs: Sequence[Pair], source: Tier, destination: Tier
+    ) -> Sequence[Timing | None]:
+        """Count copies from one tier to another; return how they are timed, while something is recorded."""
+        self._meter.add_moved(source, destination, sum([start.nbytes for start, _ in pairs]))
         if self._meter.recorder is None:
-            return [Copy(start, end) for _, start, end in pairs]
+            return ()
         return [
-            Copy(start, end, self._meter.copying(source, destination, start.nbytes, f"{name} ({key.label})"))
-            for key, start, end in pairs
+            self._meter.copying(source, destination, start.nbytes, f"{name} ({key.label})")
+            for key, (start, _) in zip(keys, pairs, strict=True)
         ]
 
-    def make_room(self, sizes: Iterable[int]) -> None:
-        """Prepare buffers of these sizes, in bytes, for the next chunk. CapacityError if the device has no room."""
-        needed = sum(map(whole_sectors, sizes))
-        largest = max([buffers.memory.numel() for buffers in self._large], default=0)
+    def make_room(self, needed: int) -> None:
+        """Prepare buffers for the next chunk, of so many bytes in whole sectors. CapacityError if the device has no room."""
+        largest = max([buffers.nbytes for buffers in self._large], default=0)
         is_small = needed * SMALL_UPDATE_PART <= largest
         self._sets = self._small if is_small else self._large
         if len(self._sets) >= (SMALL_UPDATE_SETS if is_small else UPDATE_SETS):
-            if self._sets[0].memory.numel() >= needed:
+            if self._sets[0].nbytes >= needed:
                 return
             self._sets.popleft().free.wait()  # their memory returns to the allocator, which does not track these copies
         with self._device.updating():  # so the allocator assigns the memory to the update stream
             memory = self._device.allocate([needed], torch.uint8)
-            self._sets.appendleft(_Buffers(memory=memory, free=self._device.update.record()))
+            self._sets.appendleft(_Buffers(memory=memory, nbytes=needed, free=self._device.update.record()))
 
     @property
     def nbytes(self) -> int:
         """Return the device bytes of the buffers."""
-        return sum(buffers.memory.numel() for buffers in (*self._large, *self._small))
+        return sum(buffers.nbytes for buffers in (*self._large, *self._small))
 
     def close(self) -> None:
         """Wait for all copies, and end the threads that watch them."""

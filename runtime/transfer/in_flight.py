@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zinf_compile.ir.errors import ZinfError
 from zinf_compile.ir.glossary import Tier
-from zinf_compile.runtime.device.device import Event
+from zinf_compile.runtime.device.device import Event, Pair
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import end_pool, wait_future
 from zinf_compile.runtime.ranks.ranks import Collective
@@ -27,7 +27,6 @@ from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done, wait_all
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
-from zinf_compile.runtime.transfer.link import Copy as LinkCopy
 from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
 from zinf_compile.runtime.transfer.shared_arena import SharedArena
 
@@ -188,22 +187,18 @@ class LinkFiller:
 
     def fill_from_memory(self, moving: InFlight, sources: Sequence[Source]) -> None:
         """Enqueue the copies, with one event behind all of them."""
-        copies = []
+        pairs = []
         for tensor, arena_offset, home, _ in sources:
             flat = tensor.detach().view(-1).view(torch.uint8)
             self._meter.add_moved(home, Tier.DEVICE, flat.numel())
-            copies.append(self._copy(moving, flat, arena_offset))
-        moving.copies.append(self._link.bring_all(copies, behind=moving.mark))
+            pairs.append((flat, self._arena.bytes_at(arena_offset, flat.numel())))
+        self._bring(moving, pairs)
 
-    def _copy(self, moving: InFlight, source: Tensor, arena_offset: int) -> LinkCopy:
-        destination = self._arena.bytes_at(arena_offset, source.numel())
-        timing = self._meter.copying(Tier.HOST, Tier.DEVICE, source.numel(), moving.name)
-        return LinkCopy(source, destination, timing)
-
-    def _bring(self, moving: InFlight, source: Tensor, arena_offset: int) -> Future[None]:
-        copy = self._link.bring_all([self._copy(moving, source, arena_offset)], behind=moving.mark)
+    def _bring(self, moving: InFlight, pairs: Sequence[Pair]) -> EnqueuedCopy:
+        timings = [self._meter.copying(Tier.HOST, Tier.DEVICE, source.numel(), moving.name) for source, _ in pairs]
+        copy = self._link.bring_all(pairs, behind=moving.mark, timings=timings)
         moving.copies.append(copy)
-        return copy.done
+        return copy
 
     def _feed(self, moving: InFlight, slot: Named, pieces: list[_Piece]) -> None:
         """Read piece after piece, as staging becomes free."""
@@ -227,12 +222,13 @@ class LinkFiller:
             piece.enqueued.set_exception(error)
             return
         try:
-            landed = self._bring(moving, torch.frombuffer(lease.view, dtype=torch.uint8), piece.arena_offset)
+            source = torch.frombuffer(lease.view, dtype=torch.uint8)
+            copy = self._bring(moving, [(source, self._arena.bytes_at(piece.arena_offset, source.numel()))])
         except RuntimeError as refused:  # of CUDA, after an earlier kernel failed: pass the error to the waiter
             self._staging.return_(lease)
             piece.enqueued.set_exception(refused)
             return
-        landed.add_done_callback(lambda _: self._staging.return_(lease))
+        copy.done.add_done_callback(lambda _: self._staging.return_(lease))
         piece.enqueued.set_result(None)
 
     def close(self) -> None:

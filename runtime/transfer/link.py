@@ -4,10 +4,11 @@ A device that shares the host's memory needs no copies: ``is_crossed`` is False,
 they have to.
 
     issue             mark = compute.record()
-    bytes in host     to_device.wait(mark); to_device.copy(bytes, arena); arrived = to_device.record()
+    bytes in host     to_device.wait(mark); to_device.copy_all([(bytes, arena)]); arrived = to_device.record()
     first reader      compute.wait(arrived)
 
-    gradient          ready = compute.record(); to_host.wait(ready); to_host.copy(gradient, staging); left = to_host.record()
+    gradient          ready = compute.record(); to_host.wait(ready); to_host.copy_all([(gradient, staging)])
+                      left = to_host.record()
     later             compute.wait(left); only then may the gradient's memory be reused
 
 There is no cycle: compute waits only for copies that are already enqueued, and these only for compute enqueued before
@@ -18,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -25,15 +27,8 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.errors import StoreError
-from zinf_compile.runtime.device.device import Device, Event, Stream, Timing, use_on_this_thread
+from zinf_compile.runtime.device.device import Device, Event, Pair, Stream, Timing, use_on_this_thread
 from zinf_compile.runtime.process.waiting import join_thread, next_of
-
-
-class EnqueuedCopy(NamedTuple):
-    """A copy to or from the device that is enqueued on its stream."""
-
-    event: Event  # at its end, for the compute stream to wait for
-    done: Future[None]  # that costs nothing until it is waited for
 
 
 class _Leaving(NamedTuple):
@@ -44,14 +39,6 @@ class _Leaving(NamedTuple):
     left: Event
 
 
-class Copy(NamedTuple):
-    """Flat bytes to be copied, to where, and how that is timed."""
-
-    source: Tensor
-    destination: Tensor
-    timing: Timing | None = None
-
-
 class Landing(Future[None]):
     """A future that is done when copies have landed, with a StoreError if they failed.
 
@@ -59,11 +46,10 @@ class Landing(Future[None]):
     to enqueue a copy.
     """
 
-    def __init__(self, event: Event, memory: Sequence[Tensor], watcher: "CopyWatcher") -> None:
-        """``memory`` is kept alive until the copies have landed."""
+    def __init__(self, event: Event, watcher: "CopyWatcher", *, is_watched: bool) -> None:
         super().__init__()
-        self.event, self.memory = event, memory
-        self.is_watched = False  # by the watcher's thread, which alone ends it then
+        self.event = event
+        self.is_watched = is_watched  # by the watcher's thread, which alone ends it then
         self._watcher = watcher
 
     def done(self) -> bool:
@@ -91,7 +77,6 @@ class Landing(Future[None]):
 
     def end(self, error: RuntimeError | None = None) -> None:
         """Note that the copies have landed, or failed with an error of CUDA, for example if an earlier kernel failed."""
-        self.memory = ()  # first: a waiter may need it
         if error is None:
             self.set_result(None)
         else:
@@ -105,6 +90,25 @@ class Landing(Future[None]):
         return super().done()
 
 
+class EnqueuedCopy:
+    """Copies to or from the device that are enqueued on their stream."""
+
+    __slots__ = ("_watcher", "event", "is_watched", "landing", "memory")
+
+    def __init__(self, event: Event, memory: Sequence[Tensor], watcher: "CopyWatcher") -> None:
+        """``event`` is at their end, for streams to wait for; ``memory`` is kept alive until they have landed."""
+        self.event, self.memory, self._watcher = event, memory, watcher
+        self.landing: Landing | None = (
+            None  # once somebody has asked for it; that of most chunks of an update nobody does
+        )
+        self.is_watched = False  # by the watcher's thread, which ends its landing
+
+    @property
+    def done(self) -> Future[None]:
+        """A future of their end, always the same one, that costs little until it is waited for."""
+        return self._watcher.landing_of(self) if self.landing is None else self.landing
+
+
 class CopyWatcher:
     """Knows which copies of one stream have landed. They do in the order in which they were enqueued."""
 
@@ -112,18 +116,24 @@ class CopyWatcher:
         """``arrivals`` are copies to the device that nobody may wait for, while somebody waits for what left it later."""
         self._device, self._arrivals = device, arrivals
         self._lock = threading.RLock()  # reentrant: garbage collection while it is held may ask for a copy
-        self._unwatched: deque[Landing] = deque()  # in the order of the stream; keeps the memory of copies alive
-        self._watched: SimpleQueue[Landing | None] = SimpleQueue()
+        self._unwatched: deque[EnqueuedCopy] = deque()  # in the order of the stream; keeps the memory of copies alive
+        self._watched: SimpleQueue[EnqueuedCopy | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_started = False
 
-    def add(self, event: Event, memory: Sequence[Tensor]) -> Landing:
-        """Return the end of copies that were just enqueued, at ``event``. Called with the stream's lock held."""
-        landing = Landing(event, memory, self)
+    def add(self, event: Event, memory: Sequence[Tensor]) -> EnqueuedCopy:
+        """Return copies that were just enqueued, and end at ``event``. Called with the stream's lock held."""
+        copy = EnqueuedCopy(event, memory, self)
+        self.forget_landed()
+        self._unwatched.append(copy)
+        return copy
+
+    def landing_of(self, copy: EnqueuedCopy) -> Landing:
+        """Return the future of copies' end, made for who asks first."""
         with self._lock:
-            self.forget_landed()
-            self._unwatched.append(landing)
-        return landing
+            if copy.landing is None:
+                copy.landing = Landing(copy.event, self, is_watched=copy.is_watched)
+            return copy.landing
 
     def forget_landed(self) -> None:
         """Let go of the memory of copies that have landed."""
@@ -157,10 +167,21 @@ class CopyWatcher:
                 self._is_started = True
                 self._thread.start()
             while not (landing.is_watched or landing.has_ended):  # another thread may have asked meanwhile
-                first = self._unwatched.popleft() if self._unwatched else landing
-                if not first.has_ended:
-                    first.is_watched = True
-                    self._watched.put(first)
+                self._watch_one(self._unwatched.popleft() if self._unwatched else self._made_for(landing))
+
+    def _made_for(self, landing: Landing) -> EnqueuedCopy:
+        """Return what stands for copies whose memory was let go of meanwhile."""
+        copy = EnqueuedCopy(landing.event, (), self)
+        copy.landing = landing
+        return copy
+
+    def _watch_one(self, copy: EnqueuedCopy) -> None:
+        if copy.landing is not None:
+            if copy.landing.has_ended:
+                return
+            copy.landing.is_watched = True
+        copy.is_watched = True
+        self._watched.put(copy)
 
     def _run(self) -> None:
         use_on_this_thread(self._device)
@@ -171,8 +192,11 @@ class CopyWatcher:
             except RuntimeError as error:
                 failed = error
             self._let_go()
-            copy.end(failed)
-            del copy, failed  # and callbacks refer to what waited
+            with self._lock:  # who asks for its landing from now on asks the event
+                copy.is_watched, copy.memory, landing = False, (), copy.landing
+            if landing is not None:
+                landing.end(failed)
+            del copy, landing, failed  # and callbacks refer to what waited
 
     def _let_go(self) -> None:
         """Let go of the memory of what landed before a landing that is about to end, and of what arrived for it.
@@ -188,7 +212,7 @@ class CopyWatcher:
         with self._lock:
             self.forget_landed()
             if self._unwatched:
-                self.watch(self._unwatched[-1])
+                self.watch(self.landing_of(self._unwatched[-1]))
         if self._is_started:
             self._watched.put(None)
             if self._thread is not threading.current_thread():
@@ -232,15 +256,15 @@ class Link:
         self, source: Tensor, destination: Tensor, *, behind: Event, timing: Timing | None = None
     ) -> EnqueuedCopy:
         """Start copying flat host bytes to flat bytes on the device, after earlier readers and writers of these bytes."""
-        return self.bring_all([Copy(source, destination, timing)], behind=behind)
+        return self.bring_all([(source, destination)], behind=behind, timings=(timing,))
 
-    def bring_all(self, copies: Sequence[Copy], *, behind: Event) -> EnqueuedCopy:
-        """Start several such copies, one after another; what is returned is for all of them."""
+    def bring_all(self, pairs: Sequence[Pair], *, behind: Event, timings: Sequence[Timing | None] = ()) -> EnqueuedCopy:
+        """Start several such copies, one after another, each with its timing; what is returned is for all of them."""
         stream = self._streams.to_device
         with self._in_lock:  # no other thread's copy may come between a copy and its event
             stream.wait(behind)
-            event = _enqueue(copies, stream)
-            return EnqueuedCopy(event=event, done=self._arrivals.add(event, [copy.source for copy in copies]))
+            event = _enqueue(pairs, timings, stream)
+            return self._arrivals.add(event, [source for source, _ in pairs])
 
     @property
     def compute(self) -> Stream:
@@ -264,15 +288,16 @@ class Link:
         The source must not be freed before the compute stream waits for the copy: use ``let_go`` or ``join``.
         """
         # Hazard: ops that compute the source may be enqueued and not yet done.
-        return self.take_all([Copy(source, destination, timing)], behind=behind or self._device.compute.record())
+        behind = behind or self._device.compute.record()
+        return self.take_all([(source, destination)], behind=behind, timings=(timing,))
 
-    def take_all(self, copies: Sequence[Copy], *, behind: Event) -> EnqueuedCopy:
+    def take_all(self, pairs: Sequence[Pair], *, behind: Event, timings: Sequence[Timing | None] = ()) -> EnqueuedCopy:
         """Start several such copies after an event, one after another; what is returned is for all of them."""
         stream = self._streams.to_host
         with self._out_lock:
             stream.wait(behind)
-            event = self._last_left = _enqueue(copies, stream)
-            return EnqueuedCopy(event=event, done=self._departures.add(event, [copy.destination for copy in copies]))
+            event = self._last_left = _enqueue(pairs, timings, stream)
+            return self._departures.add(event, [destination for _, destination in pairs])
 
     def let_go(self, value: Tensor) -> None:
         """Free a tensor on the device once the copies that this link enqueued for it are done.
@@ -307,12 +332,12 @@ class Link:
         self._leaving.clear()
 
 
-def _enqueue(copies: Sequence[Copy], stream: Stream) -> Event:
+def _enqueue(pairs: Sequence[Pair], timings: Sequence[Timing | None], stream: Stream) -> Event:
     """Enqueue copies on a stream, whose lock is held; return their end."""
-    for source, destination, timing in copies:
-        if timing is None:
-            stream.copy(source, destination)
-        else:
-            with timing(stream):
-                stream.copy(source, destination)
+    if any(timings):
+        for pair, timing in zip(pairs, timings, strict=True):
+            with nullcontext() if timing is None else timing(stream):
+                stream.copy_all((pair,))
+    else:
+        stream.copy_all(pairs)
     return stream.record()

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +26,15 @@ from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
 from zinf_compile.runtime.device.cpu import CPU
-from zinf_compile.runtime.device.device import AllocatedBlock, CollectiveStreams, CopyStreams, Device, Event, MemoryUse
+from zinf_compile.runtime.device.device import (
+    AllocatedBlock,
+    CollectiveStreams,
+    CopyStreams,
+    Device,
+    Event,
+    MemoryUse,
+    Pair,
+)
 from zinf_compile.runtime.execute.executor import Executor
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.storage import state_codes
@@ -116,8 +124,12 @@ class FakeStream:
     def _reach(self, event: FakeEvent) -> None:
         event.happen()
 
-    def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Copy a flat tensor. As on a GPU, the stream does not keep the one on the device alive."""
+    def copy_all(self, pairs: Iterable[Pair]) -> None:
+        """Copy flat tensors. As on a GPU, the stream does not keep those on the device alive."""
+        for source, destination in pairs:
+            self._copy(source, destination)
+
+    def _copy(self, source: Tensor, destination: Tensor) -> None:
         assert not self._computes
         assert source.shape == destination.shape
         assert source.dtype == destination.dtype

@@ -195,7 +195,7 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
 
         return call
 
-    replace(FakeStream, "copy", copy)
+    replace(FakeStream, "_copy", copy)
     replace(FakeStream, "record", record)
     replace(FakeStream, "wait", stream_wait)
     replace(FakeStream, "run", run_on_stream)

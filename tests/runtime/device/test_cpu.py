@@ -101,7 +101,7 @@ def test_what_is_enqueued_is_done_when_the_call_returns() -> None:
     threads = threading.active_count()
     source, destination = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     start = CPU.compute.record(timed=True)
-    CPU.copies.to_device.copy(source, destination)
+    CPU.copies.to_device.copy_all([(source, destination)])
     assert destination.equal(source)
     CPU.compute.wait(CPU.copies.to_device.record())
     CPU.compute.record().wait()

@@ -142,18 +142,19 @@ def test_no_gpu_or_none_of_that_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_are_told_to_their_streams(cuda: StandIn) -> None:
     device = CudaDevice("cuda")
-    source, destination = torch.arange(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    sources = [torch.arange(length, dtype=torch.uint8) for length in (16, 8, 1)]
+    destinations = [torch.zeros_like(source) for source in sources]
     ready = device.compute.record()
     device.copies.to_device.wait(ready)
-    device.copies.to_device.copy(source, destination)
+    device.copies.to_device.copy_all(zip(sources, destinations, strict=True))
     arrived = device.copies.to_device.record()
     device.compute.wait(arrived)
-    assert torch.equal(source, destination)
+    assert all(map(torch.equal, sources, destinations))
     own = [line for line in cuda.calls if line != "synchronize event"]
     assert own == [
         "stream 0 records",
         "stream 1 waits for an event",
-        "on stream 1",
+        "on stream 1",  # once, for all three copies
         "stream 1 records",
         "stream 0 waits for an event",
     ]

@@ -72,7 +72,7 @@ def test_memory_that_is_freed_is_reused_and_may_not_be_copied(device: FakeDevice
     gate, home = threading.Event(), torch.zeros(1024, dtype=torch.uint8)
     value = device.allocate([1024], torch.uint8).fill_(7)
     device.copies.to_host.enqueue(lambda: gate.wait() and None)
-    device.copies.to_host.copy(value, home)
+    device.copies.to_host.copy_all([(value, home)])
     del value
     with pytest.raises(
         AssertionError, match="1024 bytes are free on the compute stream while a copy of them has not run"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -174,7 +175,7 @@ def test_who_uses_streams_has_chosen_the_device(tmp_path: Path, monkeypatch: pyt
 
         return note
 
-    for each, name in ((FakeStream, "copy"), (FakeStream, "record"), (FakeStream, "wait"), (FakeEvent, "wait")):
+    for each, name in ((FakeStream, "copy_all"), (FakeStream, "record"), (FakeStream, "wait"), (FakeEvent, "wait")):
         monkeypatch.setattr(each, name, noted(getattr(each, name)))
     monkeypatch.setattr(link, "use_on_this_thread", lambda _: begun.add(threading.current_thread().name))
     device = Selecting()
@@ -186,7 +187,7 @@ def test_who_uses_streams_has_chosen_the_device(tmp_path: Path, monkeypatch: pyt
             return wait(transfers, *args)
 
         monkeypatch.setattr(Transfers, "wait_gather", wait_gather)
-        train(**{**SMALL, "host_memory": 700 * KIB}, nvme=tmp_path, device="cuda", update_on="device")
+        train(**{**SMALL, "host_memory": 700 * KIB, "nvme": tmp_path, "device": "cuda", "update_on": "device"})
     ours = {name for name in used if not name.startswith(("fake-", "MainThread"))}
     assert ours
     assert ours <= begun
@@ -354,11 +355,11 @@ def test_a_gather_passes_through_staging_a_piece_at_a_time() -> None:
 
 def test_staging_that_is_returned_before_it_has_left_is_found() -> None:
     def bring(original: Any) -> Any:
-        def call(filler: LinkFiller, *args: Any) -> Future[None]:
+        def call(filler: LinkFiller, *args: Any) -> SimpleNamespace:
             original(filler, *args)
             landed: Future[None] = Future()
             landed.set_result(None)
-            return landed
+            return SimpleNamespace(done=landed)
 
         return call
 
@@ -507,7 +508,7 @@ def test_small_updates_do_not_take_the_turns_of_large_ones() -> None:
 
         def update(length: int) -> None:
             host = {GRADIENT: torch.zeros(length), MASTER: torch.zeros(length)}
-            updates.make_room([4 * length] * 2)
+            updates.make_room(2 * 4 * length)
             back = updates.run(
                 "weight",
                 host,
@@ -517,7 +518,8 @@ def test_small_updates_do_not_take_the_turns_of_large_ones() -> None:
                 here={},
                 before=device.compute.record(),
             )
-            left.append(back[MASTER])
+            assert back is not None
+            left.append(back.done)
             masters.append(host[MASTER])
 
         in_use = []

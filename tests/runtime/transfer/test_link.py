@@ -61,10 +61,10 @@ def test_the_source_lives_until_its_copy_has_landed(bench: Bench) -> None:
     source = torch.ones(64, dtype=torch.uint8)
     freed = weakref.ref(source)
     copy, gate = bench.bring(source)
-    bench.device.copies.to_device.copy = lambda source, destination: None  # type: ignore[method-assign]  # keeps none alive
+    bench.device.copies.to_device.copy_all = lambda pairs: None  # type: ignore[method-assign]  # keeps none alive
     del source
     other, other_gate = bench.bring(torch.ones(64, dtype=torch.uint8))
-    kept = weakref.ref(other.done.memory[0])  # type: ignore[attr-defined]
+    kept = weakref.ref(other.memory[0])
     assert freed() is not None
     assert kept() is not None
     land(copy, gate)
@@ -80,7 +80,7 @@ def test_the_source_lives_until_its_copy_has_landed(bench: Bench) -> None:
 
 def test_a_source_is_let_go_of_before_what_left_later_is_done(bench: Bench) -> None:
     copy, gate = bench.bring()
-    freed = weakref.ref(copy.done.memory[0])  # type: ignore[attr-defined]
+    freed = weakref.ref(copy.memory[0])
     leaving = torch.ones(64, dtype=torch.uint8)
     left = bench.link.take(leaving, torch.zeros_like(leaving), behind=copy.event)
     found: list[bool] = []
@@ -93,8 +93,8 @@ def test_a_source_is_let_go_of_before_what_left_later_is_done(bench: Bench) -> N
 
 def test_who_hears_of_a_copy_finds_the_memory_of_those_before_it_let_go(bench: Bench) -> None:
     (first, first_gate), (last, last_gate) = bench.bring(), bench.bring()
-    freed = weakref.ref(first.done.memory[0])  # type: ignore[attr-defined]
-    bench.device.copies.to_device.copy = lambda source, destination: None  # type: ignore[method-assign]
+    freed = weakref.ref(first.memory[0])
+    bench.device.copies.to_device.copy_all = lambda pairs: None  # type: ignore[method-assign]
     land(first, first_gate)
     land(last, last_gate)
     assert freed() is not None
