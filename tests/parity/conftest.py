@@ -70,7 +70,7 @@ def _streams() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """On a device with streams, skip what is for a CPU, and tests with its budgets: two copies of what computes need more."""
+    """On a device with streams, skip what is for a CPU, as budgets may be: two copies of what computes need more."""
     if "ZINF_STREAMS" in os.environ and item.get_closest_marker("of_a_cpu"):
         pytest.skip("it is for a device that computes in host memory")
     try:
