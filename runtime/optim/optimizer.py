@@ -259,7 +259,7 @@ class StreamedStep:
                     self._update(pending.popleft())
                     self._take_states_home(pending)
                 chunk = self._read(job, part, pending)
-                if chunk.lease is None and not pending:  # nothing is read ahead
+                if job.is_on_device and chunk.lease is None and not pending:  # nothing is read ahead
                     self._update(chunk)
                     self._take_states_home(pending)
                 else:
