@@ -21,7 +21,7 @@ CORE := tests/zinf_compile/ir tests/passes/analysis tests/passes/transforms test
 	tests/passes/planner/placement tests/passes/planner/schedule tests/runtime/params tests/runtime/storage \
 	tests/parity/test_models.py
 
-.PHONY: help train check test test-long test-all test-libraries lint types layers core unit unit-long unit-streams unit-all setup clean
+.PHONY: help train check test test-long test-all test-streams test-libraries lint types layers core unit unit-long unit-all setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -46,9 +46,9 @@ check: lint layers  ## lint, types, layering and a core of the tests
 test: lint layers  ## lint, types, layering and the tests, all but the long ones
 	@$(call with_types,$(PYTEST) -m "not long and not libraries")
 
-test-long: unit-long unit-streams  ## what `make test` leaves out: more models, placements, examples, and streams as of a GPU
+test-long: unit-long  ## what `make test` leaves out: more models, placements and examples
 
-test-all: unit-all unit-streams  ## the same, with every combination of their parameters (an hour)
+test-all: unit-all  ## the same, with every combination of their parameters (an hour)
 
 test-libraries: setup  ## the libraries people train with: transformers, peft, accelerate, and TRL and Lightning if installed
 	$(PYTEST) --dist worksteal -m libraries tests/libraries
@@ -72,7 +72,7 @@ unit: setup  ## run the tests that are not long, in two processes more than ther
 unit-long: setup
 	ZINF_SHARE=most ZINF_VARIANTS=few $(PYTEST) -m "long or hypothesis" --hypothesis-profile long
 
-unit-streams: setup
+test-streams: setup  ## the tests of parity on a GPU that the tests make on a CPU, with streams
 	ZINF_STREAMS=1 $(PYTEST) -m "not long and not libraries" tests/parity
 
 unit-all: setup

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.support.late_compute import DeviceMemory, LateCompute, below_autograd, current_stream
+from tests.support.late_compute import DeviceMemory, Enqueue, LateCompute, below_autograd, current_stream
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device.allocations import DeviceAllocations
@@ -380,6 +380,19 @@ class FakeDevice:
         """End the streams."""
         for stream in (self.compute, self.update, *self._copying):
             stream.close()
+        self.own_memory.close()
+
+
+class _LateLibrary:
+    """Compiled code that runs on a stream."""
+
+    def __init__(self, library: Any, stream: Enqueue) -> None:
+        self._library, self._stream = library, stream
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return a function that enqueues the compiled one, which is given addresses."""
+        function, enqueue = getattr(self._library, name), self._stream.enqueue
+        return lambda *args: enqueue(lambda: function(*args))
 
 
 def _is_token(tensor: Tensor) -> bool:
@@ -405,7 +418,8 @@ def on_fake_device(device: FakeDevice | None = None) -> Iterator[FakeDevice]:
         init(executor, store, device.computing(run) if store.device is device else run, *args, **kwargs)
 
     def find_library(where: torch.device, original: Callable[[torch.device], Any] = state_codes._library_on) -> Any:
-        return original(where) if current_stream() is None else None  # compiled code would run at once
+        library, stream = original(where), current_stream()
+        return library if library is None or stream is None else _LateLibrary(library, stream)
 
     with (
         mock.patch("zinf_compile.runtime.store.store.make_device", make),

@@ -100,10 +100,15 @@ class DeviceMemory:
                     self._keep(freed)
             yield self._allocator
 
+    def close(self) -> None:
+        """Return memory that was kept."""
+        self._kept.clear()
+        self._kept_nbytes = _KEPT_NBYTES  # and keep no more
+
     def _keep(self, freed: _Allocation) -> None:
         self._kept.append(freed)
         self._kept_nbytes += freed.nbytes
-        while self._kept_nbytes > _KEPT_NBYTES:
+        while self._kept and self._kept_nbytes > _KEPT_NBYTES:
             self._kept_nbytes -= self._kept.popleft().nbytes
 
     def make(self, value: Tensor, pool: Enqueue) -> Tensor:
