@@ -126,10 +126,10 @@ class BackwardStep:
             step.begin()
             has_room = step.fits_beside_compute and nbytes + in_chunks <= store.staging.capacity
             if not has_room or (in_chunks == 0 and store.device.memory.unified):
-                if in_chunks > 0:
+                if in_chunks > 0 or not store.device.memory.unified:  # one thread at a time updates on a device
                     self._wait_for_others(store, job)
                 if not store.device.memory.unified:
-                    self._copy_out(store, job, torch.empty(job.num_elements, dtype=job.grad.dtype))
+                    self._copy_out(store, job, torch.empty(job.num_elements, dtype=job.grad.dtype, device="cpu"))
                 step.run()  # nothing to overlap, or no room for a copy or for temporaries
             else:
                 self._hand_over(store, job, nbytes, in_chunks)
@@ -161,11 +161,15 @@ class BackwardStep:
                     wait_until(self._condition, has_room, what, gone=store.updates.why_gone)
             self._in_chunks = max(self._in_chunks, in_chunks) if self._queued_nbytes else in_chunks
             self._queued_nbytes += nbytes
-        lease = store.io_pool.lease(nbytes, f"room for the gradient of {job.record.name}")
-        with lease.handed_on():
-            self._copy_out(store, job, torch.frombuffer(lease.view, dtype=job.grad.dtype, count=job.num_elements))
-            # An update that never began ends while its gradient may still be on its way into the buffer.
-            call_when_done([job.update, *job.after], partial(self._give_back, store, job, lease))
+        try:
+            lease = store.io_pool.lease(nbytes, f"room for the gradient of {job.record.name}")
+            with lease.handed_on():
+                self._copy_out(store, job, torch.frombuffer(lease.view, dtype=job.grad.dtype, count=job.num_elements))
+        except BaseException:
+            self._forget_queued(nbytes)
+            raise
+        # An update that never began ends while its gradient may still be on its way into the buffer.
+        call_when_done([job.update, *job.after], partial(self._give_back, store, job, lease))
         if not self._feed.put(job):
             self._feed = JobFeed()
             self._feed.put(job)
@@ -180,8 +184,11 @@ class BackwardStep:
     def _give_back(self, store: Store, job: Job, lease: StagingBuffer, _: object) -> None:
         job.grad = torch.empty(0)  # a reference to the job must not keep a view of memory that the pool leases again
         store.staging.return_(lease)
+        self._forget_queued(lease.reserved_nbytes)
+
+    def _forget_queued(self, nbytes: int) -> None:
         with self._condition:
-            self._queued_nbytes -= lease.reserved_nbytes
+            self._queued_nbytes -= nbytes
             self._condition.notify_all()
 
     def close(self, optimizer: Optimizer) -> JobCollector | None:

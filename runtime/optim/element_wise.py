@@ -140,6 +140,7 @@ def is_same_value(left: object, right: object) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.dtype != right.dtype or left.shape != right.shape:
             return False
+        left, right = (left, right) if left.device == right.device else (left.cpu(), right.cpu())
         return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
     if type(left) is not type(right):
         return False

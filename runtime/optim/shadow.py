@@ -156,6 +156,11 @@ def freeze(optimizer: Optimizer, *, in_place: bool | None = None) -> Optimizer:
             for group in frozen.param_groups:
                 group["params"].clear()
         frozen = with_overrides_by_place(optimizer, frozen)
+    for group in frozen.param_groups:
+        for key, value in group.items():
+            if isinstance(value, Tensor) and not value.is_cpu:
+                # Hazard: as a learning rate. The stream of updates does not wait for what the stream of compute copies here.
+                group[key] = value.detach().to("cpu", copy=True)
     for name in SCALER_ATTRIBUTES:
         if isinstance(value := getattr(optimizer, name, None), Tensor):
             # Hazard: ``GradScaler.update()`` changes them in place. Hazard: a fused step copies them to its device without

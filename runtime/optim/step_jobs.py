@@ -352,6 +352,7 @@ class JobCollector:
                 f"{self._store.ranks.mesh_size} ranks, which update different parameters, has its own; use an optimizer "
                 "that draws none, such as AdamW"
             )
+        self._store.follow_compute()  # updates on the device come behind what the caller's stream has so far
         wanted: list[tuple[StoredParameter, Tensor]] = []
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:

@@ -153,7 +153,8 @@ class CopyWatcher:
             except RuntimeError as error:
                 failed = error
             self._let_go()
-            landing.end(failed)
+            if not landing.has_ended:  # a finalizer of what was let go may have asked
+                landing.end(failed)
 
     def watch(self, landing: Landing) -> None:
         """Have the thread wait for a landing that is not done, and for all before it.

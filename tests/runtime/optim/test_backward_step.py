@@ -5,14 +5,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
+import zinf_compile
 from tests.support.fake_device import on_fake_device
-from tests.support.small_training import train
+from tests.support.small_training import Net, train
+from zinf_compile.ir.errors import CapacityError
 from zinf_compile.runtime.optim.backward_step import BackwardStep, JobFeed
 from zinf_compile.runtime.optim.step_jobs import Job
+from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 KIB = 2**10
+BUDGETS = {"device_memory": 900 * KIB, "host_memory": 3000 * KIB, "tiles": False}
 TIGHT = {"width": 192, "depth": 2, "device_memory": 1600 * KIB, "host_memory": 700 * KIB, "tiles": False}
 
 
@@ -42,3 +47,21 @@ def test_backward_thread_does_not_deadlock_with_update_thread_over_staging(tmp_p
     assert num_waited > 0
     for mine, other in zip(ours, expected, strict=True):
         assert torch.equal(mine, other)
+
+
+def test_a_gradient_that_cannot_leave_takes_no_room_for_ever(tmp_path: Path) -> None:
+    """Later gradients would wait for its room without an end."""
+    torch._dynamo.reset()
+    with on_fake_device():
+        model = zinf_compile.optimize(Net(96, 2), nvme=tmp_path, device="cuda", step_in_backward=True, **BUDGETS)
+        adamw = torch.optim.AdamW(model.parameters())
+        model(torch.randn(16, 96)).backward()
+        adamw.step()
+        adamw.zero_grad()
+        refused = mock.Mock(side_effect=torch.OutOfMemoryError("no room for a copy"))
+        with mock.patch.object(TensorIO, "copy_out", refused), pytest.raises(CapacityError, match="no room for a copy"):
+            model(torch.randn(16, 96)).backward()
+        step = next(model.parameters())._zinf_record.store.early_step  # type: ignore[attr-defined]
+        assert isinstance(step, BackwardStep)
+        assert step._queued_nbytes == 0
+        zinf_compile.close(model)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zinf_compile.runtime.optim.element_wise import find_obstacle, find_odd_state
-from zinf_compile.runtime.optim.shadow import _ELEMENT_WISE, copy_scalars, shadow_step
+from zinf_compile.runtime.optim.shadow import _ELEMENT_WISE, copy_scalars, freeze, shadow_step
 
 Rule = Callable[[Tensor, Tensor, dict[str, Any]], None]
 
@@ -147,3 +147,24 @@ def test_asking_draws_none_of_the_users_random_numbers() -> None:
     torch.manual_seed(0)
     assert ask_rule(lambda p, g, s: p.sub_(torch.rand_like(g))) is not None
     assert torch.equal(torch.rand(3), expected)
+
+
+class _Elsewhere(Tensor):
+    """A number on a device, which notes that it was copied to host memory."""
+
+    copies: ClassVar[list[object]] = []
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.copies.append((args, kwargs))
+        return torch.Tensor.to(self.as_subclass(Tensor), *args, **kwargs)
+
+
+def test_a_learning_rate_on_a_device_is_copied_to_host_memory() -> None:
+    """Updates run on another stream, which does not wait for a copy on the device."""
+    adamw = torch.optim.AdamW([torch.zeros(4, requires_grad=True)], lr=0.5)
+    adamw.param_groups[0]["lr"] = torch.tensor(0.5).as_subclass(_Elsewhere)
+    frozen = freeze(adamw)
+    assert _Elsewhere.copies == [(("cpu",), {"copy": True})]
+    assert type(frozen.param_groups[0]["lr"]) is Tensor
+    assert float(frozen.param_groups[0]["lr"]) == 0.5
