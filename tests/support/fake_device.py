@@ -141,7 +141,7 @@ class FakeStream:
             if allocation is None or allocation.memory is None:
                 kept.append(each)
             else:
-                allocation.num_copies += 1
+                allocation.count_copy(1)
                 ends.append(allocation)
         with torch._C.DisableTorchFunctionSubclass():
             addresses, nbytes = [each.data_ptr() for each in (destination, source)], source.numel() * source.itemsize
@@ -151,7 +151,7 @@ class FakeStream:
             ctypes.memmove(*addresses, nbytes)
             kept.clear()
             for allocation in ends:
-                allocation.num_copies -= 1
+                allocation.count_copy(-1)
 
         self.enqueue(copy)
 

@@ -36,6 +36,7 @@ _BELOW = [
 ]
 _PURE = ("logit_sums", "logit_sums_backward", "weigh_logit_sums", "scale_gradient")  # ops of ours that only compute
 _deferring = threading.local()
+_counting = threading.Lock()
 
 
 class Enqueue(Protocol):
@@ -60,6 +61,11 @@ class _Allocation:
     pool: Enqueue | None = None  # to which it returns
     counted: AllocatedBytes | None = None
     num_copies: int = 0  # that are enqueued and have not run
+
+    def count_copy(self, change: int) -> None:
+        """Count a copy that is enqueued, or has run. Called from several threads."""
+        with _counting:
+            self.num_copies += change
 
     def give_back(self) -> None:
         """Return to the pool, whose next op may get these bytes, and find nonsense there."""
