@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from zinf_compile.ir.ops import QUERY_OF_BACKWARD
 from zinf_compile.ir.sizes import Size
 from zinf_compile.passes.analysis.storages import raw_size, tensor_nbytes
 from zinf_compile.passes.fx_edit import view_source
@@ -92,16 +91,6 @@ def count_workspace(node: fx.Node) -> Size:
     Scratch is counted as large as the outputs; oneDNN's convolutions used less, on 2 threads.
     """
     return _add_nbytes([*(arg.meta.get("val") for arg in node.all_input_nodes), *2 * (node.meta.get("val"),)])
-
-
-def count_attention_scratch(node: fx.Node) -> Size:
-    """Return the temporary bytes of the backward of attention on a GPU: the gradient of the queries in float32."""
-    query = node.args[QUERY_OF_BACKWARD]
-    assert isinstance(query, fx.Node)
-    value = query.meta["val"]
-    nbytes: Any = tensor_nbytes(value)
-    scratch: Size = nbytes * max(1, torch.float32.itemsize // value.dtype.itemsize)
-    return scratch
 
 
 def _add_nbytes(values: Iterable[object]) -> Size:

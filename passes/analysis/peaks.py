@@ -12,10 +12,10 @@ import sympy
 import torch
 from torch import fx
 
-from zinf_compile.ir.ops import ATTENTION_BACKWARDS
+from zinf_compile.ir.ops import attention_scratch
 from zinf_compile.ir.sizes import Size
-from zinf_compile.passes.analysis.costs import count_attention_scratch, count_workspace
-from zinf_compile.passes.analysis.storages import StorageRoot, find_roots
+from zinf_compile.passes.analysis.costs import count_workspace
+from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
 
 _REORDERING = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
@@ -58,7 +58,8 @@ def scratch_of(node: fx.Node) -> Size:
     """Return the bytes that the kernel of a node allocates and frees again; 0 where that is not known to be much."""
     if node.target in _REORDERING:
         return count_workspace(node)
-    return count_attention_scratch(node) if node.target in ATTENTION_BACKWARDS else 0
+    scratch: Size = attention_scratch(node, tensor_nbytes)
+    return scratch
 
 
 def _terms(nbytes: Size) -> dict[Any, int]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch._prims_common import compute_required_storage_length
 
-from zinf_compile.ir.ops import ATTENTION_BACKWARDS, QUERY_OF_BACKWARD
+from zinf_compile.ir.ops import attention_scratch
 
 _ALLOCATIONS = ("empty_strided_cuda", "empty_strided_cpu")
 _NO_ALLOCATION = ("get_raw_stream",)
@@ -85,7 +85,8 @@ class _Allocations:
             if isinstance(node.target, torch._ops.OpOverload) and "val" in node.meta:
                 values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
                 sizes = [_storage_nbytes(value) for value in values if isinstance(value, Tensor)]
-                self._results.setdefault(f"torch.ops.{node.target}", []).append((sum(sizes), _scratch_nbytes(node)))
+                scratch = attention_scratch(node, _storage_nbytes)
+                self._results.setdefault(f"torch.ops.{node.target}", []).append((sum(sizes), scratch))
         self._names: dict[str, _Block | None] = {}  # None: an input, which is the caller's
         self._live = self._peak = 0
 
@@ -185,17 +186,6 @@ def _empty_nbytes(shape: ast.expr, strides: ast.expr, dtype: ast.expr) -> int:
     if not isinstance(kind, torch.dtype):
         raise _UnknownError
     return compute_required_storage_length(sizes, steps, 0) * kind.itemsize
-
-
-def _scratch_nbytes(node: fx.Node) -> int:
-    """Return the bytes that the backward of attention on a GPU adds up the gradient of the queries in; 0 for other ops."""
-    if node.target not in ATTENTION_BACKWARDS:
-        return 0
-    query = node.args[QUERY_OF_BACKWARD]
-    assert isinstance(query, fx.Node)
-    value = query.meta["val"]
-    scratch: int = _storage_nbytes(value) * max(1, torch.float32.itemsize // value.dtype.itemsize)
-    return scratch
 
 
 def _storage_nbytes(value: Tensor) -> int:

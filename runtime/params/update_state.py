@@ -3,7 +3,6 @@
 Only this file writes the fields of ``UpdateState``.
 """
 
-import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -22,17 +21,11 @@ class UpdateState:
     why_torn: str | None = None  # the error that came, if it is known
     num_looks: int = 0  # at the values or the optimizer state, by users, who may write what they look at
     is_early: bool = False  # updated in backward, by the step that optimizer.step() is to end
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards the future: two threads may wait for updates
 
     def begin(self, future: "Future[None]") -> None:
         """Make every access to the parameter wait for an update from now on."""
-        with self._lock:
-            self.future = future
+        self.future = future
         self.count += 1
-
-    def leave_to_parent(self) -> None:
-        """Note that this is a forked child: a thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
 
     def note_look(self) -> None:
         """Note that a user looks at the parameter or its optimizer state."""
@@ -40,9 +33,8 @@ class UpdateState:
 
     def end_wait(self, future: "Future[None]") -> None:
         """Forget an update that is done, unless another one has begun."""
-        with self._lock:
-            if self.future is future:
-                self.future = None
+        if self.future is future:
+            self.future = None
 
     def tear(self, why: str | None = None) -> None:
         """Note that the value is about to change, element by element: until ``mend`` it is neither old nor new.

@@ -599,7 +599,6 @@ class Store:
         if self.engine is not None:
             self._views.update(self.engine.leave_to_parent())
         for record in self.records.values():
-            record.update.leave_to_parent()
             if (update := record.update.future) is not None and has_ended(update):
                 record.update.end_wait(update)
 

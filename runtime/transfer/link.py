@@ -98,9 +98,7 @@ class EnqueuedCopy:
     def __init__(self, event: Event, memory: Sequence[Tensor], watcher: "CopyWatcher") -> None:
         """``event`` is at their end, for streams to wait for; ``memory`` is kept alive until they have landed."""
         self.event, self.memory, self._watcher = event, memory, watcher
-        self.landing: Landing | None = (
-            None  # once somebody has asked for it; that of most chunks of an update nobody does
-        )
+        self.landing: Landing | None = None  # made for who asks, which nobody does for most chunks of an update
         self.is_watched = False  # by the watcher's thread, which ends its landing
 
     @property

@@ -39,7 +39,7 @@ fake values, and never traced::
 ``runtime/execute/op_bodies.py`` implements them. An op with a schema and a fake traces, lints and plans without one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -319,10 +319,22 @@ torch.library.register_autograd(
     "zinf::weigh_logit_sums", _weigh_logit_sums_backward, setup_context=_weigh_logit_sums_setup_context, lib=_LIBRARY
 )
 
-# Attention on a GPU: backward adds up the gradient of the queries in float32, in memory that the kernel allocates.
-ATTENTION_BACKWARDS = (
+_ATTENTION_BACKWARDS = (  # on a GPU
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
 )
-QUERY_OF_BACKWARD = 1  # the position of the queries among its arguments
+_QUERY = 1  # the position of the queries among their arguments
+
+
+def attention_scratch(node: fx.Node, nbytes_of: Callable[[Tensor], Any]) -> Any:
+    """Return the bytes that the kernel of a backward of attention allocates and frees: the float32 gradient of the queries.
+
+    0 for other ops. ``nbytes_of`` counts the bytes of a value.
+    """
+    if node.target not in _ATTENTION_BACKWARDS:
+        return 0
+    query = node.args[_QUERY]
+    assert isinstance(query, fx.Node)
+    value = query.meta["val"]
+    return nbytes_of(value) * max(1, torch.float32.itemsize // value.dtype.itemsize)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.called_ops import CalledOps
 from zinf_compile.runtime.native.compiled import load_compiled
 from zinf_compile.runtime.optim import step_chunks
 from zinf_compile.runtime.optim.fused_adamw import Kernel
@@ -116,21 +116,9 @@ def test_what_allocates_is_updated_in_pieces(
     assert updates["shadow"] == [piece, piece, piece, WIDTH**2 - 3 * piece] * 3
 
 
-class _Calls(TorchDispatchMode):
-    """Records the ops that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_step_count_is_made_on_the_device_and_not_copied_there() -> None:
     """A copy from memory that is not pinned would wait for what is enqueued, with each chunk."""
-    with _Calls() as seen:
+    with CalledOps() as seen:
         moved = moved_to(torch.device("meta"), torch.tensor(3.0))
     assert moved.device.type == "meta"
     assert torch.ops.aten._to_copy.default not in seen.ops

@@ -11,6 +11,7 @@ from hypothesis import given
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.called_ops import CalledOps
 from tests.support.examples import examples
 from zinf_compile.ir import ops
 from zinf_compile.passes.transforms.tiling.linear_loss import linear_cross_entropy
@@ -189,18 +190,6 @@ def test_logits_never_exist_whole(one_pass: bool) -> None:
     assert seen.numel <= 64 * CLASSES // 4
 
 
-class _Calls(TorchDispatchMode):
-    """Records the ops that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_on_a_gpu_there_are_few_kernels_and_the_host_waits_for_none(one_pass: bool, weighted: bool) -> None:
@@ -212,7 +201,7 @@ def test_on_a_gpu_there_are_few_kernels_and_the_host_waits_for_none(one_pass: bo
     target, rows = (torch.empty(num_rows, dtype=dtype, device="meta") for dtype in (torch.int64, torch.float32))
     layer = (hidden, weight, bias, target, bias.float() if weighted else None)
     on_weighted, tile, wanted = rows if weighted else None, num_rows // num_tiles, [True, True, True]
-    with _Calls() as seen:
+    with CalledOps() as seen:
         if one_pass:
             weigh_logit_sums(*layer, rows, rows, on_weighted, tile, wanted)
         else:
