@@ -11,7 +11,9 @@ def test_half_an_update_says_which_error_came() -> None:
     update = UpdateState()
     record: Any = SimpleNamespace(name="layer.weight", update=update)
     update.tear()
-    assert str(torn_error(record)).startswith("parameter 'layer.weight' was being updated when an error came, and holds")
+    assert str(torn_error(record)).startswith(
+        "parameter 'layer.weight' was being updated when an error came, and holds"
+    )
     update.tear("OSError: no space left")
     update.tear()  # a later chunk does not forget it
     assert "when an error came (OSError: no space left), and holds neither" in str(torn_error(record))
