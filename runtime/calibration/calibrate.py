@@ -250,6 +250,7 @@ def with_coded_states(hardware: Hardware, code: Code) -> Hardware:
         encode(code, values, pages, num_threads=num_threads)
         decode(code, pages, values, num_threads=num_threads)
 
+    both()  # at first use the library is compiled
     each = 2 * _usual_seconds(both, _REPEATS) / values.numel()
     rate = 1 / (1 / hardware.optimizer_elements_per_second + each)
     return replace(hardware, optimizer_elements_per_second=rate)

@@ -39,6 +39,7 @@ from zinf_compile.runtime.optim.step_jobs import (
 )
 from zinf_compile.runtime.optim.temporaries import piece_elements
 from zinf_compile.runtime.params.home import HomeTensor
+from zinf_compile.runtime.process.failure import describe_error
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.ranks.ranks import describe
@@ -214,7 +215,7 @@ class StreamedStep:
                 self._store.ranks.fail(describe(error))
             if not isinstance(self._source, Sequence):
                 self._jobs += self._source.end()
-            self._abandon(pending)
+            self._abandon(pending, error)
             begun = [job.record for job in self._jobs if job.is_begun]
             if begun or self._is_shown or isinstance(error, StoreError):
                 self._store.fail(error, updated=[record for record in begun if not record.update.is_torn])
@@ -297,8 +298,8 @@ class StreamedStep:
         job.is_updated = True
         call_when_done(job.writes, job.end)
 
-    def _abandon(self, pending: deque[Chunk]) -> None:
-        """Wait for what is in flight, and mark parameters whose update was begun and will not end as torn."""
+    def _abandon(self, pending: deque[Chunk], error: BaseException) -> None:
+        """Wait for what is in flight, and mark parameters whose update was begun and will not end as torn by ``error``."""
         while pending:
             self._return(pending.popleft())
         self._note_left()
@@ -307,7 +308,7 @@ class StreamedStep:
                 wait_future(write, f"a write of {job.record.name}")
             if not job.is_updated:
                 if job.is_begun:
-                    job.record.update.tear()
+                    job.record.update.tear(describe_error(error))
                 else:
                     job.record.update.mend()
 

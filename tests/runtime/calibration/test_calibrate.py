@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.fake_device import FakeDevice, on_fake_device
+from tests.support.planner_inputs import make_hardware
 from zinf_compile.hardware.check import find_problems
 from zinf_compile.ir.config import make_config
+from zinf_compile.ir.copies import Code
 from zinf_compile.ir.errors import StoreError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import OpKind
@@ -213,6 +216,21 @@ def test_the_optimizer_beside_a_gpu_is_measured_past_the_caches(monkeypatch: pyt
     ((num_elements, num_threads),) = asked
     assert num_threads == 14
     assert num_elements * 4 * 4 == 2**30  # parameter, gradient and two moments
+
+
+def test_compiling_the_library_of_codes_is_no_part_of_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, calls = calibrate.encode, []
+
+    def encode_late(code: Code, values: Tensor, pages: Tensor, **options: Any) -> None:
+        if not calls:
+            time.sleep(1.0)
+        calls.append(values.numel())
+        encode(code, values, pages, **options)
+
+    hardware = make_hardware()
+    monkeypatch.setattr(calibrate, "encode", encode_late)
+    rate = calibrate.with_coded_states(hardware, Code.INT8).optimizer_elements_per_second
+    assert calls[0] / 2 < rate < hardware.optimizer_elements_per_second
 
 
 @pytest.mark.parametrize(("seconds", "num_calls"), [(0.0, 1 + 5), (0.5, 1)])
