@@ -91,7 +91,9 @@ class Ahead:
         """Note that the update has ended, or failed."""
         with self._lock:
             self._is_ended, self._error = True, error
-            if self._is_taken and error is None and not self._is_reloaded:
+            if self._is_taken and error is not None:
+                record.update.tear(describe_error(error))
+            elif self._is_taken and not self._is_reloaded:
                 record.update.mend()
 
 

@@ -591,6 +591,8 @@ def test_an_update_that_fails_after_the_step_has_taken_it_stops_the_model(tmp_pa
             assert disk.is_writing.wait(30)  # to a shadow: step() exchanges it
             optimizer.step()
             disk.may_go.set()
+            with pytest.raises(StoreError, match=r"when an error came \(.*write at offset \d+ failed\), and holds"):
+                a_weight(model).norm()
             with pytest.raises(StoreError, match=r"failed|being updated when an error came"):
                 zinf_compile.synchronize(model)
         with pytest.raises(StoreError, match=r"an earlier error stopped this model: .*load a checkpoint"):
