@@ -133,7 +133,7 @@ class DeviceUpdates:
         if len(self._sets) >= (SMALL_UPDATE_SETS if is_small else UPDATE_SETS):
             if self._sets[0].nbytes >= needed:
                 return
-            self._sets.popleft().free.wait()  # their memory returns to the allocator, which does not track these copies
+            _free_first(self._sets)
         with self._device.updating():  # so the allocator assigns the memory to the update stream
             memory = self._device.allocate([needed], torch.uint8)
             self._sets.appendleft(_Buffers(memory=memory, nbytes=needed, free=self._device.update.record()))
@@ -152,4 +152,10 @@ class DeviceUpdates:
         """Free the buffers, once nothing uses them."""
         for sets in (self._large, self._small):
             while sets:
-                sets.popleft().free.wait()
+                _free_first(sets)
+
+
+def _free_first(sets: deque[_Buffers]) -> None:
+    # Hazard: their memory returns to the allocator, which does not track copies from it. So it is held until they have landed.
+    buffers = sets.popleft()
+    buffers.free.wait()
