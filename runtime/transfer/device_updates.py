@@ -156,6 +156,6 @@ class DeviceUpdates:
 
 
 def _free_first(sets: deque[_Buffers]) -> None:
-    # Hazard: their memory returns to the allocator, which does not track copies from it. So it is held until they have landed.
+    # Hazard: the allocator that gets their memory does not track copies from it. So it is held until they have landed.
     buffers = sets.popleft()
     buffers.free.wait()
