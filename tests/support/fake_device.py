@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -98,6 +98,7 @@ class FakeStream:
         self._thread = threading.Thread(target=self._run, name=f"fake-{name}", daemon=True)
         self.num_copied = self.num_waits = self.num_run = 0
         self._raised: BaseException | None = None
+        self._is_heard = False
 
     def wait(self, event: FakeEvent) -> None:
         """Make later work wait for an event. Ops that the caller runs by itself are such work.
@@ -115,8 +116,7 @@ class FakeStream:
 
     def record(self, *, timed: bool = False) -> FakeEvent:
         """Return an event after all work enqueued so far."""
-        if self._raised is not None:
-            raise self._raised
+        self._tell()
         event = FakeEvent(self)
         self.enqueue(lambda: self._reach(event))
         return event
@@ -184,7 +184,11 @@ class FakeStream:
         self.enqueue(done.set)
         if not done.wait(_GIVE_UP_SECONDS):
             raise AssertionError(f"the {self.name} stream did not end: streams wait for each other")
+        self._tell()
+
+    def _tell(self) -> None:
         if self._raised is not None:
+            self._is_heard = True
             raise self._raised
 
     def _run(self) -> None:
@@ -203,10 +207,14 @@ class FakeStream:
                 del work
 
     def close(self) -> None:
-        """End the thread after it has run everything."""
+        """End the thread after it has run everything; raise what it raised, if nobody has heard of it."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()
+        if self._thread.ident is not None:
+            self._thread.join(_GIVE_UP_SECONDS)
+        if not self._is_heard:
+            self._tell()
 
 
 class AutogradThread:
@@ -377,10 +385,11 @@ class FakeDevice:
             stream.record().wait()
 
     def close(self) -> None:
-        """End the streams."""
-        for stream in (self.compute, self.update, *self._copying):
-            stream.close()
-        self.own_memory.close()
+        """End the streams; raise what they raised, if nobody has heard of it."""
+        with ExitStack() as stack:
+            stack.callback(self.own_memory.close)
+            for stream in (self.compute, self.update, *self._copying):
+                stack.callback(stream.close)
 
 
 class _LateLibrary:

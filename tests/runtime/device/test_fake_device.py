@@ -82,6 +82,16 @@ def test_memory_that_is_freed_is_reused_and_may_not_be_copied(device: FakeDevice
     device.copies.to_host.drain()
 
 
+def test_an_error_that_nobody_asks_for_is_raised_at_the_end() -> None:
+    device, gate, home = FakeDevice(), threading.Event(), torch.zeros(1024, dtype=torch.uint8)
+    with pytest.raises(AssertionError, match="are free on the compute stream while"), on_fake_device(device):
+        value = device.allocate([1024], torch.uint8).fill_(7)
+        device.copies.to_host.enqueue(lambda: gate.wait() and None)
+        device.copies.to_host.copy_all([(value, home)])
+        del value
+        device.compute.enqueue(gate.set)
+
+
 def test_what_is_freed_is_overwritten(device: FakeDevice) -> None:
     kept = torch.empty(256)
     value = device.own_memory.make(kept, device.compute)
