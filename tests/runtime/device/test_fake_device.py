@@ -84,12 +84,13 @@ def test_memory_that_is_freed_is_reused_and_may_not_be_copied(device: FakeDevice
 
 def test_an_error_that_nobody_asks_for_is_raised_at_the_end() -> None:
     device, gate, home = FakeDevice(), threading.Event(), torch.zeros(1024, dtype=torch.uint8)
-    with pytest.raises(AssertionError, match="are free on the compute stream while"), on_fake_device(device):
-        value = device.allocate([1024], torch.uint8).fill_(7)
-        device.copies.to_host.enqueue(lambda: gate.wait() and None)
-        device.copies.to_host.copy_all([(value, home)])
-        del value
-        device.compute.enqueue(gate.set)
+    value = device.allocate([1024], torch.uint8).fill_(7)
+    device.copies.to_host.enqueue(lambda: gate.wait() and None)
+    device.copies.to_host.copy_all([(value, home)])
+    del value
+    device.compute.enqueue(gate.set)
+    with pytest.raises(AssertionError, match="are free on the compute stream while"):
+        device.close()
 
 
 def test_what_is_freed_is_overwritten(device: FakeDevice) -> None:
