@@ -215,10 +215,13 @@ def killed_export(model: nn.Module, folder: Path, at: int) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
 
-        for name in ("mkdir", "fsync", "replace", "unlink", "rmdir"):
-            setattr(os, name, functools.partial(dying, getattr(os, name)))
-        zinf_compile.export(model, folder, max_shard_size=150_000)
-        os._exit(0)
+        try:
+            for name in ("mkdir", "fsync", "replace", "unlink", "rmdir"):
+                setattr(os, name, functools.partial(dying, getattr(os, name)))
+            zinf_compile.export(model, folder, max_shard_size=150_000)
+            os._exit(0)
+        finally:
+            os._exit(1)  # never go on as a second process of these tests
     return os.waitpid(child, 0)[1]
 
 
