@@ -36,7 +36,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 setup: $(VENV)/.installed  ## make a virtual environment with everything in it
 
-train: setup  ## train a GPT on real text, its model states 4 times larger than the memory budget (5 to 8 minutes)
+train: setup  ## train a GPT on real text, its model states 4 times larger than the memory budget (3 to 8 minutes)
 	mkdir -p $(NVME)
 	$(BIN)/zinf train --preset demo --nvme $(NVME) --save-plan $(NVME)/plan.json
 

@@ -42,7 +42,6 @@ from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.process.failure import describe_error
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import wait_future
-from zinf_compile.runtime.ranks.ranks import describe
 from zinf_compile.runtime.storage.futures import call_when_done, return_when_done, then_start
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.store.store import Store
@@ -212,7 +211,7 @@ class StreamedStep:
             self._store.io_pool.wait(writes, "optimizer state on its way home")
         except BaseException as error:  # an error of the user's optimizer too: nothing may stay in flight
             if self._has_owners and not isinstance(error, UnsupportedError | RankError):  # which all ranks raise
-                self._store.ranks.fail(describe(error))
+                self._store.ranks.fail(describe_error(error))
             if not isinstance(self._source, Sequence):
                 self._jobs += self._source.end()
             self._abandon(pending, error)

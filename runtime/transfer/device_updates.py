@@ -156,6 +156,7 @@ class DeviceUpdates:
 
 
 def _free_first(sets: deque[_Buffers]) -> None:
+    """Free the first buffers once their last copy has landed."""
     # Hazard: the allocator that gets their memory does not track copies from it. So it is held until they have landed.
     buffers = sets.popleft()
     buffers.free.wait()

@@ -213,6 +213,8 @@ class FakeStream:
             self._condition.notify()
         if self._thread.ident is not None:
             self._thread.join(_GIVE_UP_SECONDS)
+            if self._thread.is_alive():
+                raise AssertionError(f"the {self.name} stream did not end: streams wait for each other")
         if not self._is_heard:
             self._tell()
 
