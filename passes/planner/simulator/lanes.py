@@ -10,7 +10,7 @@ from zinf_compile.ir.timeline import COMPUTE_LANE, UPDATE_LANE, Event
 
 
 class _Taking(NamedTuple):
-    """The time in which a transfer slows compute down by a share, as memcpy on the same processors does."""
+    """The time in which a transfer or an update on the same processors slows compute down by a share."""
 
     start: float
     end: float
@@ -27,7 +27,8 @@ class Lanes:
         self._routes = {pair: routes[name] for pair in pairs if (name := route_name(*pair)) in routes}
         self._last: dict[str, int] = {}  # the last node of each lane
         self._ends: list[float] = []  # of each node; kept apart, since it is read more often than anything else
-        self._beside: list[_Taking] = []  # transfers that still slow compute down
+        self._beside: list[_Taking] = []  # what still slows compute down
+        self._updates_take = hardware.updates_take_of_compute
 
     def end_of(self, nodes: Iterable[int]) -> float:
         """Return when the last of some nodes ends; 0 for none."""
@@ -48,7 +49,9 @@ class Lanes:
 
     def update(self, name: str, seconds: float, after: tuple[int, ...]) -> int:
         """Append a node of the update thread."""
-        return self._append(UPDATE_LANE, (UPDATE_LANE,), name, seconds, 0, after)
+        node = self._append(UPDATE_LANE, (UPDATE_LANE,), name, seconds, 0, after)
+        self._slow_down(node, self._updates_take)
+        return node
 
     def move(self, source: Tier, destination: Tier, name: str, nbytes: int, after: tuple[int, ...]) -> int:
         """Append a transfer that starts after some nodes, once its route is free; KeyError for an unknown route."""
@@ -57,13 +60,17 @@ class Lanes:
     def travel(self, leg: Leg, name: str, after: tuple[int, ...]) -> int:
         """Append a leg that starts after some nodes, once all its lanes are free."""
         node = self._append(leg.route.name, leg.route.lanes, name, leg.seconds, leg.nbytes, after)
-        if leg.route.takes_of_compute:
-            moved = self.nodes[node]
-            self._beside.append(_Taking(moved.start_seconds, moved.end_seconds, leg.route.takes_of_compute))
+        self._slow_down(node, leg.route.takes_of_compute)
         return node
 
+    def _slow_down(self, node: int, share: float) -> None:
+        """Let a node slow down what computes beside it. While compute waits, it loses nothing."""
+        if share:
+            beside = self.nodes[node]
+            self._beside.append(_Taking(beside.start_seconds, beside.end_seconds, share))
+
     def end_beside(self, start: float, end: float) -> float:
-        """Return when compute from ``start`` ends that would end at ``end`` without transfers beside it."""
+        """Return when compute from ``start`` ends that would end at ``end`` with nothing beside it."""
         if not self._beside or end <= start:
             return end
         self._beside = [taking for taking in self._beside if taking.end > start]  # compute's clock never goes back

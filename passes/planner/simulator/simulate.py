@@ -220,15 +220,12 @@ class _Walk:
         return self.clock - start
 
     def _compute(self, name: str, end: float) -> bool:
-        """Compute until ``end``, or longer if others take of its processors; return whether it was longer.
-
-        An update takes all its seconds when it begins, a transfer a share of the time in which it moves.
-        """
-        alone, reached, last = end, end, -math.inf
+        """Compute until ``end``, or longer if updates and transfers slow it down; return whether it was longer."""
+        reached, last = end, -math.inf
         while reached > last:
             self._journeys.advance(reached)
-            alone += self._updates.advance(reached)
-            last, reached = reached, max(reached, self.lanes.end_beside(self.clock, alone))
+            self._updates.advance(reached)
+            last, reached = reached, max(reached, self.lanes.end_beside(self.clock, end))
         self._after = self.lanes.compute(name, self.clock, reached, self._after)
         self.clock = reached
         return reached > end
@@ -333,7 +330,7 @@ class _Walk:
             self._stall(awaited.name, start)
 
     def _stall(self, name: str, start: float) -> None:
-        """Append a wait of compute until now. The updates that begin meanwhile take nothing from it."""
+        """Append a wait of compute until now."""
         self._updates.advance(self.clock)
         self.stalls.append(Event(COMPUTE_LANE, f"stall: {name}", start, self.clock))
 

@@ -1,7 +1,7 @@
 """The updates of an optimizer step beside compute. They use the disk when nothing else does, in the order queued.
 
 At most two are in progress: while one is written, the next is read. If both could use a lane, the older one does. Where
-updates run on the processors that also compute, compute loses the seconds of every update that starts beside it.
+updates run on the processors that also compute, compute loses the seconds in which both do.
 """
 
 import math
@@ -61,7 +61,6 @@ class Updates:
 
     def __init__(self, plan: Plan, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._taken = plan.hardware.updates_take_of_compute
         # A placement does not count elements. Gradients have one dtype, so the seconds are divided by their bytes.
         nbytes = sum(placement.gradient_nbytes for placement in plan.placements)
         seconds = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
@@ -75,7 +74,6 @@ class Updates:
         self._ends: dict[str, tuple[int, ...]] = {}  # by parameter: the nodes after which its update is written
         self._last_ends: deque[tuple[int, ...]] = deque([()] * _MAX_UNDER_WAY, maxlen=_MAX_UNDER_WAY)
         self._idle_until = 0.0  # a lower bound: nothing that is left starts earlier, since lanes only get busier
-        self._beside: deque[tuple[float, float]] = deque()  # start and seconds of updates not yet taken from compute
 
     def queue(
         self, placement: Placement, after: tuple[int, ...], *, with_gradient: bool, is_ahead: bool = False
@@ -109,14 +107,10 @@ class Updates:
         self._unfinished.add(update.placement.parameter)
         self._idle_until = 0.0
 
-    def advance(self, now: float) -> float:
-        """Start what can start before ``now``; return the seconds that compute lost to updates since the last call."""
+    def advance(self, now: float) -> None:
+        """Start what can start before ``now``."""
         while self._idle_until < now and self._place_next(before=now):
             pass
-        lost = 0.0
-        while self._beside and self._beside[0][0] < now:
-            lost += self._beside.popleft()[1]
-        return lost * self._taken
 
     def finish(self, parameters: Iterable[str]) -> tuple[int, ...]:
         """Run updates, in order, until those of ``parameters`` are done; return the nodes that end these."""
@@ -190,7 +184,6 @@ class Updates:
             after = (read, computed)
         else:
             after = (self._lanes.update(f"optimizer ({placement.parameter})", seconds, after),)
-        self._beside.append((self._lanes.nodes[after[-1]].start_seconds, seconds))
         self._computed(update, after)
 
     def _begin_on_device(self, update: _Update, after: tuple[int, ...]) -> None:

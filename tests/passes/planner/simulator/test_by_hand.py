@@ -135,6 +135,23 @@ def test_updates_take_from_compute_what_they_share(small_plan: Plan, share: floa
     assert dict(timeline.phase_seconds)[Phase.STEP] == 20.0 - computed
 
 
+def test_an_update_takes_nothing_of_compute_that_waits(small_plan: Plan) -> None:
+    # The update lasts from 0 to 6 and takes half of compute, which reaches tick 2 at 4. There compute waits for layers.1,
+    # which is read once the update's 8 s of reading are over.
+    plan = make_bare(
+        small_plan,
+        transfers=(replace(small_plan.gathers[1], issue=1, need_by=2),),
+        placements=(small_plan.placement("layers.0.weight"),),
+        uses=(),
+        hardware=replace(small_plan.hardware, updates_take_of_compute=0.5),
+    )
+    plan = replace(plan, step=replace(plan.step, timing=StepTiming.OVERLAPPED, num_elements=60))
+    timeline = simulate(plan)
+    assert spell(timeline.events, UPDATE_LANE) == [("optimizer (layers.0.weight)", 0.0, 6.0)]
+    assert spell(timeline.events, "nvme -> device") == [("layers.1", 8.0, 10.0)]
+    assert spell(timeline.stalls, COMPUTE_LANE)[0] == ("stall: layers.1", 4.0, 10.0)
+
+
 def test_what_is_due_is_issued_although_updates_make_compute_late(small_plan: Plan) -> None:
     """Regression: a transfer that was due just as an update slowed compute down was skipped."""
     forward, backward = small_plan.spans[0], small_plan.spans[-1]
