@@ -65,7 +65,7 @@ def _take_home(record: StoredParameter, grad: Tensor) -> None:
     assert slot is not None
     grad = grad.view(slot.tensor.shape)
     if parameter.grad is None:
-        if store.early_step is None or not store.early_step.take(record, grad):
+        if store.early_step is None or not store.early_step.take(record, grad, Tier.DEVICE):
             _put_gradient(record, grad, Tier.DEVICE)
             _note_arrival(record)
     elif slot.is_home_of(parameter.grad):
@@ -146,12 +146,13 @@ def take_gradient_home(parameter: Tensor) -> None:
             return
         store.check_usable(record)
         grad = local_of(grad)
-        if store.early_step is not None and store.early_step.take(record, grad):
+        # Autograd's gradient is on the device of the parameter that users see.
+        source = Tier.DEVICE if store.device.memory.unified else Tier.HOST
+        if store.early_step is not None and store.early_step.take(record, grad, source):
             parameter.grad = None
             return
         with store.failing_on_error():
-            # Autograd's gradient is on the device of the parameter that users see.
-            _put_gradient(record, grad, Tier.DEVICE if store.device.memory.unified else Tier.HOST)
+            _put_gradient(record, grad, source)
             store.tensor_io.wait_writes()
         _note_arrival(record)
 
