@@ -171,7 +171,7 @@ def moved(model: nn.Module) -> int:
     return routes.get("nvme -> device", 0) + routes.get("host -> device", 0)
 
 
-@pytest.mark.of_a_cpu(reason="it counts the bytes of gathers alone, and updates cross the link, too")
+@pytest.mark.of_a_cpu(reason="its numbers are those of a plan for one memory")
 @pytest.mark.parametrize("home", ["nvme", pytest.param("host", marks=pytest.mark.long)])
 def test_what_is_cast_moves_half_the_bytes(parity, home):
     """A weight that is always cast moves in bfloat16, half the bytes; elsewhere it moves in its own dtype."""

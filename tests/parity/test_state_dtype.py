@@ -834,7 +834,7 @@ def test_where_it_is_not_supported() -> None:
             check_ranks(config)
 
 
-@pytest.mark.of_a_cpu(reason="updates on the host take other staging beside streams")
+@pytest.mark.of_a_cpu(reason="the number in its error is that of one memory")
 def test_staging_that_is_too_small_for_a_page_of_each(tmp_path: Path) -> None:
     with pytest.raises(
         zinf_compile.CapacityError, match=r"the streamed optimizer step needs staging of 660\.0 KiB on host"

@@ -245,7 +245,7 @@ def test_tiles_of_another_number_than_the_checkpoint_had(parity, tmp_path, caplo
     assert "and this one computes everything whole" in begin(None, load=True)[2][0]
 
 
-@pytest.mark.of_a_cpu(reason="beside streams the search for tiles may keep fewer, since two copies need room")
+@pytest.mark.of_a_cpu(reason="its numbers are those of a plan for one memory")
 def test_tile_memory_is_a_limit(parity):
     model = parity.optimize(Tied(4096, 64), device_memory="32MiB", host_memory="32MiB", tile_memory="256KiB")
     model(torch.zeros(1, 8, dtype=torch.int64))
