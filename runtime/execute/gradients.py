@@ -20,6 +20,7 @@ from zinf_compile.runtime.params.home_gradient import (
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.params.tiles import StoredTile
 from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.storage.futures import wait_all
 from zinf_compile.runtime.storage.slots import local_of
 from zinf_compile.runtime.store.store import store_of
 
@@ -65,7 +66,7 @@ def _take_home(record: StoredParameter, grad: Tensor) -> None:
     assert slot is not None
     grad = grad.view(slot.tensor.shape)
     if parameter.grad is None:
-        if store.early_step is None or not store.early_step.take(record, grad):
+        if store.early_step is None or not store.early_step.take(record, grad, Tier.DEVICE):
             _put_gradient(record, grad, Tier.DEVICE)
             _note_arrival(record)
     elif slot.is_home_of(parameter.grad):
@@ -73,7 +74,17 @@ def _take_home(record: StoredParameter, grad: Tensor) -> None:
         _note_arrival(record)
     else:  # the user set this gradient: accumulate in place, as PyTorch does
         theirs = local_of(parameter.grad)
-        theirs.add_(grad.to(theirs.device, theirs.dtype))
+        theirs.add_(_as_users_see(record, grad).to(theirs.device, theirs.dtype))
+
+
+def _as_users_see(record: StoredParameter, grad: Tensor) -> Tensor:
+    """Return a gradient on the device of the parameter that users see, for which the host waits if it is another."""
+    tensor_io = record.store.tensor_io
+    if not tensor_io.link.is_crossed:
+        return grad
+    copy = torch.empty(grad.shape, dtype=grad.dtype, device=record.parameter.device)
+    wait_all(tensor_io.copy_out(grad, copy.view(-1), record.name, Tier.DEVICE), f"the gradient of {record.name}")
+    return copy
 
 
 def _hand_over(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
@@ -82,10 +93,11 @@ def _hand_over(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
     backward = torch._C._current_graph_task_id()
     if not record.store.ranks.is_alone:
         grad = record.store.reductions.reduced(_rows_of(stored), grad)
+    grad = _as_users_see(record, grad)  # as autograd expects it
     if isinstance(stored, StoredTile):
         record.gradient.hand_over_rows(backward, record.shard, stored.mine, grad)
         return
-    record.gradient.hand_over(backward, grad.to(record.parameter.device))  # on the device that autograd expects
+    record.gradient.hand_over(backward, grad)
 
 
 def _store_tile(tile: StoredTile, grad: Tensor) -> None:
@@ -99,7 +111,7 @@ def _store_tile(tile: StoredTile, grad: Tensor) -> None:
         parameter.grad = show_gradient(record)
     elif not slot.is_home_of(parameter.grad):  # the user set this gradient: accumulate in place
         theirs = local_of(parameter.grad).narrow(rows.dim, rows.start - slot.slice.start, rows.length)
-        theirs.add_(grad.to(theirs.device, theirs.dtype))
+        theirs.add_(_as_users_see(record, grad).to(theirs.device, theirs.dtype))
         return
     missing = record.gradient.find_missing(rows)
     there = list(rows.without(missing))  # after an interrupted backward these may be rows of other tiles
@@ -146,12 +158,13 @@ def take_gradient_home(parameter: Tensor) -> None:
             return
         store.check_usable(record)
         grad = local_of(grad)
-        if store.early_step is not None and store.early_step.take(record, grad):
+        # Autograd's gradient is on the device of the parameter that users see.
+        source = Tier.DEVICE if store.device.memory.unified else Tier.HOST
+        if store.early_step is not None and store.early_step.take(record, grad, source):
             parameter.grad = None
             return
         with store.failing_on_error():
-            # Autograd's gradient is on the device of the parameter that users see.
-            _put_gradient(record, grad, Tier.DEVICE if store.device.memory.unified else Tier.HOST)
+            _put_gradient(record, grad, source)
             store.tensor_io.wait_writes()
         _note_arrival(record)
 

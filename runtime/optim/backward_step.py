@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zinf_compile.ir.errors import UnsupportedError
+from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.optim.element_wise import is_same_value
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.shadow import is_element_wise
@@ -94,8 +95,11 @@ class BackwardStep:
         self._queued_nbytes = 0  # of gradients copied into staging
         self._in_chunks = 0  # of staging, the most that the chunks of one of them take
 
-    def take(self, record: StoredParameter, grad: Tensor) -> bool:
-        """Update a parameter from its complete gradient; return False if it is not known yet which optimizer steps it."""
+    def take(self, record: StoredParameter, grad: Tensor, source: Tier) -> bool:
+        """Update a parameter from its complete gradient, which is on the device or the host.
+
+        Returns False if it is not known yet which optimizer steps it.
+        """
         owner = self._steppers.get(record.param)
         optimizer = owner() if owner is not None else None
         if optimizer is None:
@@ -128,11 +132,12 @@ class BackwardStep:
             if not has_room or (in_chunks == 0 and store.device.memory.unified):
                 if in_chunks > 0 or not store.device.memory.unified:  # one thread at a time updates on a device
                     self._wait_for_others(store, job)
-                if not store.device.memory.unified:
-                    self._copy_out(store, job, torch.empty(job.num_elements, dtype=job.grad.dtype, device="cpu"))
+                if source is Tier.DEVICE and not store.device.memory.unified:
+                    copy = torch.empty(job.num_elements, dtype=job.grad.dtype, device="cpu")
+                    self._copy_out(store, job, copy, source)
                 step.run()  # nothing to overlap, or no room for a copy or for temporaries
             else:
-                self._hand_over(store, job, nbytes, in_chunks)
+                self._hand_over(store, job, nbytes, in_chunks, source)
         return True
 
     def _wait_for_others(self, store: Store, job: Job) -> None:
@@ -147,7 +152,7 @@ class BackwardStep:
                 with store.meter.stall(what):
                     wait_until(self._condition, lambda: self._queued_nbytes == 0, what, gone=store.updates.why_gone)
 
-    def _hand_over(self, store: Store, job: Job, nbytes: int, in_chunks: int) -> None:
+    def _hand_over(self, store: Store, job: Job, nbytes: int, in_chunks: int, source: Tier) -> None:
         with self._condition:
 
             def has_room() -> bool:
@@ -164,7 +169,8 @@ class BackwardStep:
         try:
             lease = store.io_pool.lease(nbytes, f"room for the gradient of {job.record.name}")
             with lease.handed_on():
-                self._copy_out(store, job, torch.frombuffer(lease.view, dtype=job.grad.dtype, count=job.num_elements))
+                copy = torch.frombuffer(lease.view, dtype=job.grad.dtype, count=job.num_elements)
+                self._copy_out(store, job, copy, source)
         except BaseException:
             self._forget_queued(nbytes)
             raise
@@ -176,10 +182,10 @@ class BackwardStep:
             store.updates.submit(StreamedStep(store, self._feed, element_wise=True).run)
 
     @staticmethod
-    def _copy_out(store: Store, job: Job, copy: Tensor) -> None:
+    def _copy_out(store: Store, job: Job, copy: Tensor, source: Tier) -> None:
         """Have a job update from a copy of its gradient, once that is there."""
         gradient, job.grad = job.grad, copy
-        job.after = store.tensor_io.copy_out(gradient, copy, job.record.name)
+        job.after = store.tensor_io.copy_out(gradient, copy, job.record.name, source)
 
     def _give_back(self, store: Store, job: Job, lease: StagingBuffer, _: object) -> None:
         job.grad = torch.empty(0)  # a reference to the job must not keep a view of memory that the pool leases again

@@ -37,8 +37,8 @@ class Owner(Protocol):
 class EarlyStep(Protocol):
     """What updates a parameter when its gradient is complete."""
 
-    def take(self, record: "StoredParameter", grad: Tensor) -> bool:
-        """Update a parameter; return False if the gradient is to be stored for ``step()``."""
+    def take(self, record: "StoredParameter", grad: Tensor, source: Tier) -> bool:
+        """Update a parameter; return False if the gradient, on the device or the host, is to be stored for ``step()``."""
 
     def note_backward(self) -> None:
         """Remember that the backward that runs now may update parameters, until it has ended without an error."""

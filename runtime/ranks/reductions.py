@@ -94,7 +94,7 @@ class Reductions:
                 self._sums = ThreadStream(name="reductions between replicas")
         self._is_ordered = is_ordered
         self._divide_by = divide_by
-        self._buffers = {name: torch.empty(0, dtype=torch.uint8) for name in ("outgoing", "incoming", "total")}
+        self._buffers: dict[str, Tensor] = {}  # outgoing, incoming, total: flat bytes on the device
         self._capacity = 0  # bytes of gradients that are in flight at the same time
         self._used = 0  # of them
         self._first = 0  # byte of the gradient that is started
@@ -238,7 +238,7 @@ class Reductions:
     def _view(self, buffer: str, num_elements: int, like: Tensor, first: int = 0) -> Tensor:
         """Return elements of a buffer, from a byte on. It grows as needed, when nothing is in flight, and stays."""
         end = first + num_elements * like.dtype.itemsize
-        if self._buffers[buffer].numel() < end:
+        if buffer not in self._buffers or self._buffers[buffer].numel() < end:
             nbytes = max(end, 0 if buffer == "total" else self._capacity)
             self._buffers[buffer] = self._device.allocate([nbytes], torch.uint8)
         return self._buffers[buffer][first:end].view(like.dtype)

@@ -101,12 +101,12 @@ class TensorIO:
                     self.send_home(slot, part, lease, Tier.DEVICE, after=left)
         self.link.let_go(flat)
 
-    def copy_out(self, value: Tensor, destination: Tensor, name: str) -> Sequence[Future[None]]:
-        """Start copying a value of the device to flat host memory; return what is done when it is there.
+    def copy_out(self, value: Tensor, destination: Tensor, name: str, source: Tier) -> Sequence[Future[None]]:
+        """Start copying a value to flat host memory; return what is done when it is there.
 
         The caller may reuse ``value`` at once, and must not change it on a device with its own memory.
         """
-        if not self.link.is_crossed:
+        if source is not Tier.DEVICE or not self.link.is_crossed:
             destination.copy_(value.detach().reshape(-1))
             return ()
         flat = self._outliving(value, destination.dtype)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.support.parity import PLACEMENTS, Parity, on_cuda, on_streams
-from zinf_compile.ir.errors import CapacityError
 from zinf_compile.runtime.native.compiled import find_compiler
 
 _COMPILED = ("test_models.py",)  # others keep it for `make test-long`
@@ -62,24 +61,25 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _streams() -> Iterator[None]:
+def _streams(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run all of these tests on a fake device with streams if ZINF_STREAMS is set, and on a GPU if ZINF_GPU is."""
-    with on_cuda() if "ZINF_GPU" in os.environ else on_streams() if "ZINF_STREAMS" in os.environ else nullcontext():
+    mark = request.node.get_closest_marker("needs_more_on_streams")
+    more = mark.kwargs if mark is not None else {}
+    with (
+        on_cuda(more)
+        if "ZINF_GPU" in os.environ
+        else on_streams(more)
+        if "ZINF_STREAMS" in os.environ
+        else nullcontext()
+    ):
         yield
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """On a device with streams, skip what is for a CPU, as budgets may be: two copies of what computes need more."""
-    if "ZINF_STREAMS" in os.environ and item.get_closest_marker("of_a_cpu"):
-        pytest.skip("it is for a device that computes in host memory")
-    try:
-        yield
-    except Exception as error:
-        cause = getattr(error, "inner_exception", error)  # Dynamo wraps what a backend raises
-        if "ZINF_STREAMS" in os.environ and isinstance(cause, CapacityError):
-            pytest.skip(f"its budgets are a CPU's: {cause}")
-        raise
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a device with streams, skip what is for a CPU."""
+    if "ZINF_STREAMS" in os.environ and (mark := item.get_closest_marker("of_a_cpu")) is not None:
+        pytest.skip(f"it is for a device that computes in host memory: {mark.kwargs['reason']}")
 
 
 @pytest.fixture(scope="session", autouse=True)

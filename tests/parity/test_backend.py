@@ -7,6 +7,8 @@ from torch import nn
 from tests.support.small_models import gpt, gpt_tied, mlp, token_batches
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 
+pytestmark = pytest.mark.of_a_cpu(reason="a backend of torch.compile takes no other device")
+
 
 def llama():
     transformers = pytest.importorskip("transformers")

@@ -60,6 +60,7 @@ def take_step(model, batch, optimizer, trace):
     trace.take_step(model, optimizer)
 
 
+@pytest.mark.needs_more_on_streams(device_memory=4.5)
 def test_unfrozen_later(parity, placement, way):
     """Parameters frozen at ``optimize`` are trained from the step after unfreezing: layer by layer, then all."""
 
@@ -75,6 +76,7 @@ def test_unfrozen_later(parity, placement, way):
     parity.check_loop(loop, net_with_frozen_layers, placement, **way, device_memory=ENOUGH)
 
 
+@pytest.mark.needs_more_on_streams(device_memory=4.5)
 def test_frozen_again_after_unfreezing(parity, way):
     def loop(model, batches, trace):
         optimizer = adamw(model.parameters())

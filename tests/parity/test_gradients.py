@@ -117,6 +117,7 @@ def run(model, batches, trace, backward, *, zero_every=1):
         trace.record_model(model, optimizer)
 
 
+@pytest.mark.needs_more_on_streams(device_memory=1.75)
 def test_several_forwards_added_to_gradients_that_are_there(parity, way):
     """One backward over several forwards adds their sum in one addition: another order would change the last bit."""
 
@@ -136,6 +137,7 @@ def test_the_same_call_twice(parity, way):
     parity.check(repeated_net, "nvme", **way)
 
 
+@pytest.mark.needs_more_on_streams(device_memory=1.75)
 def test_parameters_that_two_graphs_of_a_forward_share(parity, way):
     def backward(step, model, batch):
         losses = [model(**batch), model(**batches_of(step))]
@@ -150,6 +152,7 @@ def test_parameters_that_two_graphs_of_a_forward_share(parity, way):
     assert len(report.plans) == (2 if way["captured"] else 0)
 
 
+@pytest.mark.needs_more_on_streams(device_memory=1.75)
 @pytest.mark.parametrize(
     ("workload", "compute_dtype"),
     [
@@ -184,6 +187,7 @@ def test_checkpoints(parity, captured, workload, compute_dtype):
         parity.assert_equal(model.get_parameter(name).grad, parameter.grad, name)
 
 
+@pytest.mark.needs_more_on_streams(device_memory=1.75)
 def test_one_backward_of_two_forwards(parity, captured):
     """Each graph adds up the uses of a parameter first: eager PyTorch adds those of both forwards in one row."""
     model, batches = parity.optimized(net, captured=captured, device_memory=128 * 2**10)
@@ -253,6 +257,7 @@ def test_grad_of_parameters(parity, way, kept_graphs):
     parity.check_loop(loop, net, **way)
 
 
+@pytest.mark.needs_more_on_streams(device_memory=1.75)
 def test_tensor_hooks(parity, way):
     """A hook sees the sum over all uses once per backward, and may replace it; hooks come and go between steps."""
     runs = []
@@ -282,6 +287,7 @@ def test_tensor_hooks(parity, way):
         parity.assert_equal(ours, plain, "what a hook saw")
 
 
+@pytest.mark.needs_more_on_streams(device_memory=1.75)
 def test_post_accumulate_hooks(parity, way):
     """Hooks find ``p.grad`` complete, including the part of earlier backwards, and may change it."""
     seen = []

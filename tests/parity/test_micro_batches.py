@@ -85,6 +85,7 @@ def homes(parity, placement: str, *, keeps_all: bool = False) -> dict[str, objec
 QUICK = {(2, None), (4, True)}
 
 
+@pytest.mark.needs_more_on_streams(device_memory=1.5)
 @pytest.mark.parametrize("placement", ["nvme", "host", "mixed"])
 @pytest.mark.parametrize(
     ("micro_batches", "recompute"),
@@ -150,6 +151,7 @@ def test_all_micro_batches_are_one_compiled_block(parity, monkeypatch):
     assert found == [found[0]] * 3
 
 
+@pytest.mark.needs_more_on_streams(device_memory=1.55)
 def test_a_batch_that_does_not_fit_otherwise(parity):
     expected = losses_of(make(layers=2))
     model = parity.optimize(make(layers=2), **TIGHT)
@@ -160,7 +162,7 @@ def test_a_batch_that_does_not_fit_otherwise(parity):
     assert any("micro-batches, one after another" in note for note in plan.notes)
     assert plan.activations.policy is ActivationPolicy.RECOMPUTE_BLOCKS
     device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
-    assert device.measured_peak <= device.predicted_peak <= 900 * 2**10
+    assert device.measured_peak <= device.predicted_peak <= device.capacity
     torch._dynamo.reset()
     whole = parity.optimize(make(layers=2), **TIGHT, tiles=False)
     with pytest.raises(CapacityError, match=r"needs .* on device"):

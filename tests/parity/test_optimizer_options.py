@@ -15,6 +15,8 @@ import zinf_compile
 from examples.soap import SOAP
 from zinf_compile.runtime.params.records import record_of
 
+pytestmark = pytest.mark.needs_more_on_streams(host_memory=1.25)
+
 NUM_STEPS = 3
 INPUTS, OUTPUTS = 273, 241  # a weight of 65 793 elements, more than host memory holds: sixteen chunks and a remainder
 

@@ -242,6 +242,7 @@ def test_a_third_moment_goes_where_the_others_are(optimize: Callable[..., nn.Mod
     assert_same_training(plain, optimizers[0], model, optimizers[1])
 
 
+@pytest.mark.needs_more_on_streams(host_memory=1.1)
 def test_without_room_training_goes_on_and_says_so(
     optimize: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -88,7 +88,7 @@ def homes(model: nn.Module) -> dict[Tier, int]:
     return {tier: sum(slot.nbytes for slot in slots if slot.tier is tier) for tier in Tier}
 
 
-@pytest.mark.of_a_cpu
+@pytest.mark.of_a_cpu(reason="its profile is that of a machine with one memory")
 @pytest.mark.usefixtures("wrong_profile")
 @pytest.mark.parametrize("options", [{}, pytest.param({"overlap_step": False}, marks=pytest.mark.long)], ids=str)
 def test_another_plan_after_the_third_step_changes_no_bit(
@@ -123,7 +123,7 @@ def test_another_plan_after_the_third_step_changes_no_bit(
     assert next(phase for phase in report.phases).count == STEPS - 3
 
 
-@pytest.mark.of_a_cpu
+@pytest.mark.of_a_cpu(reason="its profile is that of a machine with one memory")
 @pytest.mark.usefixtures("wrong_profile")
 def test_a_new_plan_counts_less_state(tmp_path: Path) -> None:
     """SGD without momentum keeps nothing: by the measured plan, what AdamW would keep is free for other copies."""

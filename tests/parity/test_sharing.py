@@ -13,6 +13,8 @@ from zinf_compile.runtime.params.records import record_of
 
 STEPS = 3
 WIDTH = 32
+pytestmark = pytest.mark.needs_more_on_streams(device_memory=5)
+
 BUDGETS = {"device_memory": 26 * 2**10, "host_memory": 512 * 2**10}
 
 

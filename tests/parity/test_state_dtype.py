@@ -34,6 +34,8 @@ from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, refuse_coded_
 from zinf_compile.runtime.storage.state_codes import Coded, decode, encode
 from zinf_compile.runtime.store.store import Store
 
+pytestmark = pytest.mark.needs_more_on_streams(device_memory=2.5)
+
 WIDTH = 400
 CODES = [Code.INT8, Code.BFLOAT16]
 MOSTLY_INT8 = [Code.INT8, pytest.param(Code.BFLOAT16, marks=pytest.mark.long)]
@@ -832,7 +834,7 @@ def test_where_it_is_not_supported() -> None:
             check_ranks(config)
 
 
-@pytest.mark.of_a_cpu
+@pytest.mark.of_a_cpu(reason="the number in its error is that of one memory")
 def test_staging_that_is_too_small_for_a_page_of_each(tmp_path: Path) -> None:
     with pytest.raises(
         zinf_compile.CapacityError, match=r"the streamed optimizer step needs staging of 660\.0 KiB on host"

@@ -13,6 +13,8 @@ import zinf_compile
 from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.runtime.params.records import record_of
 
+pytestmark = pytest.mark.needs_more_on_streams(host_memory=1.25)
+
 WIDTH = 160
 
 

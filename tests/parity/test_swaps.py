@@ -97,7 +97,7 @@ def test_bitwise(parity, tmp_path, workload, choice, recompute):
         assert min(moved.get(f"device -> {tier}", 0), moved.get(f"{tier} -> device", 0)) >= at_least
 
 
-@pytest.mark.of_a_cpu
+@pytest.mark.of_a_cpu(reason="its budget makes a plan gather and swap where there is one memory")
 def test_streamed_parameters_share_the_arena_with_what_comes_back(parity, tmp_path):
     with swapped("mixed") as plans:
         model, batches = gpt()

@@ -63,7 +63,14 @@ def homes(parity, placement: str, dtype: torch.dtype = torch.float32) -> dict[st
 
 
 @pytest.mark.parametrize("placement", ["nvme", "host"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, marks=pytest.mark.needs_more_on_streams(device_memory=3.5)),
+        pytest.param(torch.bfloat16, marks=pytest.mark.needs_more_on_streams(device_memory=2.3)),
+    ],
+    ids=str,
+)
 def test_bitwise_as_the_same_tiles_in_plain_pytorch(parity, placement, dtype):
     plain = make(TILES, dtype)
     expected = parity.train(plain, batches())
@@ -105,6 +112,7 @@ def _with_own_gradients(model: nn.Module, given: list[dict[str, Tensor]], trace)
     _micro_steps(model, given, trace)
 
 
+@pytest.mark.needs_more_on_streams(device_memory=3.5)
 @pytest.mark.parametrize("placement", ["nvme", "host"])
 @pytest.mark.parametrize("loop", [_micro_steps, _with_hooks, _with_own_gradients])
 def test_gradients_add_up_as_in_plain_pytorch(parity, placement, loop):
@@ -115,6 +123,17 @@ def test_gradients_add_up_as_in_plain_pytorch(parity, placement, loop):
     parity.assert_same(ours, plain)
 
 
+@pytest.mark.parametrize("loop", [_with_hooks, _with_own_gradients])
+def test_gradients_that_users_see_come_over_the_link(parity, loop):
+    """On a device with streams. Autograd, and gradients that the user has set, are on the host."""
+    plain, ours = parity.trace(), parity.trace()
+    loop(make(TILES), batches(4), plain)
+    parity.on_streams()
+    loop(parity.optimize(make(), tiles=TILES, device_memory="560KiB", host_memory="2MiB"), batches(4), ours)
+    parity.assert_same(ours, plain)
+
+
+@pytest.mark.needs_more_on_streams(device_memory=2)
 def test_updates_inside_backward(parity):
     plain = make(TILES)
     expected = [loss.item() for loss in parity.train(plain, batches()).losses]
@@ -142,6 +161,7 @@ class Tied(nn.Module):
         return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
+@pytest.mark.needs_more_on_streams(host_memory=1.25)
 @pytest.mark.parametrize(
     "options",
     [
@@ -225,7 +245,7 @@ def test_tiles_of_another_number_than_the_checkpoint_had(parity, tmp_path, caplo
     assert "and this one computes everything whole" in begin(None, load=True)[2][0]
 
 
-@pytest.mark.of_a_cpu
+@pytest.mark.of_a_cpu(reason="its numbers are those of a plan for one memory")
 def test_tile_memory_is_a_limit(parity):
     model = parity.optimize(Tied(4096, 64), device_memory="32MiB", host_memory="32MiB", tile_memory="256KiB")
     model(torch.zeros(1, 8, dtype=torch.int64))
@@ -234,6 +254,7 @@ def test_tile_memory_is_a_limit(parity):
     assert re.search(r"embed.weight.tile_\{0..3\} +4 +4.0 MiB", str(plan))  # weight, gradient, two of state
 
 
+@pytest.mark.needs_more_on_streams(device_memory=3.5)
 def test_tiles_of_one_op_are_one_line_of_the_dump(parity):
     model = parity.optimize(make(), tiles=TILES, **homes(parity, "nvme"))
     model(**batches()[0])

@@ -83,6 +83,7 @@ def by_hand(model: nn.Module, batches) -> list[float]:
     return losses
 
 
+@pytest.mark.needs_more_on_streams(device_memory=2.5)
 @pytest.mark.parametrize(
     ("captured", "options"),
     [(True, {}), pytest.param(False, {}, marks=pytest.mark.long), (False, {"bf16": True})],

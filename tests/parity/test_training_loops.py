@@ -336,6 +336,7 @@ def test_optimizer_state_goes_through_a_checkpoint(parity, way):
     parity.check_loop(loop, net, **way)
 
 
+@pytest.mark.needs_more_on_streams(device_memory=4)
 def test_graph_break(parity):
     report = parity.check_loop(step_simply, broken_net, captured=True, device_memory=64 * 2**10)
     lines = Path(__file__).read_text().splitlines()

@@ -42,6 +42,7 @@ from zinf_compile.runtime.store.store import Store
 
 _MOST_SECONDS = 2e-4  # the longest delay of a copy
 _GIVE_UP_SECONDS = 120.0
+_find_library = state_codes._library_on
 
 
 class FakeEvent:
@@ -406,6 +407,12 @@ class _LateLibrary:
         return lambda *args: enqueue(lambda: function(*args))
 
 
+def _find_late_library(where: torch.device) -> Any:
+    """Return compiled code. Not what another device has patched: with one inside another, calls would be late twice."""
+    library, stream = _find_library(where), current_stream()
+    return library if library is None or stream is None else _LateLibrary(library, stream)
+
+
 def _is_token(tensor: Tensor) -> bool:
     """Return whether a tensor may be a ticket of a transfer, which is the host's."""
     return tensor.numel() == 1 and tensor.dtype is torch.int64
@@ -428,15 +435,11 @@ def on_fake_device(device: FakeDevice | None = None) -> Iterator[FakeDevice]:
     ) -> None:
         init(executor, store, device.computing(run) if store.device is device else run, *args, **kwargs)
 
-    def find_library(where: torch.device, original: Callable[[torch.device], Any] = state_codes._library_on) -> Any:
-        library, stream = original(where), current_stream()
-        return library if library is None or stream is None else _LateLibrary(library, stream)
-
     with (
         mock.patch("zinf_compile.runtime.store.store.make_device", make),
         mock.patch("zinf_compile.runtime.device.make_device.make_device", make),
         mock.patch.object(Executor, "__init__", make_executor),
-        mock.patch.object(state_codes, "_library_on", find_library),
+        mock.patch.object(state_codes, "_library_on", _find_late_library),
         mock.patch.object(torch.autograd, "_engine_run_backward", partial(autograd.run, engine)),
     ):
         yield device

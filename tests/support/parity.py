@@ -16,7 +16,7 @@ budget, unless ``recompute`` is given.
 import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -69,20 +69,30 @@ def needed_device_memory(error: Exception) -> int:
 
 
 @contextmanager
-def on_cuda() -> Iterator[None]:
-    """Optimize models inside for ``device="cuda"``."""
+def on_cuda(more: Mapping[str, float] | None = None) -> Iterator[None]:
+    """Optimize models inside for ``device="cuda"``, where no device is said.
+
+    ``more`` says what some of their budgets are multiplied by.
+    """
 
     def make(options: Mapping[str, object], **given: Any) -> Config:
-        return make_config({"device": "cuda", **options}, **given)
+        if "device" in options:
+            return make_config(options, **given)
+        scaled = {
+            name: int(parse_size(size, option=name) * factor)  # type: ignore[arg-type]  # it checks the type
+            for name, factor in (more or {}).items()
+            if (size := options.get(name)) is not None
+        }
+        return make_config({**options, **scaled, "device": "cuda"}, **given)
 
     with mock.patch("zinf_compile.frontend.api.make_config", make):
         yield
 
 
 @contextmanager
-def on_streams() -> Iterator[FakeDevice]:
-    """Run models that are optimized inside on a fake device with streams."""
-    with on_fake_device() as device, on_cuda():
+def on_streams(more: Mapping[str, float] | None = None) -> Iterator[FakeDevice]:
+    """Run models that are optimized inside on a fake device with streams, with ``more`` memory, as in ``on_cuda``."""
+    with on_fake_device() as device, on_cuda(more):
         yield device
 
 
@@ -219,19 +229,24 @@ class Parity:
                 **(tiers if tiers is not None and not is_of_host else {"host_memory": _STAGING + _PLENTY}),
                 **_EVERY_BIT,
             }
-            model, batches = self.make(workload)
-            with pytest.raises(CapacityError) as refused:
-                zinf_compile.optimize(model, device_memory=0, **host)
-            budgets = {"device_memory": needed_device_memory(refused.value), **host}
-            if captured:
-                nbytes = self._try_capture(model, batches[0], loss, budgets, **options)
-                while options.get("compute") == "inductor" and nbytes > budgets["device_memory"]:
-                    budgets["device_memory"] = nbytes  # compiled segments may need more than single ops
-                    nbytes = self._try_capture(workload()[0], batches[0], loss, budgets, **options)
-                self._cache[key] = nbytes
-            else:
-                self._cache[key] = budgets["device_memory"]
+            with on_cuda() if self.has_streams else nullcontext():  # tests share it, whatever more some of them need
+                self._cache[key] = self._find_smallest(workload, host, captured=captured, loss=loss, **options)
         return int(self._cache[key])
+
+    def _find_smallest(
+        self, workload: Workload, host: Mapping[str, Any], *, captured: bool, loss: Loss, **options: Any
+    ) -> int:
+        model, batches = self.make(workload)
+        with pytest.raises(CapacityError) as refused:
+            zinf_compile.optimize(model, device_memory=0, **host)
+        budgets = {"device_memory": needed_device_memory(refused.value), **host}
+        if not captured:
+            return int(budgets["device_memory"])
+        nbytes = self._try_capture(model, batches[0], loss, budgets, **options)
+        while options.get("compute") == "inductor" and nbytes > budgets["device_memory"]:
+            budgets["device_memory"] = nbytes  # compiled segments may need more than single ops
+            nbytes = self._try_capture(workload()[0], batches[0], loss, budgets, **options)
+        return nbytes
 
     def _try_capture(
         self,

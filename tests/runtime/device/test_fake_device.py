@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
+from tests.support import fake_device
 from tests.support.caching_allocator import CachingAllocator
 from tests.support.fake_device import AutogradThread, FakeDevice, on_fake_device
 from tests.support.late_compute import LateCompute
@@ -17,6 +19,7 @@ from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.device import allocations
 from zinf_compile.runtime.execute import op_bodies
+from zinf_compile.runtime.storage import state_codes
 from zinf_compile.runtime.transfer.link import Link
 
 MIB = 2**20
@@ -48,6 +51,17 @@ def test_results_are_late(device: FakeDevice) -> None:
     device.compute.drain()
     assert torch.equal(y, torch.full([4], 2.0).exp())
     assert torch.equal(view, y[:2])
+
+
+def test_compiled_code_is_enqueued_once_on_a_device_inside_another(device: FakeDevice) -> None:
+    ran: list[int] = []
+    library = SimpleNamespace(call=ran.append)
+    with mock.patch.object(fake_device, "_find_library", return_value=library), on_fake_device() as inner:
+        with LateCompute(inner.compute, inner.own_memory):
+            state_codes._library_on(inner.torch_device).call(1)
+            inner.compute.enqueue(lambda: ran.append(2))
+        inner.compute.drain()
+    assert ran == [1, 2]
 
 
 def test_a_copy_that_does_not_wait_for_compute_brings_nonsense(device: FakeDevice) -> None:

@@ -14,6 +14,7 @@ from tests.support.small_training import Net, train
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.runtime.optim.backward_step import BackwardStep, JobFeed
 from zinf_compile.runtime.optim.step_jobs import Job
+from zinf_compile.runtime.transfer.link import Link
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 KIB = 2**10
@@ -65,3 +66,26 @@ def test_a_gradient_that_cannot_leave_takes_no_room_for_ever(tmp_path: Path) -> 
         assert isinstance(step, BackwardStep)
         assert step._queued_nbytes == 0
         zinf_compile.close(model)
+
+
+@pytest.mark.parametrize("budgets", [BUDGETS, {**BUDGETS, "device_memory": 1600 * KIB, "host_memory": 700 * KIB}])
+def test_gradients_of_eager_code_are_the_hosts_and_do_not_cross_the_link(
+    budgets: dict[str, object], tmp_path: Path
+) -> None:
+    """Autograd accumulates on the device of the parameter, here the host: nothing leaves the device."""
+    width = 96 if budgets is BUDGETS else 192
+    expected = train(width=width, depth=2, nvme=tmp_path, capture=False, **budgets)
+    taken = []
+    original = Link.take
+
+    def take(link: Link, source: torch.Tensor, *args: object, **kwargs: object) -> object:
+        taken.append(source)
+        return original(link, source, *args, **kwargs)  # type: ignore[arg-type]
+
+    with on_fake_device(), mock.patch.object(Link, "take", take), mock.patch.object(Link, "let_go") as let_go:
+        given = {"capture": False, "step_in_backward": True, "device": "cuda", "update_on": "host"}
+        ours = train(width=width, depth=2, nvme=tmp_path, **budgets, **given)
+    assert not taken
+    assert not let_go.called
+    for mine, other in zip(ours, expected, strict=True):
+        assert torch.equal(mine, other)
