@@ -26,6 +26,8 @@ from zinf_compile.runtime.store.store import store_of
 optim = pytest.importorskip("torchao.optim")
 
 NAMES = ["AdamW8bit", "AdamW4bit", "AdamWFp8"]
+MOSTLY_8BIT = [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:])]
+MOSTLY_4BIT = [NAMES[1], *(pytest.param(name, marks=pytest.mark.long) for name in (NAMES[0], NAMES[2]))]
 OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("Adam8bit", "Adam4bit", "AdamFp8")]
 BUDGETS = {
     "device": {"device_memory": "64MiB", "host_memory": "64MiB"},
@@ -132,7 +134,9 @@ def record(parameter: object) -> StoredParameter:
     return found
 
 
-@pytest.mark.parametrize("place", BUDGETS)
+@pytest.mark.parametrize(
+    "place", ["nvme", *(pytest.param(place, marks=pytest.mark.long) for place in ("device", "host"))]
+)
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_training_is_that_of_torchao(optimize: Callable[..., nn.Module], name: str, place: str) -> None:
     model, plain = optimize(place), make_model()
@@ -183,7 +187,7 @@ def count_compilations() -> int:
     return counted
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MOSTLY_8BIT)
 def test_options_that_change_are_followed(optimize: Callable[..., nn.Module], name: str) -> None:
     model, plain = optimize(), make_model()
     optimizers = [make_optimizer(name, each) for each in (model, plain)]
@@ -198,7 +202,7 @@ def test_options_that_change_are_followed(optimize: Callable[..., nn.Module], na
     assert_same(model, optimizers[0], plain, optimizers[1])
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:])])
+@pytest.mark.parametrize("name", MOSTLY_8BIT)
 def test_a_master_copy_in_bfloat16_and_one_in_float32(optimize: Callable[..., nn.Module], name: str) -> None:
     model, plain = optimize(dtype=torch.bfloat16), make_model(torch.bfloat16)
     optimizer, plain_optimizer = (make_optimizer(name, each) for each in (model, plain))
@@ -207,7 +211,7 @@ def test_a_master_copy_in_bfloat16_and_one_in_float32(optimize: Callable[..., nn
     assert_same(model, optimizer, plain, plain_optimizer)
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@pytest.mark.parametrize("place", [pytest.param("host", marks=pytest.mark.long), "nvme"])
 def test_stochastic_rounding_gets_whole_tensors_and_says_so(
     optimize: Callable[..., nn.Module], place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,7 +227,7 @@ def test_stochastic_rounding_gets_whole_tensors_and_says_so(
     assert "AdamW8bit gets whole tensors: it draws random numbers" in caplog.text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MOSTLY_8BIT)
 def test_updates_in_backward(optimize: Callable[..., nn.Module], name: str) -> None:
     model, plain = optimize(step_in_backward=True), make_model()
     optimizer, plain_optimizer = (make_optimizer(name, each) for each in (model, plain))
@@ -231,7 +235,7 @@ def test_updates_in_backward(optimize: Callable[..., nn.Module], name: str) -> N
     assert_same(model, optimizer, plain, plain_optimizer)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MOSTLY_4BIT)
 @pytest.mark.parametrize("is_plain_there", [True, False])
 def test_checkpoints_load_into_plain_models_and_back(
     optimize: Callable[..., nn.Module], tmp_path: Path, name: str, is_plain_there: bool
@@ -257,7 +261,7 @@ def test_checkpoints_load_into_plain_models_and_back(
         assert_same(other, other_optimizer, again, again_optimizer)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MOSTLY_4BIT)
 def test_state_dicts_are_torchaos_both_ways(optimize: Callable[..., nn.Module], tmp_path: Path, name: str) -> None:
     model, plain = optimize(), make_model()
     optimizer, plain_optimizer = (make_optimizer(name, each) for each in (model, plain))
