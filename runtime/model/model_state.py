@@ -1,5 +1,6 @@
 """What a model and its optimizer hold, by name: every tensor with its home."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from zinf_compile.ir.copies import AnyCode, Blocks
 from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
@@ -16,6 +18,7 @@ from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.home_gradient import begin_gradient, settle_gradient, show_gradient
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.storage.slots import Slot, SlotPart
+from zinf_compile.runtime.storage.state_blocks import blocks_of, pages_of_code
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
@@ -28,10 +31,13 @@ class HomedTensor:
     tensor_io: TensorIO | None = None  # of the store that has the slot; None: a plain tensor in memory
     compute: Slot | None = None  # the compute copy that is made from it
     record: StoredParameter | None = None  # the parameter that it belongs to; None for a plain tensor
+    note_filled: Callable[[], None] | None = None  # to be called once the slot has its content
 
     @property
     def shape(self) -> torch.Size:
         """Return the shape of the whole tensor."""
+        if self.record is None and self.slot.coded is not None:
+            return torch.Size(self.slot.coded.slice.sizes)
         return self.record.shape if self.record is not None and self.slot.per_element else self.slot.tensor.shape
 
     @property
@@ -141,23 +147,55 @@ def state_tensors(optimizer: Optimizer, parameter: Parameter) -> dict[str, Homed
             value.flush()
         if record is not None and slot is not None and slot.is_home_of(value):
             tensors[key] = HomedTensor(slot=slot, tensor_io=record.store.tensor_io, record=record)
+        elif (code := blocks_of(value)) is not None:
+            slot = _slot_of_pages(key, code, value.shape, value.dtype)
+            assert slot.coded is not None
+            slot.coded.encode(value, slot.tensor)
+            tensors[key] = HomedTensor(slot=slot)
         else:
             tensors[key] = _plain(f"{key} of the optimizer", value)
     return tensors
 
 
+def _slot_of_pages(name: str, code: Blocks, shape: torch.Size, dtype: torch.dtype) -> Slot:
+    """Return a slot in memory for a tensor of torchao's that is in no store."""
+    pages = torch.zeros(code.nbytes(shape.numel()), dtype=torch.uint8)
+    return Slot(
+        slice=Slice.of_whole(name, pages.shape),
+        tier=Tier.HOST,
+        tensor=pages,
+        coded=pages_of_code(code, Slice.of_whole(name, shape), dtype),
+    )
+
+
 def add_state(
-    optimizer: Optimizer, parameter: Parameter, key: str, shape: tuple[int, ...], dtype: torch.dtype
+    optimizer: Optimizer,
+    parameter: Parameter,
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    code: AnyCode | None = None,
 ) -> HomedTensor:
     """Give an optimizer a state tensor for a parameter, whose content is to be filled in; return it.
 
     One that has an element for every element of a stored parameter lives in its store, and so does any other large one.
+    ``code`` is what the content is in; what the optimizer keeps in codes of its own stays so.
     """
     record = record_of(parameter)
+    own_code = code if isinstance(code, Blocks) else None
     if record is not None and shape and has_slot(record, optimizer, torch.Size(shape)):
-        slot = state_slot(record, optimizer, key, dtype, torch.Size(shape))
+        slot = state_slot(record, optimizer, key, dtype, torch.Size(shape), code=own_code)
         optimizer.state[parameter][key] = HomeTensor.show(slot, record)
         return HomedTensor(slot=slot, tensor_io=record.store.tensor_io, record=record)
+    if own_code is not None:
+        made = _slot_of_pages(key, own_code, torch.Size(shape), dtype)
+
+        def show() -> None:
+            assert made.coded is not None
+            optimizer.state[parameter][key] = made.coded.value(made.tensor)
+
+        return HomedTensor(slot=made, note_filled=show)
     if record is None and shape == tuple(parameter.shape):
         value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     else:

@@ -129,7 +129,7 @@ class BackwardStep:
             record.update.begin_early()
             step.begin()
             has_room = step.fits_beside_compute and nbytes + in_chunks <= store.staging.capacity
-            if not has_room or (in_chunks == 0 and store.device.memory.unified):
+            if not has_room or job.is_block_wise or (in_chunks == 0 and store.device.memory.unified):
                 if in_chunks > 0 or not store.device.memory.unified:  # one thread at a time updates on a device
                     self._wait_for_others(store, job)
                 if source is Tier.DEVICE and not store.device.memory.unified:

@@ -27,7 +27,15 @@ from zinf_compile.runtime.optim.owners import (
     share_ledger,
     update_round,
 )
-from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, copied, decoding, find_job_kernel, update_slice
+from zinf_compile.runtime.optim.step_chunks import (
+    Chunk,
+    Operands,
+    copied,
+    decoding,
+    elements_at_once,
+    find_job_kernel,
+    update_slice,
+)
 from zinf_compile.runtime.optim.step_jobs import (
     Job,
     has_slot,
@@ -159,7 +167,9 @@ class StreamedStep:
     def _may_overlap(self) -> bool:
         """Return whether it may run beside compute, and something overlaps: bytes to move, or a device of its own."""
         moves_bytes = not self._store.device.memory.unified or any(job.staged_slots for job in self._jobs)
-        return self._store.config.overlap_step and self._element_wise and moves_bytes and self.fits_beside_compute
+        compiles = any(job.is_block_wise for job in self._jobs)
+        is_allowed = self._store.config.overlap_step and self._element_wise and not compiles
+        return is_allowed and moves_bytes and self.fits_beside_compute
 
     def _make_room(self) -> None:
         """Make room for temporaries within the promised memory: drop the arena if there is no other room.
@@ -186,6 +196,8 @@ class StreamedStep:
 
     def _temporary_nbytes(self, job: Job) -> int:
         """Return what an update allocates at most, with the overhead of the system's allocator."""
+        if self._element_wise and job.is_block_wise:
+            return job.temporary_nbytes * min(elements_at_once(job), job.num_elements)
         if self._element_wise:
             return min(UPDATE_NBYTES, 2 * job.temporary_nbytes * job.num_elements)
         nbytes = job.temporary_nbytes * job.record.shape.numel()
@@ -321,6 +333,8 @@ class StreamedStep:
         if not self._element_wise:
             return max(1, job.num_elements)
         multiple, wanted = job.multiple, self._store.chunk_elements
+        if job.is_block_wise:
+            return self._block_chunk_elements(job, wanted)
         if not job.staged_slots:  # a kernel allocates nothing per element, and splits a chunk among its threads
             kernel = self._kernels.get(job)
             return max(multiple, wanted - wanted % multiple) if kernel is None else max(1, job.num_elements)
@@ -328,6 +342,15 @@ class StreamedStep:
             wanted //= 2
         fitting = min(wanted, self._store.staging.capacity * multiple // job.lease_nbytes(multiple))
         return max(multiple, fitting - fitting % multiple)
+
+    def _block_chunk_elements(self, job: Job, wanted: int) -> int:
+        """Return the elements of a chunk of which all parts have one size, since each size is compiled."""
+        multiple, at_once = job.multiple, elements_at_once(job)
+        if job.staged_slots:
+            wanted = min(wanted, self._store.staging.capacity * multiple // job.lease_nbytes(multiple))
+        if wanted >= at_once:
+            return wanted - wanted % at_once
+        return max(multiple, wanted - wanted % multiple)
 
     def _shares_staging(self, job: Job) -> bool:
         """Return whether an update leaves half of staging to gradients on their way to the disk."""
@@ -492,12 +515,17 @@ class StreamedStep:
         is_kernels = job.reads_split and self._kernels[job] is not None
         if job.coded_states or (job.splits and not is_kernels):
             low_halves = chunk.low_halves() if job.splits else None
-            for decoded in decoding(job, operands, low_halves, num_threads=self._num_threads):
-                self._update_elements(job, decoded)
-        elif self._element_wise:
+            whole = {} if self._element_wise else {"at_once": None}
+            for decoded in decoding(job, operands, low_halves, num_threads=self._num_threads, **whole):
+                self._update_operands(job, decoded)
+        else:
+            self._update_operands(job, operands)
+
+    def _update_operands(self, job: Job, operands: Operands) -> None:
+        if self._element_wise:
             self._update_elements(job, operands)
         else:
-            self._show_state(job, update_slice(job, operands, shape=record.copies.master.tensor.shape))
+            self._show_state(job, update_slice(job, operands, shape=job.record.copies.master.tensor.shape))
 
     def _update_elements(self, job: Job, operands: Operands) -> None:
         """Update a slice element by element: by the kernel, or by the user's optimizer."""
@@ -505,6 +533,9 @@ class StreamedStep:
             state = {**copied(job.scalars), **operands.states}
             master, gradient, compute = operands.master, operands.gradient, operands.compute
             kernel.update(job.group, state, master, gradient, compute, num_threads=self._num_threads)
+            return
+        if job.is_block_wise:
+            update_slice(job, operands, shape=None)
             return
         most = (self._is_cut and piece_elements(_PIECE_NBYTES, job.temporary_nbytes)) or operands.slice.length
         for part in operands.slice.pieces(most):

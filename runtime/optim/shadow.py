@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zinf_compile.runtime.optim.block_wise import find_draws, is_block_wise
 from zinf_compile.runtime.optim.bookkeeping import NOT_BOOKKEEPING, Bookkeeping, Ledger, shared_state
 from zinf_compile.runtime.optim.element_wise import find_obstacle, find_odd_state, is_same_value
 from zinf_compile.runtime.optim.isolation import Isolation
@@ -41,6 +42,7 @@ _ELEMENT_WISE = frozenset(
 _WHOLE_TENSORS = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 
 _obstacles: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()  # what the log has said already
+_DRAWS = "it draws random numbers"
 _log = logging.getLogger(__name__)
 
 
@@ -68,8 +70,8 @@ def traits_of(optimizer: Optimizer) -> Traits:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether this is a class of torch whose updates are known to need nothing but their parameter and options."""
-    return type(optimizer) in _ELEMENT_WISE | _WHOLE_TENSORS
+    """Return whether updates of this class of torch, or torchao, are known to need but their parameter and options."""
+    return type(optimizer) in _ELEMENT_WISE | _WHOLE_TENSORS or is_block_wise(optimizer)
 
 
 def is_element_wise(
@@ -80,17 +82,33 @@ def is_element_wise(
     Classes of torch are known. Others are asked with the options and step counts they have now, so the answer is for
     one step; the log says why tensors are not cut. ``has_gradient`` returns whether it will update a parameter.
     """
+    if is_block_wise(optimizer):
+        traits_of(optimizer).draws = find_draws(optimizer, _master_dtypes(optimizer))
+        if traits_of(optimizer).draws:
+            _say_whole(optimizer, _DRAWS)
+        return not traits_of(optimizer).draws
     if is_known(optimizer):
         return type(optimizer) in _ELEMENT_WISE
     frozen = frozen or freeze(optimizer)
     for index in range(len(optimizer.param_groups)):
         obstacle = _find_obstacle(optimizer, frozen, index, has_gradient or _has_gradient)
         if obstacle is not None:
-            if _obstacles.get(optimizer) != obstacle:
-                _log.info("%s gets whole tensors: %s", type(optimizer).__name__, obstacle)
-                _obstacles[optimizer] = obstacle
+            _say_whole(optimizer, obstacle)
             return False
     return True
+
+
+def _say_whole(optimizer: Optimizer, obstacle: str) -> None:
+    if _obstacles.get(optimizer) != obstacle:
+        _log.info("%s gets whole tensors: %s", type(optimizer).__name__, obstacle)
+        _obstacles[optimizer] = obstacle
+
+
+def _master_dtypes(optimizer: Optimizer) -> set[torch.dtype]:
+    """Return the dtypes of the master copies that it updates."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    records = (record_of(parameter) for parameter in parameters)
+    return {record.copies.master.tensor.dtype for record in records if record is not None}
 
 
 def _has_gradient(parameter: Tensor) -> bool:
@@ -101,7 +119,7 @@ def _find_obstacle(
     optimizer: Optimizer, frozen: Optimizer, index: int, has_gradient: Callable[[Tensor], bool]
 ) -> str | None:
     if traits_of(optimizer).draws:
-        return "it draws random numbers"
+        return _DRAWS
     asked: list[tuple[torch.dtype, dict[str, torch.dtype], dict[str, Any]]] = []  # of shadows that were tried
     group = frozen.param_groups[index]
     for position, parameter in enumerate(optimizer.param_groups[index]["params"]):

@@ -17,7 +17,6 @@ from zinf_compile.runtime.optim.step_jobs import Job, is_dense
 from zinf_compile.runtime.storage.low_halves import join, split
 from zinf_compile.runtime.storage.slots import Slot, elements_of, local_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
-from zinf_compile.runtime.storage.state_codes import encode
 
 _DECODED_NBYTES = 2 * 2**20  # of all states, and of a split master copy, at once on the host; no plan counts them
 _MASTER = torch.float32  # what a master copy is that can be split
@@ -111,15 +110,18 @@ def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> d
     if job.group.get("fused"):  # its kernel reads them where the master copy is
         scalars = {key: moved_to(operands.master.device, value) for key, value in scalars.items()}
     slots = job.record.copies.states
-    shapes = {key: shape if slots[key].per_element else slots[key].tensor.shape for key in job.kept_states}
-    given = {key: _shaped(operands.states[key], shapes[key]) for key in job.kept_states}
+    given = {key: _shaped_state(slots[key], operands.states[key], shape) for key in job.kept_states | job.zero_states}
+    for key in job.zero_states:
+        if is_dense(operands.states[key]):
+            operands.states[key].zero_()
     state = scalars | given
     gradient = _shaped(operands.gradient.to(operands.master.dtype), shape)
     master = _shaped(operands.master, shape).detach()
     new_state = shadow_step(job.optimizer, job.group, master, gradient, state, job.place, job.ledger)
     if job.changes_gradient and gradient.dtype != operands.gradient.dtype:
         operands.gradient.copy_(gradient.reshape(-1))
-    shared = {_storage(each) for each in (operands.master, operands.gradient, *operands.states.values())}
+    dense = [each for each in operands.states.values() if is_dense(each)]
+    shared = {_storage(each) for each in (operands.master, operands.gradient, *dense)}
     for key, value in new_state.items():  # before anything is copied over what they are
         if is_dense(value) and _storage(value) in shared and not (key in given and _is_same(value, given[key])):
             new_state[key] = value.clone()
@@ -130,6 +132,15 @@ def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> d
     if operands.compute is not None:
         operands.compute.copy_(operands.master)
     return new_state
+
+
+def _shaped_state(slot: Slot, state: Tensor, shape: torch.Size | None) -> Tensor:
+    """Return a state as the user's optimizer sees it: in the shape of what it updates, or in one of its own."""
+    if not slot.per_element:
+        return state.view(slot.tensor.shape)
+    if slot.coded is None or shape is None:
+        return _shaped(state, shape)
+    return slot.coded.shaped(state, shape)
 
 
 def _is_same(value: Tensor, given: Tensor) -> bool:
@@ -165,7 +176,9 @@ def decoding(
     exact = replace(operands, states={name: each for name, each in operands.states.items() if name not in coded})
     itemsizes = [each.dtype.itemsize for each in coded.values()] + [_MASTER.itemsize] * (low_halves is not None)
     size = max(1, whole.length)
-    if at_once is not None:
+    if job.is_block_wise and at_once is not None:
+        size = min(size, elements_at_once(job))
+    elif at_once is not None:
         most = at_once // sum(itemsizes)
         size = min(size, max(job.multiple, most - most % job.multiple))
     values = {name: each.room(size, operands.master.device) for name, each in coded.items()}
@@ -175,7 +188,10 @@ def decoding(
         for name, each in coded.items():
             first, nbytes = each.pages_of(part)
             first -= each.pages_of(whole)[0]
-            pages[name], states[name] = operands.states[name][first : first + nbytes], values[name][: part.length]
+            pages[name] = operands.states[name][first : first + nbytes]
+            if name in job.zero_states:
+                values[name] = each.room(part.length, operands.master.device)
+            states[name] = each.first_of(values[name], part.length)
             if name in job.kept_states:
                 each.decode(pages[name], states[name], num_threads=num_threads)
         decoded = exact.part(part)
@@ -188,8 +204,7 @@ def decoding(
             split(decoded.master, decoded.compute, _pages_of(low_halves, whole, part), num_threads=num_threads)
         for name, each in coded.items():
             seed = zlib.crc32(f"{part.parameter}/{name}/{step}".encode())
-            encode(
-                each.code,
+            each.encode(
                 states[name],
                 pages[name],
                 first=part.start,
@@ -197,6 +212,15 @@ def decoding(
                 drawn_from=decoded.master if decoded.master.dtype == torch.float32 else None,
                 num_threads=num_threads,
             )
+
+
+def elements_at_once(job: Job) -> int:
+    """Return how many elements an update by one of torchao's optimizers gets: as many for all parts of a job but the last.
+
+    So many that calls cost little beside what they compute, with at most 2 MiB of temporaries.
+    """
+    most = _DECODED_NBYTES // job.temporary_nbytes
+    return max(job.multiple, most - most % job.multiple)
 
 
 def _joined(operands: Operands, room: Tensor, *, num_threads: int) -> Tensor:

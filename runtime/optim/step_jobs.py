@@ -22,6 +22,7 @@ from zinf_compile.ir.copies import (
     GRADIENT,
     LOW_HALVES,
     MASTER,
+    Blocks,
     CopyKey,
     chunk_multiple,
     code_of_state,
@@ -32,6 +33,13 @@ from zinf_compile.ir.errors import StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Tier, dtype_name
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.device.device import Event
+from zinf_compile.runtime.optim.block_wise import (
+    first_scalars,
+    is_block_wise,
+    next_scalars,
+    states_of,
+    temporary_nbytes,
+)
 from zinf_compile.runtime.optim.bookkeeping import Bookkeeping, Ledger
 from zinf_compile.runtime.optim.element_wise import SURPRISES
 from zinf_compile.runtime.optim.shadow import (
@@ -56,6 +64,7 @@ from zinf_compile.runtime.process.failure import describe_error
 from zinf_compile.runtime.process.random_state import keeping_random_state
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.slots import Slot, local_of
+from zinf_compile.runtime.storage.state_blocks import blocks_of
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
@@ -112,6 +121,8 @@ class Job:
     group: Mapping[str, Any]
     scalars: dict[str, Any]  # the entries of its state that are not per element, before the update
     kept_states: frozenset[str]  # the per-element ones that it has; the rest of the slots are undefined
+    zero_states: frozenset[str] = frozenset()  # of the rest, those that its update gets as zeros
+    is_block_wise: bool = False  # by one of torchao's optimizers, which compile it for its number of elements
     position: int  # among the jobs of the step, in the order of the optimizer's parameters
     next_state: Mapping[str, Any] = field(
         default_factory=dict
@@ -327,6 +338,9 @@ class JobCollector:
                     group["capturable"] = False
         has_gradient = (lambda parameter: parameter.requires_grad) if in_backward else None
         self.is_element_wise = is_element_wise(optimizer, self.frozen, has_gradient=has_gradient)
+        self.is_block_wise = is_block_wise(optimizer)
+        if self.is_block_wise:
+            _check_block_wise(store, optimizer)
         if (code := store.config.state_dtype) is not None and not self.is_element_wise:
             raise UnsupportedError(
                 f"state_dtype='{code}' encodes the state of optimizers that update element by element, and "
@@ -396,7 +410,9 @@ class JobCollector:
                 self._store.finish(record)
                 slot.shown.flush()
                 slot.shown.forget_aliases()
-        if self.is_element_wise:
+        if self.is_block_wise:
+            self._make_block_slots(record, place)
+        elif self.is_element_wise:
             self._make_state_slots(record, place)
         self._take_state_home(record, state)
         changes_gradient = traits_of(self._optimizer).changes_gradients and self._store.early_step is None
@@ -424,8 +440,14 @@ class JobCollector:
                 state, record.parameter.shape, but={key for key in kept if not slots[key].per_element}
             ),
             kept_states=kept,
+            is_block_wise=self.is_block_wise,
         )
-        if self.is_element_wise:
+        if self.is_block_wise:
+            if not state:
+                job.scalars, job.zero_states = first_scalars(), frozenset(slots)
+            job.next_state = {**next_scalars(job.scalars), **dict.fromkeys(slots)}
+            job.temporary_nbytes = temporary_nbytes(self._optimizer)
+        elif self.is_element_wise:
             prediction = self._predict(job)
             if prediction.books is not None:
                 self.ledger.note(place[0], prediction.books)
@@ -457,6 +479,17 @@ class JobCollector:
         for wanted in self._probed[key]:
             if wanted.key not in record.copies.states:
                 state_slot(record, self._optimizer, wanted.key, wanted.dtype, record.shape)
+
+    def _make_block_slots(self, record: StoredParameter, place: Place) -> None:
+        """Give every state tensor a slot before the first step, in the code that the optimizer would keep it in."""
+        if self._optimizer.state.get(record.parameter):
+            return  # they are taken as they are
+        dtype = record.copies.master.tensor.dtype
+        wanted = states_of(self._optimizer, self.options_of(place[0]), record.shape.numel())
+        for key in record.copies.states.keys() - {each.key for each in wanted}:
+            _drop_state(record, key)
+        for each in wanted:
+            state_slot(record, self._optimizer, each.key, dtype, record.shape, code=each.code)
 
     def _kind_of(self, place: Place) -> object:
         """Return a key that is equal for parameters that the optimizer treats alike: those of a group, if possible."""
@@ -541,6 +574,26 @@ class JobCollector:
             take_state_home(record, self._optimizer, state, key)
 
 
+def _check_block_wise(store: Store, optimizer: Optimizer) -> None:
+    """Raise UnsupportedError where torchao's optimizers do not run."""
+    name, config = type(optimizer).__name__, store.config
+    if not store.ranks.is_alone:
+        raise UnsupportedError(
+            f"torchao's {name} is for one process, and these are {store.ranks.mesh_size} ranks, each of which would have "
+            "some rows of its blocks; use torch.optim.AdamW"
+        )
+    if not store.device.memory.unified:
+        raise UnsupportedError(
+            f"torchao's {name} is updated on CPUs only, and the model computes on {store.device.torch_device}; use "
+            "torch.optim.AdamW, and state_dtype for state in fewer bits"
+        )
+    if config.state_dtype is not None:
+        raise UnsupportedError(
+            f"state_dtype='{config.state_dtype}' encodes state in fewer bits, and torchao's {name} does so itself; leave "
+            "state_dtype out, or use torch.optim.AdamW"
+        )
+
+
 def in_gather_order(store: Store, jobs: Iterable[Job]) -> list[Job]:
     """Return jobs in the order in which a step makes them: first those that ``step()`` waits for."""
     order = store.update_order
@@ -607,14 +660,25 @@ def has_slot(record: StoredParameter, optimizer: Optimizer, shape: torch.Size) -
     return shape.numel() >= LEAST_OWN_SHAPE and record.store.ranks.is_alone and not is_cut
 
 
-def state_slot(record: StoredParameter, optimizer: Optimizer, key: str, dtype: torch.dtype, shape: torch.Size) -> Slot:
-    """Return the slot for a state tensor of an optimizer; the content of a new one is undefined."""
+def state_slot(
+    record: StoredParameter,
+    optimizer: Optimizer,
+    key: str,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    *,
+    code: Blocks | None = None,
+) -> Slot:
+    """Return the slot for a state tensor of an optimizer; the content of a new one is undefined.
+
+    ``code`` is that of the optimizer itself, if it keeps the state in one.
+    """
     record.copies.own_states(optimizer)
     slot = record.copies.states.get(key)
-    if slot is None or not _can_hold(slot, record, dtype, shape):
+    if slot is None or not _can_hold(slot, record, dtype, shape) or _own_code(slot) != code:
         if slot is not None:
             _drop_state(record, key)
-        slot = _new_state_slot(record, key, dtype, shape)
+        slot = _new_state_slot(record, key, dtype, shape, code)
         record.copies.put_state(key, slot)
     return slot
 
@@ -640,20 +704,30 @@ def _can_hold(slot: Slot, record: StoredParameter, dtype: torch.dtype, shape: to
     return slot.dtype == dtype and shape == (record.shape if slot.per_element else slot.tensor.shape)
 
 
-def _new_state_slot(record: StoredParameter, key: str, dtype: torch.dtype, shape: torch.Size) -> Slot:
+def _own_code(slot: Slot) -> Blocks | None:
+    """Return the code of an optimizer's own that a slot holds."""
+    return slot.code if isinstance(slot.code, Blocks) else None
+
+
+def _new_state_slot(
+    record: StoredParameter, key: str, dtype: torch.dtype, shape: torch.Size, own_code: Blocks | None
+) -> Slot:
     """Return a slot of an optimizer that is gone, if no user holds its tensor, else a new one."""
     store, master, per_element = store_of(record), record.copies.master, shape == record.shape
     asked = store.config.state_code_of(record.name) if per_element else None
-    code = code_of_state(asked, dtype=dtype_name(dtype), num_elements=shape.numel())
-    forgotten = record.copies.take_forgotten_state(key, lambda slot: _can_hold(slot, record, dtype, shape))
+    code = own_code or code_of_state(asked, dtype=dtype_name(dtype), num_elements=shape.numel())
+    forgotten = record.copies.take_forgotten_state(
+        key, lambda slot: _can_hold(slot, record, dtype, shape) and _own_code(slot) == own_code
+    )
     if forgotten is not None:
         return forgotten
     # Nothing is planned for the state of a frozen parameter, which a checkpoint may have.
     placement = store.placements[record.name]
-    tier, nbytes = placement.optimizer_state or master.tier, shape.numel() * dtype.itemsize
+    tier = placement.optimizer_state or master.tier
+    nbytes = shape.numel() * dtype.itemsize if own_code is None else own_code.nbytes(shape.numel())
     made = sum(slot.nbytes for slot in record.copies.states.values())
     is_planned = per_element and made + nbytes <= placement.optimizer_state_nbytes
-    if not is_planned and code is None and store.ranks.is_alone:
+    if not is_planned and (code is None or own_code is not None) and store.ranks.is_alone:
         tier = _tier_of_unplanned(record, tier, nbytes, is_odd=not per_element)
     return store.new_slot(record.name, shape, dtype, tier, state_key(key), code=code, per_element=per_element)
 
@@ -675,7 +749,8 @@ def _tier_of_unplanned(record: StoredParameter, tier: Tier, nbytes: int, *, is_o
 def take_state_home(record: StoredParameter, optimizer: Optimizer, state: dict[str, Any], key: str) -> None:
     """Write an entry of a parameter's state to its slot, and let the state show the slot."""
     store, value = record.store, state[key]
-    slot = state_slot(record, optimizer, key, value.dtype, value.shape)
+    code = blocks_of(value) if is_block_wise(optimizer) else None
+    slot = state_slot(record, optimizer, key, value.dtype, value.shape, code=code)
     if slot.is_home_of(value):
         return
     with store.failing_on_error():

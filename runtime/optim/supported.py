@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.ir.errors import UnsupportedError
+from zinf_compile.runtime.optim.block_wise import find_unsupported, is_block_wise
 from zinf_compile.runtime.optim.coupling import find_coupling
 from zinf_compile.runtime.optim.overrides import register_overrides
 from zinf_compile.runtime.optim.shadow import is_known
@@ -28,11 +29,14 @@ def check_supported(optimizer: Optimizer) -> None:
                 f"{name} is not supported by zinf_compile: {reason}; "
                 "use AdamW, or another optimizer that updates one parameter at a time"
             )
-    if any(cls.__module__.split(".")[0] == "torchao" for cls in type(optimizer).__mro__):
+    if is_block_wise(optimizer):
+        if (unsupported := find_unsupported(optimizer)) is not None:
+            raise UnsupportedError(f"torchao's {name} is not supported by zinf_compile so: {unsupported}")
+    elif any(cls.__module__.split(".")[0] == "torchao" for cls in type(optimizer).__mro__):
         raise UnsupportedError(
-            f"torchao's {name} is not supported by zinf_compile: its quantised states are no plain tensors, and "
-            "its step is compiled for every shape; use bitsandbytes' 8-bit optimizers, or torch.optim.AdamW, whose states "
-            "the store keeps out of memory"
+            f"{name}, which is torchao's or derived from one of torchao's, is not supported by zinf_compile; use AdamW8bit, "
+            "AdamW4bit or AdamWFp8 of torchao.optim, or one of its Adam variants, or torch.optim.AdamW, whose states the "
+            "store keeps out of memory"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedError(

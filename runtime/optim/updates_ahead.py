@@ -32,6 +32,7 @@ from zinf_compile.ir.copies import GRADIENT, CopyKey
 from zinf_compile.ir.errors import CapacityError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.observe.progress import say
+from zinf_compile.runtime.optim.block_wise import is_block_wise
 from zinf_compile.runtime.optim.element_wise import is_same_value
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.shadow import SCALER_ATTRIBUTES, copy_scalars, is_element_wise, is_known
@@ -124,7 +125,7 @@ class UpdatesAhead:
         Those that do not after all run on the same processors, so that results are the same.
         """
         is_planned = any(record.name in names for names in self._planned.values())
-        return is_planned and len(record.copies.states) > 0 and is_known(optimizer) and is_element_wise(optimizer)
+        return is_planned and len(record.copies.states) > 0 and _may_run_ahead(optimizer)
 
     # In backward
 
@@ -315,7 +316,7 @@ class UpdatesAhead:
             self._begun.pop(begun.job.record.param, None)
         self.counts.num_late += len(late)
         store = self._store()
-        if not (is_known(optimizer) and is_element_wise(optimizer)):
+        if not _may_run_ahead(optimizer):
             if store is not None and store.config.speculate:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} is not one of torch's optimizers that update element by element, which "
@@ -462,3 +463,8 @@ def _is_within(store: Store, slot: Slot, tier: Tier) -> bool:
         return store.held.host_peak_nbytes + slot.nbytes <= store.config.host_memory
     budget = store.config.nvme_memory
     return budget is None or store.held.nbytes_on(tier) + slot.nbytes <= budget
+
+
+def _may_run_ahead(optimizer: Optimizer) -> bool:
+    """Return whether it is one of torch's that update element by element. torchao's compile, which is done in ``step()``."""
+    return is_known(optimizer) and not is_block_wise(optimizer) and is_element_wise(optimizer)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.runtime.params.home import CHANGES_SHAPE, DATA_GET, DATA_SET, HomeTensor, looks_at_values
 from zinf_compile.runtime.process.inference import outside_inference
-from zinf_compile.runtime.storage.state_codes import Coded, encode
+from zinf_compile.runtime.storage.state_codes import Paged
 
 _TELL_NO_WRITES = frozenset({DATA_GET, Tensor.numpy, Tensor.__array__})  # they do not share the count of versions
 _NEED_MEMORY = frozenset(
@@ -34,7 +34,7 @@ class _Alias:
 
     def is_held(self, *, but: int = 0) -> bool:
         """Return whether there are views still, beside ``but`` that are about to go."""
-        return _num_references(self.value) - but > self._num_own
+        return num_references(self.value) - but > self._num_own
 
     def take_written(self) -> bool:
         """Return whether the values may have been written since this was asked last."""
@@ -48,15 +48,15 @@ class CodedHomeTensor(HomeTensor, Tensor):
     """A home tensor of optimizer state that is stored in codes."""
 
     _zinf_pages: Tensor
-    coded: Coded
+    coded: Paged
     _aliases: list[_Alias]
     _num_writes: int  # by users: what is rounded stochastically is so anew each time
 
-    @staticmethod
-    def of(coded: Coded, pages: Tensor) -> "CodedHomeTensor":
+    @classmethod
+    def of(cls, coded: Paged, pages: Tensor) -> "CodedHomeTensor":
         """Return the home tensor of some pages."""
         made: CodedHomeTensor = Tensor._make_wrapper_subclass(
-            CodedHomeTensor, coded.slice.sizes, dtype=coded.dtype, device=pages.device
+            cls, coded.slice.sizes, dtype=coded.dtype, device=pages.device
         )
         made.coded, made._zinf_pages, made._aliases, made._num_writes = coded, pages, [], 0
         return made
@@ -98,8 +98,12 @@ class CodedHomeTensor(HomeTensor, Tensor):
             return self.coded.value(self._zinf_pages)
 
     def _encode(self, value: Tensor) -> None:
-        encode(self.coded.code, value.reshape(-1), self._zinf_pages, seed=self._num_writes)
+        self.coded.encode(value.reshape(-1), self._zinf_pages, seed=self._num_writes)
         self._num_writes += 1
+
+    def _stands_for_result(self, func: Callable[..., Any]) -> bool:
+        """Return whether what a function returns of its decoded values is this home tensor."""
+        return True
 
     def _watch(self, value: Tensor, num_own: int, result: Any, *, tells_writes: bool) -> None:
         """Remember the views of ``value`` that a function returned. It had ``num_own`` references to its memory before."""
@@ -125,7 +129,7 @@ class CodedHomeTensor(HomeTensor, Tensor):
         self._aliases.append(alias)
 
 
-def _num_references(value: Tensor) -> int:
+def num_references(value: Tensor) -> int:
     """Return how many tensors hold the memory of a tensor."""
     count: int = torch._C._storage_Use_Count(value.untyped_storage()._cdata)
     return count
@@ -151,7 +155,7 @@ def _run_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def value_of(home: CodedHomeTensor) -> Tensor:
         if id(home) not in decoded:
             value = home._as_plain()
-            decoded[id(home)] = home, value, _num_references(value)
+            decoded[id(home)] = home, value, num_references(value)
         return decoded[id(home)][1]
 
     if func == DATA_SET:
@@ -159,7 +163,7 @@ def _run_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map_only(CodedHomeTensor, value_of, (args, kwargs))
     versions = [value._version for _, value, _ in decoded.values()]
     result = func(*args, **kwargs)
-    homes = {id(value): home for home, value, _ in decoded.values()}
+    homes = {id(value): home for home, value, _ in decoded.values() if home._stands_for_result(func)}
     writes = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable  # below what counts versions
     for (home, value, num_own), version in zip(decoded.values(), versions, strict=True):
         if writes or value._version != version:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import COMPUTE, Code, CopyKey
+from zinf_compile.ir.copies import COMPUTE, AnyCode, CopyKey
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
@@ -22,7 +22,7 @@ from zinf_compile.runtime.params.update_state import UpdateState
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.ranks.reductions import Reductions
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, torch_dtype
-from zinf_compile.runtime.storage.state_codes import Coded
+from zinf_compile.runtime.storage.state_codes import Paged
 from zinf_compile.runtime.storage.tier_memory import TierMemory
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
@@ -91,7 +91,7 @@ class Views(Protocol):
     """What users see of stored parameters: tensors over the bytes of their slots."""
 
     def show(
-        self, kind: type[Tensor], home: Tensor, record: "StoredParameter", *, coded: Coded | None = None
+        self, kind: type[Tensor], home: Tensor, record: "StoredParameter", *, coded: Paged | None = None
     ) -> Tensor:
         """Return a home tensor of this kind, a gradient or optimizer state, over the bytes, or codes, of a slot's tensor."""
 
@@ -144,7 +144,7 @@ class RecordStore(Protocol):
         key: CopyKey = COMPUTE,
         *,
         is_whole: bool = False,
-        code: Code | None = None,
+        code: AnyCode | None = None,
     ) -> Slot:
         """Return a slot for this rank's shard of a copy of a parameter of this shape, or for all of it."""
 

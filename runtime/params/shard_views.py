@@ -17,7 +17,7 @@ from zinf_compile.runtime.params.home import HomeParameter, HomeTensor, await_ho
 from zinf_compile.runtime.params.home_gradient import HomeGradient
 from zinf_compile.runtime.params.records import StoredParameter, mark_replaced, record_of
 from zinf_compile.runtime.ranks.ranks import Ranks
-from zinf_compile.runtime.storage.state_codes import Coded
+from zinf_compile.runtime.storage.state_codes import Paged
 
 
 class _Shard(HomeTensor, DTensor):
@@ -90,7 +90,7 @@ class ShardViews:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter, *, coded: Coded | None = None) -> Tensor:
+    def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter, *, coded: Paged | None = None) -> Tensor:
         """See Views.show."""
         assert coded is None, "state of several ranks is exact"
         shown = self._dtensor(home.detach(), record.parameter.shape)

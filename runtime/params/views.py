@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zinf_compile.runtime.params.block_state import show_pages
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.home import HomeTensor, PlainHomeParameter, PlainHomeTensor
 from zinf_compile.runtime.params.home_gradient import HomeGradient, PlainHomeGradient
 from zinf_compile.runtime.params.records import StoredParameter, Views
 from zinf_compile.runtime.ranks.ranks import Ranks
-from zinf_compile.runtime.storage.state_codes import Coded
+from zinf_compile.runtime.storage.state_codes import Paged
 
 _KINDS: dict[type[Tensor], type[Tensor]] = {HomeTensor: PlainHomeTensor, HomeGradient: PlainHomeGradient}
 
@@ -17,9 +18,9 @@ _KINDS: dict[type[Tensor], type[Tensor]] = {HomeTensor: PlainHomeTensor, HomeGra
 class PlainViews:
     """What users see in a process that trains alone."""
 
-    def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter, *, coded: Coded | None = None) -> Tensor:
+    def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter, *, coded: Paged | None = None) -> Tensor:
         """See Views.show."""
-        return home.as_subclass(_KINDS[kind]) if coded is None else CodedHomeTensor.of(coded, home)
+        return home.as_subclass(_KINDS[kind]) if coded is None else show_pages(coded, home)
 
     def seat(self, parameter: Parameter, home: Tensor, *, as_home: bool) -> Parameter:
         """See Views.seat. It stays the same object."""

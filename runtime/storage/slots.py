@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import COMPUTE, LOW_HALVES, SECTOR_NBYTES, Code, CopyKey, low_halves_nbytes
+from zinf_compile.ir.copies import COMPUTE, LOW_HALVES, SECTOR_NBYTES, AnyCode, CopyKey, low_halves_nbytes
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.layout import Extent, FileLayout
-from zinf_compile.runtime.storage.state_codes import Coded
+from zinf_compile.runtime.storage.state_codes import Paged
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -24,7 +24,7 @@ class Slot:
     tier: Tier
     tensor: Tensor  # the home tensor, for the runtime, whose callers make sure that nothing is in flight for it
     extent: Extent | None = None
-    coded: Coded | None = None  # what it holds, if that is codes, in pages
+    coded: Paged | None = None  # what it holds, if that is codes, in pages
     per_element: bool = True  # False: state of a shape of its own, which belongs to the whole parameter and moves whole
     upper: "Slot | None" = None  # the compute copy, while an update has left here only what that lacks of a master copy
     on_device: bool = False  # in memory that only the device's streams reach; that of a CPU is host memory
@@ -50,7 +50,7 @@ class Slot:
         return self.tensor.dtype if self.coded is None else self.coded.dtype
 
     @property
-    def code(self) -> Code | None:
+    def code(self) -> AnyCode | None:
         """Return how the values are encoded in fewer bits; None if they are not."""
         return None if self.coded is None else self.coded.code
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import SECTOR_NBYTES, Code
+from zinf_compile.ir.copies import SECTOR_NBYTES, AnyCode, Code
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.native.compiled import load_compiled
 from zinf_compile.runtime.storage.state_kernels import load_state_kernels
@@ -47,10 +47,10 @@ _MOST_PAGES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coded:
-    """What a slot of codes holds: float32 values of a slice of a parameter."""
+class Paged:
+    """What a slot of pages holds: the codes of a slice of a parameter. A subclass says what they are decoded to."""
 
-    code: Code
+    code: AnyCode
     slice: Slice
     dtype: torch.dtype = torch.float32  # of the values
 
@@ -66,18 +66,93 @@ class Coded:
         first, last = (index // SECTOR_NBYTES * self.code.page_elements for index in (pages.start, pages.stop))
         return self.slice.flat.part(first, min(last, self.slice.num_elements))
 
+    def room(self, num_elements: int, device: torch.device) -> Tensor:
+        """Return memory for so many values, flat, whatever the user's defaults are."""
+        raise NotImplementedError
+
+    def first_of(self, values: Tensor, num_elements: int) -> Tensor:
+        """Return the first of some values that ``room`` has made, in the same memory."""
+        raise NotImplementedError
+
+    def shaped(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """Return flat values in a shape, in the same memory."""
+        raise NotImplementedError
+
+    def flat(self, value: Tensor) -> Tensor:
+        """Return all values, which a user has in some shape, flat."""
+        raise NotImplementedError
+
+    def piece_of(self, values: Tensor, part: Slice) -> Tensor:
+        """Return a part of all flat values, on the CPU."""
+        raise NotImplementedError
+
+    def decode(self, pages: Tensor, values: Tensor, *, num_threads: int = 1) -> Tensor:
+        """Fill flat ``values`` from the uint8 pages of as many elements; return them."""
+        raise NotImplementedError
+
+    def encode(
+        self,
+        values: Tensor,
+        pages: Tensor,
+        *,
+        first: int = 0,
+        seed: int = 0,
+        drawn_from: Tensor | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        """Fill uint8 pages from as many flat values; see ``encode`` below."""
+        raise NotImplementedError
+
+    def value(self, pages: Tensor) -> Tensor:
+        """Return all values, from all pages, in new memory and in the shape of the slice."""
+        flat = self.decode(pages, self.room(self.slice.num_elements, pages.device))
+        return self.shaped(flat, torch.Size(self.slice.sizes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coded(Paged):
+    """What a slot of our own codes holds: float32 values of a slice of a parameter."""
+
+    code: Code
+
     def decode(self, pages: Tensor, values: Tensor, *, num_threads: int = 1) -> Tensor:
         """Fill flat float32 ``values`` from the uint8 pages of as many elements; return them."""
         decode(self.code, pages, values, num_threads=num_threads)
         return values
 
-    def value(self, pages: Tensor) -> Tensor:
-        """Return all values, from all pages, in new memory and in the shape of the slice."""
-        return self.decode(pages, self.room(self.slice.num_elements, pages.device)).view(self.slice.sizes)
+    def encode(
+        self,
+        values: Tensor,
+        pages: Tensor,
+        *,
+        first: int = 0,
+        seed: int = 0,
+        drawn_from: Tensor | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        """Fill uint8 pages from as many flat values; see ``encode`` below."""
+        encode(self.code, values, pages, first=first, seed=seed, drawn_from=drawn_from, num_threads=num_threads)
 
     def room(self, num_elements: int, device: torch.device) -> Tensor:
         """Return memory for so many values, flat, whatever the user's defaults are."""
         return torch.empty(num_elements, dtype=self.dtype, device=device)
+
+    def first_of(self, values: Tensor, num_elements: int) -> Tensor:
+        """Return the first of some values."""
+        return values[:num_elements]
+
+    def shaped(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """Return flat values in a shape."""
+        return values.view(shape)
+
+    def flat(self, value: Tensor) -> Tensor:
+        """Return all values, which a user has in some shape, flat."""
+        return value.detach().reshape(-1).contiguous()
+
+    def piece_of(self, values: Tensor, part: Slice) -> Tensor:
+        """Return a part of all flat values, on the CPU."""
+        first = part.offset_in(self.slice)
+        return values[first : first + part.num_elements].cpu()
 
 
 def decode(code: Code, pages: Tensor, values: Tensor, *, num_threads: int = 1) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import COMPUTE, Code, CopyKey, low_halves_nbytes
+from zinf_compile.ir.copies import COMPUTE, AnyCode, CopyKey, low_halves_nbytes
 from zinf_compile.ir.errors import DamageError, RankError, StoreError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
@@ -43,7 +43,7 @@ from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.nvme.verified import VerifiedEngine
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, map_tensor, memory_of
 from zinf_compile.runtime.storage.staging import StagingPool
-from zinf_compile.runtime.storage.state_codes import Coded
+from zinf_compile.runtime.storage.state_blocks import pages_of_code
 from zinf_compile.runtime.storage.tier_memory import TierMemory
 from zinf_compile.runtime.store.cuts import Cuts
 from zinf_compile.runtime.store.held_memory import HeldMemory
@@ -240,7 +240,7 @@ class Store:
         key: CopyKey = COMPUTE,
         *,
         is_whole: bool = False,
-        code: Code | None = None,
+        code: AnyCode | None = None,
         per_element: bool = True,
     ) -> Slot:
         """Return a slot for a copy of a parameter of this shape, with undefined content, in pages of codes if asked for.
@@ -255,7 +255,7 @@ class Store:
             shape = torch.Size(held.sizes)
         coded = None
         if code is not None:
-            coded = Coded(code=code, slice=held, dtype=dtype)
+            coded = pages_of_code(code, held, dtype)
             shape, dtype = torch.Size([code.nbytes(held.num_elements)]), torch.uint8
             held = Slice.of_whole(parameter, shape)
         nbytes = shape.numel() * dtype.itemsize

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import Code, chunk_multiple
+from zinf_compile.ir.copies import AnyCode, Blocks, Code, chunk_multiple
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.storage.engine import ALIGN
@@ -51,7 +51,7 @@ def read_slot(
     slot: Slot,
     tensor_io: TensorIO | None,
     *,
-    code: Code | None = None,
+    code: AnyCode | None = None,
     compute: Slot | None = None,
 ) -> int:
     """Fill a slot, and a compute copy of it, with the next bytes of a file; return their CRC-32.
@@ -60,21 +60,22 @@ def read_slot(
     may be in flight when this returns; ``tensor_io.wait_writes`` completes them.
     """
     checksum = 0
-    is_alike = code is slot.code
+    is_alike = code == slot.code
+    ours = None if is_alike else _own(code)
     flat = (
         slot.tensor.reshape(-1).cpu() if slot.in_memory else None
     )  # a copy if it is not contiguous, as a user's buffer may be
-    for elements in _parts(slot, tensor_io) if is_alike else _parts_of_values(slot, tensor_io, code):
+    for elements in _parts(slot, tensor_io) if is_alike else _parts_of_values(slot, tensor_io, ours):
         part = elements if is_alike else slot.stored(elements)
         lease = _lease(tensor_io, slot, part) if flat is None else None
         try:
             piece = _staged(lease, slot, part) if flat is None else elements_of(flat, slot.slice, part)
-            read = piece if is_alike else torch.empty(_file_nbytes(elements, code), dtype=torch.uint8, device="cpu")
+            read = piece if is_alike else torch.empty(_file_nbytes(elements, ours), dtype=torch.uint8, device="cpu")
             view = tensor_bytes(read)
             reader.read_into(view)
             checksum = zlib.crc32(view, checksum)
             if not is_alike:
-                _fill(piece, slot.code, values_of(read, code, elements.num_elements), first=elements.start)
+                _fill(piece, _own(slot.code), values_of(read, ours, elements.num_elements), first=elements.start)
             if compute is not None:
                 _convert(piece, compute, part, tensor_io)
         except BaseException:
@@ -86,6 +87,12 @@ def read_slot(
     if flat is not None and flat.data_ptr() != slot.tensor.data_ptr():
         slot.tensor.copy_(flat.view(slot.tensor.shape))
     return checksum
+
+
+def _own(code: AnyCode | None) -> Code | None:
+    """Return a code of ours; an optimizer's own ones are moved as they are."""
+    assert not isinstance(code, Blocks)
+    return code
 
 
 def _parts_of_values(slot: Slot, tensor_io: TensorIO | None, code: Code | None) -> Iterator[Slice]:

@@ -20,7 +20,6 @@ from zinf_compile.runtime.storage.futures import return_when_done, then_start
 from zinf_compile.runtime.storage.low_halves import join
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, elements_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
-from zinf_compile.runtime.storage.state_codes import encode
 from zinf_compile.runtime.transfer.io_pool import IOPool
 
 
@@ -72,16 +71,17 @@ class TensorIO:
     def encode_value(self, slot: Slot, value: Tensor) -> None:
         """Start writing a value to a slot as codes; ``wait_writes`` completes it. The caller may reuse ``value`` at once."""
         assert slot.coded is not None
-        flat, coded = value.detach().reshape(-1).contiguous(), slot.coded
+        coded = slot.coded
+        flat = coded.flat(value)
         for part in self._pieces(slot):
             values = coded.values_of(part)
-            piece = elements_of(flat, coded.slice, values).cpu()  # a user's value may be on the device
+            piece = coded.piece_of(flat, values)
             if slot.in_memory:
-                encode(coded.code, piece, slot.elements(part), first=values.start)
+                coded.encode(piece, slot.elements(part), first=values.start)
                 continue
             lease = self.pool.lease(part.num_elements, f"room for {slot.name}")
             with lease.handed_on():
-                encode(coded.code, piece, torch.frombuffer(lease.view, dtype=torch.uint8), first=values.start)
+                coded.encode(piece, torch.frombuffer(lease.view, dtype=torch.uint8), first=values.start)
                 self.send_home(slot, part, lease)
 
     def _write_from_device(self, slot: Slot | SlotPart, value: Tensor) -> None:

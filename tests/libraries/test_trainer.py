@@ -1,6 +1,7 @@
 """transformers' Trainer: its options, optimizers, evaluation, checkpoints and callbacks, as with a plain model."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,13 +94,17 @@ def test_optimizers_of_bitsandbytes(compare: Comparison, optim: str) -> None:
     compare(training(optim=optim, max_steps=2))
 
 
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("optim", ["adamw_torch_4bit", "adamw_torch_8bit"])
-def test_optimizers_of_torchao_are_refused(tmp_path: Path, optim: str) -> None:
-    pytest.importorskip("torchao")
-    model = zinf_compile.optimize(llama(), **BUDGETS, nvme=tmp_path)
-    with pytest.raises(UnsupportedError, match="torchao"):
-        run_trainer(model, tmp_path, optim=optim)
-    zinf_compile.close(model)
+def test_optimizers_of_torchao(
+    compare: Comparison, monkeypatch: pytest.MonkeyPatch, optim: str, is_compiled: bool
+) -> None:
+    """Each shape takes torchao seconds to compile, so most of the time its update runs op by op, on both sides."""
+    adam = pytest.importorskip("torchao.optim.adam")
+    if not is_compiled:
+        kept = SimpleNamespace(**{**vars(torch), "compile": lambda function, **_: function})
+        monkeypatch.setattr(adam, "torch", kept)
+    compare(training(optim=optim, max_steps=2))
 
 
 def test_evaluating_predicting_and_generating(compare: Comparison) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from zinf_compile.checkpoint.own_folder import identity_of, make_own_folder, mark, new_identity, remove_own_folder
-from zinf_compile.ir.copies import Code
+from zinf_compile.ir.copies import AnyCode, Blocks, code_of_name
 from zinf_compile.ir.errors import CheckpointError, ConfigError, StoreError
 from zinf_compile.ir.user_files import read_regular
 
@@ -52,7 +52,7 @@ class SavedTensor:
     dtype: str  # of its values: "float32"
     shape: tuple[int, ...]
     crc32: int  # of its bytes
-    code: Code | None = None  # in which the file has it, in place of its values
+    code: AnyCode | None = None  # in which the file has it, in place of its values
 
     @property
     def form(self) -> tuple[str, tuple[int, ...]]:
@@ -86,7 +86,8 @@ class Manifest:
 
 def _entry(tensor: SavedTensor) -> dict[str, Any]:
     """Return a tensor as the manifest has it: without a code where it has none, as before there were any."""
-    return {key: value for key, value in asdict(tensor).items() if value is not None}
+    entry = {**asdict(tensor), "code": None if tensor.code is None else str(tensor.code)}
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -138,8 +139,8 @@ def _parse_manifest(fields: dict[str, Any]) -> Manifest:
 
 
 def _parse_tensor(entry: dict[str, Any]) -> SavedTensor:
-    code = Code(entry["code"]) if "code" in entry else None
-    if code is not None and entry["dtype"] != "float32":
+    code = code_of_name(entry["code"]) if "code" in entry else None
+    if code is not None and not isinstance(code, Blocks) and entry["dtype"] != "float32":
         raise ValueError(f"{entry['dtype']} values have no codes")
     return SavedTensor(**{**entry, "shape": tuple(entry["shape"]), "code": code})
 

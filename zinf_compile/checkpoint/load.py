@@ -29,6 +29,7 @@ from zinf_compile.checkpoint.checkpoint_folder import (
 from zinf_compile.checkpoint.match import check_same, split_state_name
 from zinf_compile.checkpoint.objects import Objects, check_options, load_objects, ranks_of, set_random_states
 from zinf_compile.checkpoint.on_ranks import read_tensor, share_of
+from zinf_compile.ir.copies import Blocks
 from zinf_compile.ir.errors import CheckpointError, ConfigError
 from zinf_compile.ir.glossary import dtype_name
 from zinf_compile.ir.user_files import read_regular
@@ -208,7 +209,7 @@ def _targets(model: Module, optimizer: Optimizer | None) -> dict[str, _Targets]:
     def state(saved: SavedTensor) -> HomedTensor:
         name, key = split_state_name(saved.name)
         assert optimizer is not None
-        return add_state(optimizer, parameters[name], key, saved.shape, torch_dtype(saved.dtype))
+        return add_state(optimizer, parameters[name], key, saved.shape, torch_dtype(saved.dtype), code=saved.code)
 
     return {
         MODEL: lambda saved: tensors[saved.name],
@@ -224,7 +225,9 @@ def _fill(path: Path, tensors: Sequence[_StoredTensor], target: _Targets, stagin
             homed = target(tensor.saved)
             checksum = read_slot(reader, homed.slot, homed.tensor_io, code=tensor.saved.code, compute=homed.compute)
             _check(path, tensor, checksum)
-            if homed.tensor_io is None:
+            if homed.note_filled is not None:
+                homed.note_filled()
+            elif homed.tensor_io is None:
                 torch.autograd.graph.increment_version(homed.slot.tensor)
 
 
@@ -236,7 +239,7 @@ def _log_conversions(model: Module, optimizer: Optimizer | None, files: Mapping[
         assert optimizer is not None
         value = optimizer.state[parameters[name]][key]
         code = value.coded.code if isinstance(value, CodedHomeTensor) else None
-        if code is not tensor.saved.code:
+        if code != tensor.saved.code and not isinstance(tensor.saved.code, Blocks):
             converted[str(tensor.saved.code or tensor.saved.dtype), str(code or tensor.saved.dtype)] += 1
     for (there, here), count in converted.items():
         _log.info("%d tensors of optimizer state were saved as %s and are %s here: converted", count, there, here)

@@ -7,9 +7,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.checkpoint_folder import GRADIENTS, MODEL, OPTIMIZER, Manifest
-from zinf_compile.checkpoint.objects import Objects
+from zinf_compile.checkpoint.objects import Objects, ranks_of
+from zinf_compile.ir.copies import Blocks
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
 from zinf_compile.runtime.model.model_state import gradient_dtype, model_tensors, modules_with_state
+from zinf_compile.runtime.optim.block_wise import is_block_wise
 from zinf_compile.runtime.params.records import record_of
 
 
@@ -98,6 +100,11 @@ def _optimizer_differences(manifest: Manifest, objects: Objects, model: Module, 
     name = type(optimizer).__qualname__
     if name != manifest.optimizer:
         yield f"the optimizer is {manifest.optimizer} in the checkpoint, {name} here"
+    coded = [tensor for tensor in manifest.tensors if isinstance(tensor.code, Blocks)]
+    if coded and not is_block_wise(optimizer):
+        yield f"state in torchao's codes in the checkpoint, such as '{coded[0].name}', and {name} here is not torchao's"
+    if coded and not ranks_of(model).is_alone:
+        yield f"state in torchao's codes in the checkpoint, such as '{coded[0].name}', which is for one process"
     here, there = group_names(model, optimizer), manifest.groups
     if len(here) != len(there) or len(objects.options) != len(there):
         yield f"{len(there)} parameter groups in the checkpoint, {len(here)} here"

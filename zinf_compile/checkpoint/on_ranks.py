@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import SECTOR_NBYTES, Code
+from zinf_compile.ir.copies import SECTOR_NBYTES, AnyCode, Blocks
 from zinf_compile.ir.errors import CheckpointError, StoreError
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.model.model_state import HomedTensor
@@ -80,7 +80,7 @@ def _write_at(descriptor: int, piece: memoryview, offset: int) -> None:
         piece, offset = piece[done:], offset + done
 
 
-def read_tensor(path: Path, span: TensorSpan, code: Code | None, tensor: HomedTensor) -> None:
+def read_tensor(path: Path, span: TensorSpan, code: AnyCode | None, tensor: HomedTensor) -> None:
     """Fill a tensor, or this rank's rows of it, from a file that was verified: values, or pages of their codes."""
     if not tensor.is_divided:
         value = _read_values(path, span, code, Slice.of_whole(span.name, tensor.shape).flat)
@@ -95,12 +95,13 @@ def read_tensor(path: Path, span: TensorSpan, code: Code | None, tensor: HomedTe
                 tensor.tensor_io.write_value(slot.part(part), piece)
 
 
-def _read_values(path: Path, span: TensorSpan, code: Code | None, part: Slice) -> Tensor:
+def _read_values(path: Path, span: TensorSpan, code: AnyCode | None, part: Slice) -> Tensor:
     """Return some elements of a tensor in a file, flat."""
     if code is None:
         values = torch.empty(part.num_elements, dtype=span.dtype)
         _read_at(path, memoryview(tensor_bytes(values)), span.start + part.start * span.dtype.itemsize)
         return values
+    assert not isinstance(code, Blocks), "the checkpoint was refused"
     first, skipped = divmod(part.start, code.page_elements)
     pages = torch.empty(code.nbytes(skipped + part.num_elements), dtype=torch.uint8)
     _read_at(path, memoryview(tensor_bytes(pages)), span.start + first * SECTOR_NBYTES)

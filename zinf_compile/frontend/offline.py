@@ -20,7 +20,7 @@ from zinf_compile.hardware.profile_io import load_hardware
 from zinf_compile.hardware.rates import assume_coded_states
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.ir.config import OPTIONS, Config, make_config
-from zinf_compile.ir.errors import ConfigError
+from zinf_compile.ir.errors import ConfigError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.ir.hardware import Hardware, TierSize, count_ranks_of_replica
@@ -30,6 +30,7 @@ from zinf_compile.passes.capture.offline.trace import Inputs
 from zinf_compile.runtime.calibration.calibrate import with_coded_states
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.model.accessors import refuse_optimized
+from zinf_compile.runtime.optim.block_wise import is_block_wise
 from zinf_compile.runtime.optim.supported import check_supported
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.ranks.find_ranks import refuse_coded_states
@@ -199,8 +200,19 @@ def _make_config(options: Mapping[str, object], hardware: Hardware) -> Config:
     return replace(config, nvme=f"the disk of {hardware.name}" if has_nvme else None)
 
 
+def _check_plannable(optimizer: Optimizer) -> None:
+    """Raise UnsupportedError for an optimizer whose state is not found by a step on a small parameter."""
+    check_supported(optimizer)
+    if is_block_wise(optimizer):
+        raise UnsupportedError(
+            f"plan(optimizer=...) does not count the codes in which torchao's {type(optimizer).__name__} keeps its state, "
+            "since that of small parameters is exact; plan with torch.optim.AdamW and state_dtype='int8', whose state takes "
+            "about as many bytes as that of AdamW8bit"
+        )
+
+
 def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimizer | None) -> tuple[ParameterFact, ...]:
-    states = StatesOfOptimizer(make_optimizer, check=check_supported) if make_optimizer is not None else None
+    states = StatesOfOptimizer(make_optimizer, check=_check_plannable) if make_optimizer is not None else None
     return tuple(
         analyze_parameter(
             name,

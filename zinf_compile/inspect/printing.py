@@ -91,8 +91,8 @@ def _dump_tiers(plan: Plan, width: int) -> list[str]:
 def tell_codes(placements: Iterable[Placement]) -> Iterator[str]:
     """Yield how optimizer state is stored in fewer bits, what it takes, and what it would take exactly."""
     coded = [copy for place in placements for copy in place.copies if copy.encoding.code is not None]
-    for code in sorted({copy.encoding.code for copy in coded if copy.encoding.code is not None}):
-        those = [copy for copy in coded if copy.encoding.code is code]
+    for code in sorted({copy.encoding.code for copy in coded if copy.encoding.code is not None}, key=str):
+        those = [copy for copy in coded if copy.encoding.code == code]
         exact = sum(replace(copy, encoding=replace(copy.encoding, code=None)).nbytes for copy in those)
         yield f"{code}: {format_bytes(sum(copy.nbytes for copy in those))}, exactly {format_bytes(exact)}"
 

@@ -68,7 +68,26 @@ def state_key(name: str) -> CopyKey:
     return CopyKey(Role.STATE, name)
 
 
-class Code(StrEnum):
+class _InPages:
+    """What holds a number of consecutive elements in each page of 4 KiB."""
+
+    __slots__ = ()
+
+    @property
+    def page_elements(self) -> int:
+        """Return the elements that one page holds."""
+        raise NotImplementedError
+
+    def nbytes(self, num_elements: int) -> int:
+        """Return the bytes of the pages of so many elements."""
+        return -(-num_elements // self.page_elements) * SECTOR_NBYTES
+
+    def pages_shape(self, num_elements: int) -> tuple[int, int]:
+        """Return the shape of the uint8 tensor that has the pages of so many elements as its rows."""
+        return -(-num_elements // self.page_elements), SECTOR_NBYTES
+
+
+class Code(_InPages, StrEnum):
     """How optimizer state is encoded in fewer bits. Each page of 4 KiB holds the codes of so many consecutive elements."""
 
     BFLOAT16 = "bfloat16"  # rounded stochastically
@@ -79,14 +98,59 @@ class Code(StrEnum):
         """Return the elements that one page holds."""
         return _PAGE_ELEMENTS[self]
 
-    def nbytes(self, num_elements: int) -> int:
-        """Return the bytes of the pages of so many elements."""
-        return -(-num_elements // self.page_elements) * SECTOR_NBYTES
 
-    def pages_shape(self, num_elements: int) -> tuple[int, int]:
-        """Return the shape of the uint8 tensor that has the pages of so many elements as its rows."""
-        return -(-num_elements // self.page_elements), SECTOR_NBYTES
+class BlockKind(StrEnum):
+    """A tensor class of torchao that holds optimizer state in codes."""
 
+    BITS_8 = "OptimState8bit"
+    BITS_4 = "OptimState4bit"
+    FP8 = "OptimStateFp8"
+
+    @property
+    def num_bits(self) -> int:
+        """Return the bits of an element's code."""
+        return 4 if self is BlockKind.BITS_4 else 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks(_InPages):
+    """Codes that an optimizer makes itself, in blocks of elements that share a float32 scale. A page holds whole blocks.
+
+    In a page first come the codes of its blocks, then their scales.
+    """
+
+    kind: BlockKind
+    block: int  # elements that share a scale
+    signed: bool  # whether codes stand for negative values, too
+
+    @property
+    def page_elements(self) -> int:
+        """Return the elements that one page holds; 0 where a block is larger than a page."""
+        return SECTOR_NBYTES // (self.block * self.kind.num_bits // 8 + BLOCK_SCALE_NBYTES) * self.block
+
+    def codes_nbytes(self, num_elements: int) -> int:
+        """Return the bytes of the codes of so many elements, without scales."""
+        return num_elements * self.kind.num_bits // 8
+
+    def __str__(self) -> str:
+        return f"torchao.{self.kind}/{self.block}/{'signed' if self.signed else 'unsigned'}"
+
+
+def code_of_name(name: str) -> "AnyCode":
+    """Return the code with this name, as ``str`` gives it; ValueError if there is none."""
+    if not name.startswith("torchao."):
+        return Code(name)
+    kind, block, signs = name.removeprefix("torchao.").split("/")
+    if not block.isdigit() or int(block) == 0:
+        raise ValueError(f"{name!r} is no code")
+    found = Blocks(kind=BlockKind(kind), block=int(block), signed=signs == "signed")
+    if str(found) != name or found.page_elements == 0:
+        raise ValueError(f"{name!r} is no code")
+    return found
+
+
+AnyCode = Code | Blocks
+BLOCK_SCALE_NBYTES = 4
 
 _PAGE_ELEMENTS = {
     Code.BFLOAT16: SECTOR_NBYTES // 2,
@@ -121,7 +185,7 @@ class Encoding:
     """How values are stored: contiguous elements of one dtype, or pages of their codes."""
 
     dtype: str  # "bfloat16"; of codes, what they are decoded to
-    code: Code | None = None
+    code: AnyCode | None = None
 
     @property
     def is_known(self) -> bool:

@@ -130,18 +130,3 @@ def test_counting_every_step_in_the_group_is_fine(optimize: Callable[..., nn.Mod
         train(each, optimizer)
     assert all(torch.equal(value, plain.state_dict()[key]) for key, value in model.state_dict().items())
     assert optimizers[1].param_groups[0]["count"] == 3
-
-
-def test_torchaos_optimizers_are_refused_at_once(optimize: Callable[..., nn.Module]) -> None:
-    """Their states are tensor subclasses, and their step is compiled for every shape."""
-    torchao = pytest.importorskip("torchao.optim")
-    model = optimize(make_model(), tiny=True)
-    for cls in (torchao.AdamW8bit, torchao.AdamW4bit, torchao.AdamWFp8):
-        optimizer = cls(model.parameters())
-        model(torch.ones(2, 150)).sum().backward()
-        with pytest.raises(
-            UnsupportedError, match=f"torchao's {cls.__name__} is not supported .*; use bitsandbytes' 8-bit"
-        ):
-            optimizer.step()
-        optimizer.zero_grad()
-    train(model, torch.optim.AdamW(model.parameters()), 1)
