@@ -16,8 +16,8 @@ from zinf_compile.runtime.params.records import record_of
 
 STEPS = 3
 BUDGETS = {"device_memory": "8MiB", "host_memory": "1MiB"}
-WIDTH = 128
-LAYERS = 12
+WIDTH = 256
+LAYERS = 16
 
 
 class Adapted(nn.Module):
@@ -109,13 +109,13 @@ def train(model: nn.Module, called: Callable[..., Any] | None = None) -> list[Te
 
 
 PLACES = {
-    "device": {"device_memory": "8MiB", "host_memory": "1MiB"},
-    "host": {"device_memory": "384KiB", "host_memory": "4MiB"},
-    "nvme": {"device_memory": "512KiB", "host_memory": "600KiB"},
+    "device": {"device_memory": "8MiB", "host_memory": "2MiB"},
+    "host": {"device_memory": "1MiB", "host_memory": "8MiB"},
+    "nvme": {"device_memory": "1MiB", "host_memory": "600KiB"},
 }
 
 
-SLOW = pytest.param(True, marks=pytest.mark.long)  # captures twelve layers twice
+SLOW = pytest.param(True, marks=pytest.mark.long)  # captures all layers twice
 
 
 @pytest.mark.parametrize("make_base", BASES)
@@ -142,8 +142,8 @@ def test_adapters_train_on_quantised_layers(
     report = zinf_compile.report(model)
     if place != "device" and capture:
         (plan,) = report.plans
-        homes = {home.parameter: home.compute for home in plan.placements if ".base." in home.parameter}
-        assert Tier.HOST in homes.values() if place == "host" else Tier.NVME in homes.values()
+        homes = {home.compute for home in plan.placements if ".base.weight" in home.parameter}
+        assert (Tier.HOST if place == "host" else Tier.NVME) in homes
         (device,) = (tier for tier in report.tiers if tier.tier is Tier.DEVICE)
         assert device.measured_peak <= device.predicted_peak <= device.capacity
     for plan in report.plans:
@@ -178,7 +178,7 @@ def test_what_is_small_stays_and_counts_against_the_device_budget() -> None:
     model = adapted(four_bit)
     found = find_quantised(model, may_store=True)
     names = [name for components in found.components.values() for name in components]
-    assert names == ["1.base.weight", "3.base.weight"]  # 8 KiB each; the scales of 64 elements take 256 bytes
+    assert names == ["1.base.weight", "3.base.weight"]  # 32 KiB each; the scales of 64 elements take 1 KiB
     assert found.stored_nbytes == WIDTH * WIDTH
     assert 2 * WIDTH * WIDTH / 64 < found.kept_nbytes < 2 * WIDTH * WIDTH / 64 + 2**13
     whole = find_quantised(model, may_store=False)
@@ -190,7 +190,7 @@ def test_what_is_small_stays_and_counts_against_the_device_budget() -> None:
     needs = []
     for more in (0, 2**20):  # bytes of ``reserve_memory``
         model = zinf_compile.optimize(
-            adapted(four_bit), device_memory=found.kept_nbytes + more + 2**14, reserve_memory=more, host_memory="1MiB"
+            adapted(four_bit), device_memory=found.kept_nbytes + more + 2**17, reserve_memory=more, host_memory="1MiB"
         )
         with pytest.raises(DeviceCapacityError) as refused:
             model(torch.ones(8, WIDTH))

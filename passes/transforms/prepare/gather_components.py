@@ -90,8 +90,9 @@ def _remove_vain_sets(graph: fx.Graph, inputs: ComponentInputs) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.Tensor.set_):
         shown = [inputs.handles.get(getattr(argument, "name", ""), ()) for argument in node.args]
         if len(shown) == 2 and shown[0] and shown[0] == shown[1]:
-            for user in list(node.users):  # it only hides the write from autograd
+            for user in [user for user in node.users if not user.users]:  # which hides the write from autograd
                 graph.erase_node(user)
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
 
