@@ -55,6 +55,22 @@ class PrepareInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentHandle:
+    """Where in an input of a graph a component of a quantised parameter is, and how the graph gathers it."""
+
+    path: tuple[str, ...]  # of attributes of a tensor that wraps others; empty for the input itself
+    of: ParameterHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentInputs:
+    """What GATHER_COMPONENTS reads: the components in inputs of a torch-level graph, by placeholder name."""
+
+    handles: Mapping[str, tuple[ComponentHandle, ...]]
+    frozen_anchor: str | None  # the placeholder of the anchor, if the graph has it as an input
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TileHandle:
     """How a graph names a tile of a stored parameter: the number that its gather takes, and which rows (``cut_rows``)."""
 

@@ -3,6 +3,7 @@
 from torch import fx
 
 from zinf_compile.passes.contract import (
+    ComponentInputs,
     FormInputs,
     JointInputs,
     LowerInputs,
@@ -26,6 +27,7 @@ from zinf_compile.passes.transforms.lowering.release_transfers import RELEASE_TR
 from zinf_compile.passes.transforms.lowering.sink_gradients import SINK_GRADIENTS
 from zinf_compile.passes.transforms.lowering.start_transfers import START_TRANSFERS
 from zinf_compile.passes.transforms.lowering.swap_activations import SWAP_ACTIVATIONS
+from zinf_compile.passes.transforms.prepare.gather_components import GATHER_COMPONENTS
 from zinf_compile.passes.transforms.prepare.insert_gathers import INSERT_GATHERS
 from zinf_compile.passes.transforms.segments.make_segments import MAKE_SEGMENTS
 from zinf_compile.passes.transforms.tiling.cut_blocks import CUT_BLOCKS
@@ -34,6 +36,8 @@ from zinf_compile.passes.transforms.tiling.tile_chains import TILE_CHAINS
 from zinf_compile.passes.transforms.tiling.tile_parameters import TILE_PARAMETERS
 
 PREPARE: tuple[Pass[PrepareInputs], ...] = (INSERT_GATHERS,)
+
+QUANTISED: tuple[Pass[ComponentInputs], ...] = (GATHER_COMPONENTS,)
 
 TILE: tuple[Pass[TileInputs], ...] = (FUSE_LINEAR_LOSSES, CUT_BLOCKS, TILE_CHAINS, TILE_PARAMETERS)
 
@@ -61,6 +65,11 @@ LOWER: tuple[Pass[LowerInputs], ...] = (
 def prepare_graph(graph_module: fx.GraphModule, inputs: PrepareInputs) -> None:
     """Edit a torch-level graph in place so that autograd can trace it."""
     run_pipeline(graph_module, PREPARE, inputs)
+
+
+def gather_components(graph_module: fx.GraphModule, inputs: ComponentInputs) -> None:
+    """Edit a torch-level graph in place so that it gathers the components of quantised parameters."""
+    run_pipeline(graph_module, QUANTISED, inputs)
 
 
 def tile_graph(graph_module: fx.GraphModule, inputs: TileInputs) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.guards import GuardBuilder
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
@@ -166,3 +167,14 @@ def parameter_placeholders(graph_module: fx.GraphModule, inputs: Sequence[Any]) 
         for node, value in zip(placeholders, inputs, strict=True)
         if isinstance(value, torch.nn.Parameter)
     }
+
+
+def guard_placeholders(graph_module: fx.GraphModule, names: Container[str]) -> None:
+    """Make Dynamo recapture for other tensors in these inputs: a graph that replaces them gathers those of one model."""
+    context = TracingContext.try_get()
+    if context is None:  # called outside torch.compile
+        return
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        if node.name in names:
+            source = node.meta["grapharg"].source
+            context.guards_context.dynamo_guards.add(source.make_guard(GuardBuilder.ID_MATCH))

@@ -12,7 +12,7 @@ from zinf_compile.ir.plan import Placement
 from zinf_compile.runtime.execute.gradients import take_gradient_home
 from zinf_compile.runtime.params.copies import Copies, Seat
 from zinf_compile.runtime.params.numbers import new_id
-from zinf_compile.runtime.params.records import RECORD, StoredParameter, give_memory
+from zinf_compile.runtime.params.records import RECORD, StoredParameter, give_memory, holders_of
 from zinf_compile.runtime.process.interrupts import check_interrupt, without_interrupts
 from zinf_compile.runtime.process.ram import return_freed_memory
 from zinf_compile.runtime.storage.slots import Slot, torch_dtype
@@ -39,8 +39,9 @@ def adopt_parameters(
     """Move parameters home, one at a time, freeing what they occupied.
 
     Reserves the disk space of all of them first, so that a disk too small is an error before anything has moved.
-    With ``as_home`` they become ``HomeParameter``; else they keep their class. Without ``with_values`` nothing moves:
-    the caller writes the first values. Parameters on meta have none, and get memory.
+    With ``as_home`` they become ``HomeParameter``; else, and if they are components of quantised ones, they keep their
+    class. Without ``with_values`` nothing moves: the caller writes the first values. Parameters on meta have none, and get
+    memory.
     """
     homes = {placement.parameter: placement for placement in placements}
     store.reserve(placements)
@@ -83,7 +84,8 @@ def _adopt(
     )
     if parameter.is_meta and store.ranks.is_alone:
         give_memory(parameter, master.tensor)
-    record.parameter = store.views.seat(parameter, record.home, as_home=as_home)
+    is_component = bool(holders_of(parameter))
+    record.parameter = store.views.seat(parameter, record.home, as_home=as_home and not is_component)
     setattr(record.parameter, RECORD, record)
     if gradient is not None:
         train_parameter(store, record, master, gradient)

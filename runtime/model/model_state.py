@@ -12,6 +12,7 @@ from zinf_compile.ir.copies import AnyCode, Blocks
 from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.model.quantised import components_of, quantised_tensors
 from zinf_compile.runtime.optim.step_jobs import has_slot, state_slot
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.home import HomeTensor
@@ -65,16 +66,23 @@ def records_in(store: Store, model: Module) -> list[StoredParameter]:
 
 
 def model_tensors(model: Module) -> dict[str, HomedTensor]:
-    """Return every parameter and every persistent buffer by its name in ``state_dict()``; a tied one once."""
+    """Return every parameter and every persistent buffer by its name in ``state_dict()``; a tied one once.
+
+    Of a quantised parameter, the tensors that it consists of.
+    """
     tensors = {}
+    quantised = quantised_tensors(model)
+    stored = {address: record for store in stores_of(model) for address, record in components_of(store).items()}
     for name, parameter in model.named_parameters():
-        if (record := record_of(parameter)) is None:
+        if name in quantised:
+            for path, tensor in quantised[name].items():
+                with torch._C.DisableTorchFunctionSubclass():
+                    record = stored.get(tensor.data_ptr())
+                    tensors[path] = _plain(path, tensor) if record is None else _homed(record)
+        elif (record := record_of(parameter)) is None:
             tensors[name] = _plain(name, parameter)
         else:
-            compute = record.copies.compute if record.copies.are_two else None
-            tensors[name] = HomedTensor(
-                slot=record.copies.master, tensor_io=record.store.tensor_io, compute=compute, record=record
-            )
+            tensors[name] = _homed(record)
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -202,6 +210,11 @@ def add_state(
         value = torch.zeros(shape, dtype=dtype)
     optimizer.state[parameter][key] = value
     return _plain(key, value)
+
+
+def _homed(record: StoredParameter) -> HomedTensor:
+    compute = record.copies.compute if record.copies.are_two else None
+    return HomedTensor(slot=record.copies.master, tensor_io=record.store.tensor_io, compute=compute, record=record)
 
 
 def _plain(name: str, tensor: Tensor) -> HomedTensor:

@@ -279,6 +279,20 @@ def owner_of(parameter: object) -> StoredParameter | None:
     return record
 
 
+_HOLDERS = "_zinf_holders"  # the attribute of a component with the tensors that show it
+
+
+def set_holders(component: torch.nn.Parameter, holders: Sequence[Tensor]) -> None:
+    """Make a parameter a component of a quantised one: tensors of another library are views of the same bytes."""
+    setattr(component, _HOLDERS, tuple(holders))
+
+
+def holders_of(parameter: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that show the bytes of a component, wherever they are; none of any other parameter."""
+    holders: tuple[Tensor, ...] = getattr(parameter, _HOLDERS, ())
+    return holders
+
+
 _REPLACED = "_zinf_replaced_by"  # the attribute of a plain parameter in whose place a DTensor is registered
 
 

@@ -8,7 +8,7 @@ from zinf_compile.runtime.params.block_state import show_pages
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.home import HomeTensor, PlainHomeParameter, PlainHomeTensor
 from zinf_compile.runtime.params.home_gradient import HomeGradient, PlainHomeGradient
-from zinf_compile.runtime.params.records import StoredParameter, Views
+from zinf_compile.runtime.params.records import StoredParameter, Views, holders_of
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.state_codes import Paged
 
@@ -24,8 +24,7 @@ class PlainViews:
 
     def seat(self, parameter: Parameter, home: Tensor, *, as_home: bool) -> Parameter:
         """See Views.seat. It stays the same object."""
-        with torch._C.DisableTorchFunctionSubclass():
-            parameter.data = home
+        self.move(parameter, home)
         if as_home:
             parameter.__class__ = PlainHomeParameter
         return parameter
@@ -36,7 +35,8 @@ class PlainViews:
             shown.move(home)
             return
         with torch._C.DisableTorchFunctionSubclass():
-            shown.data = home
+            for tensor in (shown, *holders_of(shown)):
+                tensor.data = home
 
     def of_shard(self, shard: Tensor, record: StoredParameter) -> Tensor:
         """See Views.of_shard."""

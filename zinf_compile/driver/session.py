@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import Parameter
 
+from zinf_compile.driver.components import bind_components
 from zinf_compile.driver.planning import GraphPlanner
 from zinf_compile.driver.program import Program
 from zinf_compile.driver.store_catalog import StoreCatalog
@@ -43,7 +44,7 @@ from zinf_compile.runtime.optim.backward_step import BackwardStep
 from zinf_compile.runtime.optim.step_hooks import install_step_hooks
 from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.params.numbers import find_record
-from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.params.records import StoredParameter, holders_of
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.inference import outside_inference
@@ -109,7 +110,7 @@ class Session:
                 fact=analyze_parameter(
                     name,
                     parameter,
-                    compute_dtype=self.config.compute_dtype,
+                    compute_dtype=None if holders_of(parameter) else self.config.compute_dtype,
                     state_code=self.config.state_code_of(name),
                     unified=self.config.memory.unified,
                 ),
@@ -191,6 +192,8 @@ class Session:
 
     def _compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         self.store.ranks.meet(f"capture of {self._next_name()}, {len(graph_module.graph.nodes)} nodes")
+        where = describe_break(graph_module)
+        graph_module, inputs, check = bind_components(self.store, graph_module, inputs)
         for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.zinf.gather):
             if find_record(node.args[1]).store is not self.store:
                 raise UnsupportedError(
@@ -198,11 +201,11 @@ class Session:
                     "other, outside of each other's forward"
                 )
         refuse_writes_to_parameters(graph_module)
-        where = describe_break(graph_module)
         if where is not None:
             self.graph_breaks.append(where)
         if self.catalog.hardware is None:
-            found = {record.copies.compute.tensor.dtype for record in self.store.records.values()}
+            plain = (record for record in self.store.records.values() if not holders_of(record.parameter))
+            found = {record.copies.compute.tensor.dtype for record in plain}
             floating = frozenset(dtype for dtype in found if dtype.is_floating_point)
             dtypes = floating or frozenset({torch.float32})
             unified = self.config.memory.unified
@@ -240,7 +243,7 @@ class Session:
             session = of_session()
             if session is None:
                 raise StoreError(f"a captured graph of {name} was called after the model was dropped; keep the model")
-            return session._run(number, args)
+            return session._run(number, check.arguments(args))
 
         return call
 

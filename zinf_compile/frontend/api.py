@@ -30,7 +30,7 @@ from zinf_compile.inspect.reports import (
     TierReport,
     sum_runs,
 )
-from zinf_compile.ir.config import make_config
+from zinf_compile.ir.config import Config, make_config
 from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.hardware import route_name
@@ -45,12 +45,13 @@ from zinf_compile.runtime.model.accessors import (
     with_own_code,
 )
 from zinf_compile.runtime.model.full_parameters import Site, check_room, hold_full_values
-from zinf_compile.runtime.model.quantised import describe, has_own_bytes, nbytes_of
+from zinf_compile.runtime.model.quantised import find_quantised
 from zinf_compile.runtime.observe.recorder import Recorder
 from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.params.records import owner_of, record_of, replacement_of
 from zinf_compile.runtime.ranks.agreement import agree_on_config
 from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, find_ranks, folder_of_rank, refuse_shared_devices
+from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.weights.initialize import Init, choose_values, undo
 
@@ -71,8 +72,8 @@ def optimize(
     says where they come from. "reset" runs the initialisation of its modules. A safetensors file, a folder with an
     index, or a list of files is streamed in. For a model that already has values, the files overwrite them.
 
-    Parameters that are tensor subclasses, such as quantised ones, stay on the device unchanged and count against its
-    budget.
+    Quantised parameters, of bitsandbytes or as tensor subclasses, are moved as they are: their codes, scales and statistics
+    are stored like frozen parameters. What of them is small stays on the device and counts against its budget.
 
     ``share`` is a model that was optimized before: both models use its options and budgets. Names of the new model's
     parameters are prefixed with its class. Reports cover both models, and closing one closes both.
@@ -174,14 +175,18 @@ def optimize(
         if (record := record_of(parameter)) is not None:
             raise ConfigError(f"parameter '{name}' is already in the store of another model, as '{record.name}'")
     check_devices(parameters, config.device, may_be_meta=True)
-    kept = {name: parameter for name, parameter in parameters.items() if has_own_bytes(parameter)}
-    if kept:
-        _check_kept(kept, init, share)
-        parameters = {name: parameter for name, parameter in parameters.items() if name not in kept}
-        config = replace(config, reserve_memory=config.reserve_memory + nbytes_of(kept.values()))
+    quantised = find_quantised(model, may_store=_can_store_components(config, ranks))
+    if quantised.parameters:
+        _check_quantised(quantised.parameters, init, share)
+        parameters = {
+            name: parameter
+            for whole, own in parameters.items()
+            for name, parameter in quantised.components.get(whole, {whole: own}).items()
+        }
+        config = replace(config, reserve_memory=config.reserve_memory + quantised.kept_nbytes)
         if config.reserve_memory >= config.device_memory:
             raise CapacityError(
-                f"{describe(kept)}, and device_memory is {format_bytes(config.device_memory)}; raise it to "
+                f"{quantised.describe()}, and device_memory is {format_bytes(config.device_memory)}; raise it to "
                 f"{-(-config.reserve_memory // 2**20)}MiB plus activation memory"
             )
     values = choose_values(model, init)
@@ -207,8 +212,8 @@ def optimize(
         if values is not None:
             undo(values, on_meta)
         raise
-    if kept:
-        session.catalog.notes.append(describe(kept))
+    if quantised.parameters:
+        session.catalog.notes.append(quantised.describe())
     forward = Forward(session.store.memory.torch_device)
     session.forwards.append(forward)
     install_accessors(model, forward)
@@ -264,10 +269,18 @@ def _own_device(parameters: Mapping[str, Parameter]) -> str | None:
     return next((str(parameter.device) for parameter in parameters.values() if parameter.is_cuda), None)
 
 
-def _check_kept(kept: Mapping[str, Parameter], init: Init, share: Module | None) -> None:
-    """Raise UnsupportedError if parameters that are tensor subclasses cannot stay on the device unchanged."""
-    name, parameter = next(iter(kept.items()))
-    what = f"'{name}' and {len(kept) - 1} more parameters are no plain ones ({type(parameter).__name__})"
+def _can_store_components(config: Config, ranks: Ranks) -> bool:
+    """Return whether tensors of quantised parameters may be stored. Their library computes with what it has on a GPU.
+
+    A write through such a tensor is not observed, so that ``verify_store`` would take it for damage.
+    """
+    return config.memory.unified and ranks.is_alone and not config.verify_store
+
+
+def _check_quantised(quantised: Mapping[str, Parameter], init: Init, share: Module | None) -> None:
+    """Raise UnsupportedError if a model with quantised parameters cannot be optimized as the caller asks."""
+    name, parameter = next(iter(quantised.items()))
+    what = f"'{name}' and {len(quantised) - 1} more parameters are no plain ones ({type(parameter).__name__})"
     if init is not None or parameter.is_meta:
         raise UnsupportedError(
             f"{what}, which init cannot give values; load the model with its values, and leave init out"

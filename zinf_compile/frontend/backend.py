@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.guards import GuardBuilder
-from torch._guards import TracingContext
 from torch.nn import Parameter
 
+from zinf_compile.driver.components import handle_of
 from zinf_compile.driver.session import Session, check_devices, session_of_store
 from zinf_compile.ir.config import make_config
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
-from zinf_compile.passes.capture.aot import parameter_placeholders
-from zinf_compile.passes.contract import ParameterHandle, PrepareInputs
+from zinf_compile.passes.capture.aot import guard_placeholders, parameter_placeholders
+from zinf_compile.passes.contract import PrepareInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import prepare_graph
 from zinf_compile.runtime.model.quantised import has_own_bytes
@@ -44,7 +43,7 @@ def zinf(
         )
     found = parameter_placeholders(graph_module, inputs)
     parameters = {name: parameter for name, parameter in found.items() if not has_own_bytes(parameter)}
-    _guard_parameters(graph_module, parameters)
+    guard_placeholders(graph_module, parameters)
     session = _find_session(parameters, options)
     fresh = {name: parameter for name, parameter in parameters.items() if record_of(parameter) is None}
     check_devices(fresh, session.config.device)
@@ -55,7 +54,8 @@ def zinf(
         record = record_of(parameter)
         if record is not None and record.gradient.slot is None and parameter.requires_grad:
             session.unfreeze(record)
-    handles = {name: _handle(parameter) for name, parameter in parameters.items()}
+    records = {name: record_of(parameter) for name, parameter in parameters.items()}
+    handles = {name: handle_of(record) for name, record in records.items() if record is not None}
     graph_module = copy_graph_module(graph_module)  # Dynamo still uses the original
     prepare_graph(graph_module, PrepareInputs(handles=handles))
     anchors = [session.store.anchor, session.store.frozen_anchor] if parameters else []
@@ -67,17 +67,6 @@ def zinf(
         return compiled(*anchors, *args)
 
     return call
-
-
-def _guard_parameters(graph_module: fx.GraphModule, parameters: Container[str]) -> None:
-    """Make Dynamo recapture for other parameters: it treats them as inputs, but a graph gathers those of one model."""
-    context = TracingContext.try_get()
-    if context is None:  # called outside torch.compile
-        return
-    for node in graph_module.graph.find_nodes(op="placeholder"):
-        if node.name in parameters:
-            source = node.meta["grapharg"].source
-            context.guards_context.dynamo_guards.add(source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def _find_session(parameters: Mapping[str, Parameter], options: Mapping[str, object] | None) -> Session:
@@ -98,20 +87,6 @@ def _find_session(parameters: Mapping[str, Parameter], options: Mapping[str, obj
     if options is not None:
         _sessions_by_options[id(options)] = (options, weakref.ref(session.store))
     return session
-
-
-def _handle(parameter: Parameter) -> ParameterHandle:
-    record = record_of(parameter)
-    assert record is not None
-    tensor = record.copies.compute.tensor
-    return ParameterHandle(
-        name=record.name,
-        param=record.param,
-        shape=tuple(tensor.shape),
-        dtype=record.dtype,
-        device=record.store.memory.torch_device,
-        trainable=record.gradient.slot is not None,
-    )
 
 
 _DYNAMO_NAME = re.compile(r"_(?:modules|parameters|buffers)_")

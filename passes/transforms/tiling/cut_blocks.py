@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_compile.ir.ops import GATHER
 from zinf_compile.passes.analysis.modules import block_call
@@ -131,10 +132,19 @@ def _cut_along_any(name: str, nodes: Sequence[fx.Node]) -> Block | None:
 
 
 def _inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the tensors of fixed sizes that are read from outside, except for parameters, the largest first."""
+    """Return the tensors of fixed sizes that are read from outside, except for parameters, the largest first.
+
+    A tensor that wraps others is a quantised parameter.
+    """
     inside = set(nodes)
     read = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside)
-    found = [node for node in read if node.target not in _GATHERS and _size(node, 0) is not None]
+    found = [
+        node
+        for node in read
+        if node.target not in _GATHERS
+        and _size(node, 0) is not None
+        and not is_traceable_wrapper_subclass(value_of(node))
+    ]
     return sorted(found, key=lambda node: -value_of(node).numel())
 
 
