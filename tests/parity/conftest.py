@@ -63,8 +63,13 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _streams() -> Iterator[None]:
-    """Run all of these tests on a fake device with streams if ZINF_STREAMS is set, and on a GPU if ZINF_GPU is."""
-    with on_cuda() if "ZINF_GPU" in os.environ else on_streams() if "ZINF_STREAMS" in os.environ else nullcontext():
+    """Run all of these tests on a fake device with streams if ZINF_STREAMS is set, and on a GPU if ZINF_GPU is.
+
+    With ZINF_STREAMS=integrated that device lies in the host's RAM.
+    """
+    streams = os.environ.get("ZINF_STREAMS")
+    fake = nullcontext() if streams is None else on_streams(integrated=streams == "integrated")
+    with on_cuda() if "ZINF_GPU" in os.environ else fake:
         yield
 
 

@@ -80,9 +80,9 @@ def on_cuda() -> Iterator[None]:
 
 
 @contextmanager
-def on_streams() -> Iterator[FakeDevice]:
+def on_streams(*, integrated: bool = False) -> Iterator[FakeDevice]:
     """Run models that are optimized inside on a fake device with streams."""
-    with on_fake_device() as device, on_cuda():
+    with on_fake_device(FakeDevice(integrated=integrated)) as device, on_cuda():
         yield device
 
 
@@ -106,6 +106,7 @@ class Parity:
         self._models: list[nn.Module] = []
         self.has_gpu = "ZINF_GPU" in os.environ
         self.has_streams = self.has_gpu or "ZINF_STREAMS" in os.environ
+        self.is_integrated = os.environ.get("ZINF_STREAMS") == "integrated"  # what is in host memory is read in place
         self._exits = ExitStack()
         # These models are tiny. By default they would be resident, and half of host memory would be used for homes.
         monkeypatch.setattr(placement_module, "RESIDENT_THRESHOLD", 0)
@@ -122,10 +123,10 @@ class Parity:
     assert_same = staticmethod(assert_same)
     assert_equal = staticmethod(assert_equal)
 
-    def on_streams(self) -> FakeDevice:
+    def on_streams(self, *, integrated: bool = False) -> FakeDevice:
         """Use a fake device with streams for models that are optimized from now on; return it."""
-        self.has_streams = True
-        return self._exits.enter_context(on_streams())
+        self.has_streams, self.is_integrated = True, integrated
+        return self._exits.enter_context(on_streams(integrated=integrated))
 
     def close(self) -> None:
         """Check that nothing leaked, and close all models."""
@@ -210,19 +211,23 @@ class Parity:
     ) -> int:
         """Return the least device budget, as the errors of ``optimize`` and of the first call state it, to a tenth of a KiB.
 
-        A captured model needs the same budget for all ``tiers``. By default there is plenty of host memory and no disk.
+        A captured model needs the same budget for all ``tiers``, but on an integrated device. By default there is plenty of
+        host memory and no disk.
         """
-        is_of_host = tiers is None or captured
-        key = ("device_memory", workload, is_of_host, captured, loss, self.has_streams, *sorted(options.items()))
+        is_of_host = tiers is None or (captured and not self.is_integrated)
+        device = self.has_streams, self.is_integrated
+        key = ("device_memory", workload, is_of_host, captured, loss, device, *sorted(options.items()))
         if key not in self._cache:
             host = {
                 **(tiers if tiers is not None and not is_of_host else {"host_memory": _STAGING + _PLENTY}),
                 **_EVERY_BIT,
             }
             model, batches = self.make(workload)
-            with pytest.raises(CapacityError) as refused:
-                zinf_compile.optimize(model, device_memory=0, **host)
-            budgets = {"device_memory": needed_device_memory(refused.value), **host}
+            budgets = {"device_memory": 0, **host}
+            if not (is_of_host and self.is_integrated):  # there nothing has to be on the device
+                with pytest.raises(CapacityError) as refused:
+                    zinf_compile.optimize(model, device_memory=0, **host)
+                budgets["device_memory"] = needed_device_memory(refused.value)
             if captured:
                 nbytes = self._try_capture(model, batches[0], loss, budgets, **options)
                 while options.get("compute") == "inductor" and nbytes > budgets["device_memory"]:
@@ -422,6 +427,9 @@ class Parity:
         """Assert that parameters came from the tiers of the placement at every use."""
         moved = {route.route: route.nbytes for route in report.moved}
         expected = {"nvme": {"nvme"}, "host": {"host"}, "mixed": {"nvme", "host"}}[placement]
+        if self.is_integrated:
+            assert "nvme" not in expected or moved["nvme -> device"] > 0, moved
+            return
         if self.has_streams:  # updated residents are copied from the host again, and no master copy is resident
             assert all(moved.get(f"{tier} -> device", 0) > 0 for tier in expected), f"{placement}: {moved}"
             return

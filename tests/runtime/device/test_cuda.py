@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from zinf_compile.ir.errors import CapacityError, ConfigError
+from zinf_compile.ir.hardware import MemorySpace
+from zinf_compile.runtime.device import cuda as cuda_module
 from zinf_compile.runtime.device.cuda import CudaDevice
 from zinf_compile.runtime.transfer.link import Link
 
@@ -24,6 +26,7 @@ class StandIn:
         self.calls: list[str] = []
         self.count, self.free, self.refusal = count, free, refusal
         self.total = 16 * GIB
+        self.is_integrated = False
         self.current = "stream 0"
         self.num_streams = 0
         self.fraction = 1.0
@@ -101,7 +104,9 @@ class StandIn:
             "device_count": lambda: self.count,
             "set_device": lambda device: self.chosen.append((threading.current_thread().name, device)),
             "current_device": lambda: 0,
-            "get_device_properties": lambda device: SimpleNamespace(total_memory=self.total, uuid=UUID),
+            "get_device_properties": lambda device: SimpleNamespace(
+                total_memory=self.total, uuid=UUID, is_integrated=int(self.is_integrated)
+            ),
             "empty_cache": lambda: self.calls.append("empty cache"),
             "mem_get_info": lambda device: (self.free, self.total),
             "memory_reserved": lambda device: 2 * GIB,
@@ -301,3 +306,55 @@ def test_memory_that_others_have_taken(cuda: StandIn, monkeypatch: pytest.Monkey
         match=r"no 4.00 GiB left: 1.00 GiB of 16.00 GiB are free, this process holds 2.00 GiB and others hold 13.00 GiB",
     ):
         device.allocate([GIB], torch.float32)
+
+
+class Driver:
+    """The part of CUDA's driver that is asked whether kernels find registered memory at the host's address."""
+
+    def __init__(self, *, can: int, failed: int = 0) -> None:
+        self.can, self.failed = can, failed
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        return self.failed
+
+    def cuDeviceGetAttribute(self, found: Any, attribute: int, device: Any) -> int:  # noqa: N802
+        assert attribute == 91
+        found._obj.value = self.can
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("is_integrated", "driver", "expected"),
+    [
+        (True, Driver(can=1), True),
+        (True, Driver(can=0), False),
+        (True, Driver(can=1, failed=100), False),
+        (True, None, False),
+        (False, Driver(can=1), False),
+    ],
+    ids=["integrated", "other addresses", "error", "no driver", "apart"],
+)
+def test_an_integrated_gpu_reads_host_memory_in_place(
+    cuda: StandIn, monkeypatch: pytest.MonkeyPatch, is_integrated: bool, driver: Driver | None, expected: bool
+) -> None:
+    def load(name: str) -> Driver:
+        if driver is None:
+            raise OSError(name)
+        return driver
+
+    monkeypatch.setattr(cuda_module.ctypes, "CDLL", load)
+    monkeypatch.setattr(cuda_module, "free_memory", lambda: 20 * GIB)
+    cuda.is_integrated = is_integrated
+    device = CudaDevice("cuda")
+    assert device.memory == MemorySpace(unified=False, integrated=expected)
+    assert device.memory.is_in_ram == expected
+    assert device.free_nbytes == (20 if expected else 8) * GIB + 2 * GIB - GIB
+    home = torch.arange(12.0).view(3, 4)
+    device.torch_device = torch.device("cpu")  # here the same addresses are those of a CPU's tensor
+    alias = device.in_place(home[1:])
+    home[1] = 7
+    assert torch.equal(alias, home[1:])
+    assert alias.data_ptr() == home[1:].data_ptr()
