@@ -7,6 +7,7 @@ Code that depends on the order of streams and events is in ``link.py``, which te
 
 import ctypes
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
@@ -31,6 +32,9 @@ from zinf_compile.runtime.device.device import (
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # by which a user chooses
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegister: for every context of the process, and for kernels
+_THREADS = 2  # that launch products: forward's, and autograd's for backward
+_BUFFERS = re.compile(r":(\d+):(\d+)")
+_LARGE_WORKSPACES = (9, 10, 12)  # major compute capabilities for which torch takes 32 MiB: Hopper and Blackwell
 _HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
@@ -86,6 +90,13 @@ class CudaStream:
         """Enqueue what ``call`` enqueues on the current stream of torch."""
         with torch.cuda.stream(self.stream):
             call()
+
+
+def _cublas_workspace_nbytes(major: int) -> int:
+    """Return the bytes of a workspace of cuBLAS, as torch chooses them in CublasHandlePool.cpp."""
+    if buffers := _BUFFERS.findall(os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):  # KiB, and how many of them
+        return sum(int(size) * int(count) for size, count in buffers) * 2**10
+    return (8 * 4096 if major in _LARGE_WORKSPACES else 2 * 4096 + 8 * 16) * 2**10
 
 
 def _reads_registered_memory(index: int) -> bool:
@@ -254,6 +265,11 @@ class CudaDevice:
         if self.memory.integrated:  # CUDA does not count what the page cache would give back
             free = free_memory()
         return free + torch.cuda.memory_reserved(self.torch_device) - self.allocated_nbytes
+
+    @property
+    def libraries_nbytes(self) -> int:
+        """Return the bytes of cuBLAS's workspaces: torch has one for each thread that launches products, on its stream."""
+        return _THREADS * _cublas_workspace_nbytes(torch.cuda.get_device_properties(self.torch_device).major)
 
     def measure_use(self, *, budget: int) -> MemoryUse:
         """Return what measures a model's memory use by torch's allocator."""

@@ -180,6 +180,10 @@ class Device(Protocol):
     def free_nbytes(self) -> int:
         """Return the bytes that this process may still allocate."""
 
+    @property
+    def libraries_nbytes(self) -> int:
+        """Return the bytes of device memory that libraries under torch take once and keep, through torch's allocator."""
+
     def measure_use(self, *, budget: int) -> MemoryUse:
         """Return what measures a model's memory use on the device."""
 

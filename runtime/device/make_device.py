@@ -16,4 +16,4 @@ def make_device(name: str) -> Device:
 def find_device(name: str) -> FoundDevice:
     """Return what budgets depend on of a device. ConfigError if there is no such device."""
     device = make_device(name)
-    return FoundDevice(memory=device.memory, free_nbytes=device.free_nbytes)
+    return FoundDevice(memory=device.memory, free_nbytes=device.free_nbytes, libraries_nbytes=device.libraries_nbytes)

@@ -257,6 +257,7 @@ class FakeDevice:
     """Implements ``Device``. Only its streams access its memory."""
 
     identity = "fake"
+    libraries_nbytes = 0
 
     def __init__(
         self,

@@ -71,6 +71,7 @@ class FoundDevice:
 
     memory: MemorySpace
     free_nbytes: int
+    libraries_nbytes: int = 0  # of its memory, that libraries under PyTorch take once and keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,8 @@ def make_config(
         sizes["device_memory"] = left if "host_memory" in sizes else left // 2
     if "host_memory" not in sizes:
         sizes["host_memory"] = left - (0 if is_device_stated else left // 2)
+    if reserve == MEASURED and found is not None and sizes["device_memory"] >= LEAST_MEASURED:
+        sizes["reserve_memory"] = found.libraries_nbytes
     stage, state_dtype = _check_stage(given.get("stage", 3)), _check_state_dtype(given.get("state_dtype"))
     if stage == 1 and given.get("step_in_backward") is True:
         raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from zinf_compile.ir.config import FoundDevice, make_config
 from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device import cuda as cuda_module
@@ -26,7 +27,7 @@ class StandIn:
         self.calls: list[str] = []
         self.count, self.free, self.refusal = count, free, refusal
         self.total = 16 * GIB
-        self.is_integrated = False
+        self.is_integrated, self.major = False, 8
         self.current = "stream 0"
         self.num_streams = 0
         self.fraction = 1.0
@@ -105,7 +106,7 @@ class StandIn:
             "set_device": lambda device: self.chosen.append((threading.current_thread().name, device)),
             "current_device": lambda: 0,
             "get_device_properties": lambda device: SimpleNamespace(
-                total_memory=self.total, uuid=UUID, is_integrated=int(self.is_integrated)
+                total_memory=self.total, uuid=UUID, is_integrated=int(self.is_integrated), major=self.major
             ),
             "empty_cache": lambda: self.calls.append("empty cache"),
             "mem_get_info": lambda device: (self.free, self.total),
@@ -358,3 +359,31 @@ def test_an_integrated_gpu_reads_host_memory_in_place(
     home[1] = 7
     assert torch.equal(alias, home[1:])
     assert alias.data_ptr() == home[1:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("major", "variable", "nbytes"),
+    [
+        (8, None, 2 * (8 * 2**20 + 2**17)),
+        (9, None, 2 * 32 * 2**20),
+        (12, "wrong", 2 * 32 * 2**20),
+        (9, ":4096:8", 2 * 32 * 2**20),
+        (9, ":4096:2:16:8", 2 * (8 * 2**20 + 2**17)),
+        (9, ":0:0", 0),
+    ],
+)
+def test_plans_leave_room_for_workspaces_of_cublas(
+    cuda: StandIn, monkeypatch: pytest.MonkeyPatch, major: int, variable: str | None, nbytes: int
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", variable)
+    cuda.major = major
+    device = CudaDevice("cuda")
+    assert device.libraries_nbytes == nbytes
+    found = FoundDevice(memory=device.memory, free_nbytes=8 * GIB, libraries_nbytes=device.libraries_nbytes)
+    budgets = {"device": "cuda", "device_memory": "1GiB", "host_memory": "1GiB", "reserve_memory": "auto"}
+    assert make_config(budgets, find_device=lambda name: found).reserve_memory == nbytes
+    assert make_config({**budgets, "reserve_memory": 5}, find_device=lambda name: found).reserve_memory == 5
+    tiny = {**budgets, "device_memory": "255MiB"}
+    assert make_config(tiny, find_device=lambda name: found).reserve_memory == 0
