@@ -94,6 +94,7 @@ def measure_hardware(store: Store, dtypes: Iterable[torch.dtype], *, repeats: in
         optimizer = _measure_optimizer(num_elements, update_threads(unified=unified), repeats)
     hardware = Hardware(
         unified=unified,
+        integrated=device.memory.integrated,
         name=os.uname().nodename,
         flops=flops,
         attention_flops=attention,

@@ -123,10 +123,19 @@ class CpuDevice:
     def unpin(self, address: int) -> None:
         """Do nothing."""
 
+    def in_place(self, home: Tensor) -> Tensor:
+        """Return it: the host computes there."""
+        return home.detach()
+
     @property
     def free_nbytes(self) -> int:
         """Return the bytes of RAM that this process may still take."""
         return free_memory()
+
+    @property
+    def libraries_nbytes(self) -> int:
+        """Return 0: what libraries keep is measured with the memory of the process."""
+        return 0
 
     def measure_use(self, *, budget: int) -> MemoryUse:
         """Return what estimates the device tier's share of the memory of the process."""

@@ -5,13 +5,16 @@ Where several ranks train there are three streams more.
 Code that depends on the order of streams and events is in ``link.py``, which tests run on a fake device, without a GPU.
 """
 
+import ctypes
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.config import free_memory
 from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.ir.hardware import MemorySpace
@@ -24,10 +27,15 @@ from zinf_compile.runtime.device.device import (
     MemoryUse,
     Pair,
     Stream,
+    alias_bytes,
 )
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # by which a user chooses
-_PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
+_PORTABLE, _MAPPED = 1, 2  # cudaHostRegister: for every context of the process, and for kernels
+_THREADS = 2  # that launch products: forward's, and autograd's for backward
+_BUFFERS = re.compile(r":(\d+):(\d+)")
+_LARGE_WORKSPACES = (9, 10, 12)  # major compute capabilities for which torch takes 32 MiB: Hopper and Blackwell
+_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
 class CudaEvent:
@@ -84,10 +92,28 @@ class CudaStream:
             call()
 
 
+def _cublas_workspace_nbytes(major: int) -> int:
+    """Return the bytes of a workspace of cuBLAS, as torch chooses them in CublasHandlePool.cpp."""
+    if buffers := _BUFFERS.findall(os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):  # KiB, and how many of them
+        return sum(int(size) * int(count) for size, count in buffers) * 2**10
+    return (8 * 4096 if major in _LARGE_WORKSPACES else 2 * 4096 + 8 * 16) * 2**10
+
+
+def _reads_registered_memory(index: int) -> bool:
+    """Return whether kernels of a GPU find registered host memory at the address that it has on the host."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    device, can = ctypes.c_int(), ctypes.c_int()
+    driver.cuInit(0)
+    failed = driver.cuDeviceGet(ctypes.byref(device), index)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(can), _HOST_POINTERS, device)
+    return not failed and can.value == 1
+
+
 class CudaDevice:
     """One GPU. ConfigError if torch finds no GPU with this index."""
-
-    memory = MemorySpace(unified=False)
 
     def __init__(self, name: str) -> None:
         if not torch.cuda.is_available():
@@ -104,6 +130,10 @@ class CudaDevice:
                 f"'cuda:{torch.cuda.device_count() - 1}'"
             )
         self.torch_device = torch.device("cuda", index)
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        self.memory = MemorySpace(
+            unified=False, integrated=bool(properties.is_integrated) and _reads_registered_memory(index)
+        )
         if not any(variable in os.environ for variable in _ALLOCATOR_VARIABLES):
             # Streams have pools of their own, and what moves has many sizes: a run that held 148 MiB had reserved 236.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -200,7 +230,7 @@ class CudaDevice:
         """Pin whole pages of host memory; return the reason as text if that fails, else None."""
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self.torch_device):  # CUDA makes a context on the current device
-            code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+            code = runtime.cudaHostRegister(address, nbytes, _PORTABLE | _MAPPED)
         if int(code) == 0:
             return None
         with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel would report it
@@ -213,6 +243,10 @@ class CudaDevice:
         self.synchronize()  # a copy in flight must not continue with unpinned pages
         with torch.cuda.device(self.torch_device):
             torch.cuda.cudart().cudaHostUnregister(address)
+
+    def in_place(self, home: Tensor) -> Tensor:
+        """See Device.in_place."""
+        return alias_bytes(home, 0, home.numel(), home.dtype, self.torch_device).view(home.shape)
 
     @property
     def allocated_nbytes(self) -> int:
@@ -228,7 +262,14 @@ class CudaDevice:
     def free_nbytes(self) -> int:
         """Return the bytes that this process may still allocate."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
+        if self.memory.integrated:  # CUDA does not count what the page cache would give back
+            free = free_memory()
         return free + torch.cuda.memory_reserved(self.torch_device) - self.allocated_nbytes
+
+    @property
+    def libraries_nbytes(self) -> int:
+        """Return the bytes of cuBLAS's workspaces: torch has one for each thread that launches products, on its stream."""
+        return _THREADS * _cublas_workspace_nbytes(torch.cuda.get_device_properties(self.torch_device).major)
 
     def measure_use(self, *, budget: int) -> MemoryUse:
         """Return what measures a model's memory use by torch's allocator."""

@@ -173,9 +173,16 @@ class Device(Protocol):
     def unpin(self, address: int) -> None:
         """Undo ``pin``."""
 
+    def in_place(self, home: Tensor) -> Tensor:
+        """Return contiguous host memory as a tensor of the device, which keeps it alive; beside a GPU it is pinned."""
+
     @property
     def free_nbytes(self) -> int:
         """Return the bytes that this process may still allocate."""
+
+    @property
+    def libraries_nbytes(self) -> int:
+        """Return the bytes of device memory that libraries under torch take once and keep, through torch's allocator."""
 
     def measure_use(self, *, budget: int) -> MemoryUse:
         """Return what measures a model's memory use on the device."""
@@ -215,15 +222,18 @@ class AllocatedBlock:
         )
 
 
-def alias_bytes(memory: Tensor, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+def alias_bytes(
+    memory: Tensor, offset: int, num_elements: int, dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
     """Return flat elements over bytes of ``memory``, as a tensor whose storage begins there.
 
-    The storage keeps ``memory`` alive by a finalizer, as long as a tensor over it is.
+    It is one of ``device``, if that is another that reaches them at the same address. The storage keeps ``memory`` alive
+    by a finalizer, as long as a tensor over it is.
     """
-    nbytes = num_elements * dtype.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + offset, memory.device, nbytes)
+    nbytes, device = num_elements * dtype.itemsize, device or memory.device
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + offset, device, nbytes)
     weakref.finalize(storage, _drop, memory).atexit = False
-    return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, (num_elements,), (1,))
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (num_elements,), (1,))
 
 
 def _drop(memory: Tensor) -> None:

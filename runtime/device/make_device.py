@@ -2,6 +2,7 @@
 
 import torch
 
+from zinf_compile.ir.config import FoundDevice
 from zinf_compile.runtime.device.cpu import CPU
 from zinf_compile.runtime.device.cuda import CudaDevice
 from zinf_compile.runtime.device.device import Device
@@ -12,6 +13,7 @@ def make_device(name: str) -> Device:
     return CPU if torch.device(name).type == "cpu" else CudaDevice(name)
 
 
-def free_device_memory(name: str) -> int:
-    """Return the free bytes of a device. ConfigError if there is no such device."""
-    return make_device(name).free_nbytes
+def find_device(name: str) -> FoundDevice:
+    """Return what budgets depend on of a device. ConfigError if there is no such device."""
+    device = make_device(name)
+    return FoundDevice(memory=device.memory, free_nbytes=device.free_nbytes, libraries_nbytes=device.libraries_nbytes)

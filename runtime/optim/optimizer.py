@@ -337,7 +337,8 @@ class StreamedStep:
             return self._block_chunk_elements(job, wanted)
         if not job.staged_slots:  # a kernel allocates nothing per element, and splits a chunk among its threads
             kernel = self._kernels.get(job)
-            return max(multiple, wanted - wanted % multiple) if kernel is None else max(1, job.num_elements)
+            is_cut = kernel is None or bool(job.deferred)  # which copy the gradient of each chunk
+            return max(multiple, wanted - wanted % multiple) if is_cut else max(1, job.num_elements)
         if self._shares_staging(job):
             wanted //= 2
         fitting = min(wanted, self._store.staging.capacity * multiple // job.lease_nbytes(multiple))

@@ -52,7 +52,9 @@ class Chunk:
     def gradient(self) -> Tensor:
         """Return its gradient, with deferred operations applied."""
         gradient = self.raw_gradient()
-        for operation in self.job.deferred:  # to the staged copy; for the one at home they stay deferred
+        if self.job.deferred and GRADIENT not in self.views:
+            gradient = gradient.clone()
+        for operation in self.job.deferred:  # to the copy; for the one at home they stay deferred
             operation(gradient)
         return gradient
 

@@ -416,7 +416,9 @@ class JobCollector:
             self._make_state_slots(record, place)
         self._take_state_home(record, state)
         changes_gradient = traits_of(self._optimizer).changes_gradients and self._store.early_step is None
-        if changes_gradient and record.gradient.is_home(grad):
+        at_home = record.gradient.slot
+        copies_whole = not self.is_element_wise and at_home is not None and at_home.in_memory  # which no plan counts
+        if record.gradient.is_home(grad) and (changes_gradient or (copies_whole and record.gradient.deferred)):
             self._store.await_gradient(record)  # applies deferred operations
             record.gradient.forget_norms()
         splits = self._splits(record)

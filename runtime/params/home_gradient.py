@@ -11,8 +11,9 @@ chunk by chunk::
 
 Any other access applies the deferred operations first, so that results are the same.
 
-A gradient in host memory beside a device is scaled at once. Its norms are taken on the device, too, before it leaves: from
-host memory it would take as long as to copy all gradients there. They hold until somebody changes it.
+Operations on a gradient in host memory beside a device are deferred as well: the update applies them to a copy of each
+chunk. Its norms are taken on the device, before it leaves: from host memory it would take as long as to copy all gradients
+there. They hold until somebody changes it.
 """
 
 import logging
@@ -78,7 +79,7 @@ class HomeGradient(HomeTensor):
             if func is _UNSCALE and all(map(_streamed_record, args[0])):
                 return _unscale(*args)
             for home in homes:
-                if (record := _streamed_record(home)) is not None:
+                if (record := _streamed_record(home)) is not None or (record := _deferred_record(home)) is not None:
                     settle_gradient(record)
             result = super().__torch_function__(func, types, args, kwargs)
             for home in homes:
@@ -251,7 +252,7 @@ def _defer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     Raises what the operation raises for arguments that it does not accept.
     """
     targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-    records = [_streamed_record(target) for target in targets]
+    records = [_streamed_record(target) or _record_beside_device(target) for target in targets]
     if not all(map(_is_number, (*args[1:], *kwargs.values()))) or not all(records):
         return False
     for record in records:
@@ -283,10 +284,13 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
 
 
 def _rewrite(record: StoredParameter, change: Callable[[Tensor], object]) -> None:
-    """Read the gradient at home, a staging buffer at a time, and write it back changed in place."""
+    """Change the gradient at home in place; on nvme read and write it a staging buffer at a time."""
     store, slot = record.store, record.gradient.slot
     assert slot is not None
     store.check_usable(record)
+    if slot.in_memory:
+        change(slot.tensor.detach().view(-1))
+        return
     with store.failing_on_error():
         store.tensor_io.rewrite_value(slot, lambda piece, _: change(piece))
         store.tensor_io.wait_writes()
@@ -300,13 +304,25 @@ def _streamed_record(tensor: object) -> StoredParameter | None:
     return record if record.gradient.slot.shown is tensor else None
 
 
-def _departed_record(tensor: object) -> StoredParameter | None:
-    """Return whose gradient in host memory a tensor is, if it has come there from a device and is as it left."""
+def _record_beside_device(tensor: object) -> StoredParameter | None:
+    """Return whose gradient in host memory beside a device a tensor is, if it is the one ``p.grad`` shows now."""
     record = tensor.record() if isinstance(tensor, HomeGradient) else None
     if record is None or not record.store.memory.is_behind_link(Tier.DEVICE) or not record.store.ranks.is_alone:
         return None
     slot = record.gradient.slot
-    return record if slot is not None and slot.shown is tensor and record.gradient.is_untouched else None
+    return record if slot is not None and slot.in_memory and slot.shown is tensor else None
+
+
+def _departed_record(tensor: object) -> StoredParameter | None:
+    """Return whose gradient in host memory a tensor is, if it has come there from a device and is as it left."""
+    record = _record_beside_device(tensor)
+    return record if record is not None and record.gradient.is_untouched else None
+
+
+def _deferred_record(tensor: object) -> StoredParameter | None:
+    """Return whose gradient in host memory a tensor is, if operations on it are deferred."""
+    record = _record_beside_device(tensor)
+    return record if record is not None and record.gradient.deferred else None
 
 
 def _homes_in(args: Iterable[Any]) -> Iterator[HomeGradient]:

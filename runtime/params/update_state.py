@@ -15,6 +15,7 @@ class UpdateState:
 
     future: "Future[None] | None" = None  # of an update in the background; done when all of it is home
     gathers: list[InFlight] = field(default_factory=list)  # over a link, which may still read what an update writes
+    is_read_in_place: bool = False  # by ops of a device, in host memory, which may not be done
     count: int = 0  # of optimizer steps
     forward_count: int = 0  # at the last forward of a captured graph that reads the parameter
     is_torn: bool = False  # an update of it began and did not finish
@@ -74,3 +75,11 @@ class UpdateState:
         """Remember a gather that may still read what the next update writes. One that covers several tiles counts once."""
         self.gathers = [each for each in self.gathers if not each.is_done and each is not gather]
         self.gathers.append(gather)
+
+    def note_read_in_place(self) -> None:
+        """Note that ops which are about to be enqueued read a copy in host memory."""
+        self.is_read_in_place = True
+
+    def end_reads_in_place(self) -> None:
+        """Note that all ops that read a copy in host memory are done."""
+        self.is_read_in_place = False

@@ -46,6 +46,11 @@ class TierMemory:
         """Return whether what is at home on a tier is reached only by copies on the device's streams."""
         return self.device.memory.is_behind_link(tier)
 
+    def reads_in_place(self, tier: Tier) -> bool:
+        """Return whether compute reads homes on a tier where they are; an integrated device does so in pinned memory."""
+        is_pinned = self.device.memory.integrated and self._host.refusal is None
+        return tier is Tier.DEVICE or (tier is Tier.HOST and is_pinned)
+
     def new_home(self, shape: torch.Size, dtype: torch.dtype, tier: Tier) -> Tensor:
         """Return zeros on device or host.
 

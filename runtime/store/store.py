@@ -302,14 +302,17 @@ class Store:
 
         Blocks.
         """
-        self.check_usable(record.whole)  # once its update is done
+        self.check_usable(record.whole, only_read=True)  # once its update is done
         if self.early_step is not None:
             self.early_step.note_backward()
         self.follow_compute()
         self.refresh_one(record.whole)
         slot = record.copy_in(dtype)
-        if slot.tier is Tier.DEVICE and slot.num_ranks == 1:
-            return slot.tensor.detach()
+        if slot.num_ranks == 1 and self.memory.reads_in_place(slot.tier):
+            if slot.tier is Tier.DEVICE:
+                return slot.tensor.detach()
+            record.whole.update.note_read_in_place()
+            return self.device.in_place(slot.tensor.detach())
         self.held.begin_run()
         try:
             value = self.full_value(record.shape, slot)
@@ -460,11 +463,12 @@ class Store:
             target.copy_(gathered[: target.numel()])
 
     @without_interrupts
-    def finish(self, record: StoredParameter, *, may_leave: bool = True) -> None:
-        """Block until nothing is in flight for one parameter: no update, and no copy to the device.
+    def finish(self, record: StoredParameter, *, may_leave: bool = True, only_read: bool = False) -> None:
+        """Block until nothing is in flight for one parameter: no update, no copy to the device, no read of it in place.
 
         Does not raise for an update that failed, which leaves the parameter torn and the store failed. StoreError in a
         child that was forked meanwhile, where the update would never end. With ``may_leave`` an interrupt may raise.
+        ``only_read``: the caller writes nothing, so that ops may go on reading.
         """
         if self.is_forked:
             self._refuse_in_flight(record)
@@ -472,6 +476,10 @@ class Store:
         for gather in record.update.gathers.copy():
             if gather.is_awaited:
                 gather.wait_landed()
+        if record.update.is_read_in_place and not only_read:
+            # Hazard: ops that are enqueued and not yet done may read what the caller is about to write.
+            self.device.compute.record().wait()
+            record.update.end_reads_in_place()
         update = record.update.future
         if update is None:
             return
@@ -534,10 +542,13 @@ class Store:
         return not self._closed and self._failure is None and not self.is_forked
 
     @without_interrupts
-    def check_usable(self, record: StoredParameter | None = None) -> None:
-        """Raise StoreError if the store is closed or failed, or if ``record`` is torn after its update has ended."""
+    def check_usable(self, record: StoredParameter | None = None, *, only_read: bool = False) -> None:
+        """Raise StoreError if the store is closed or failed, or if ``record`` is torn after its update has ended.
+
+        ``only_read``: see ``finish``.
+        """
         if record is not None:
-            self.finish(record)
+            self.finish(record, only_read=only_read)
         self.check_open()
         self.check_not_failed()
         if record is not None and record.update.is_torn:

@@ -62,16 +62,15 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _streams(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run all of these tests on a fake device with streams if ZINF_STREAMS is set, and on a GPU if ZINF_GPU is."""
+    """Run all of these tests on a fake device with streams if ZINF_STREAMS is set, and on a GPU if ZINF_GPU is.
+
+    With ZINF_STREAMS=integrated that device lies in the host's RAM.
+    """
     mark = request.node.get_closest_marker("needs_more_on_streams")
     more = mark.kwargs if mark is not None else {}
-    with (
-        on_cuda(more)
-        if "ZINF_GPU" in os.environ
-        else on_streams(more)
-        if "ZINF_STREAMS" in os.environ
-        else nullcontext()
-    ):
+    streams = os.environ.get("ZINF_STREAMS")
+    fake = nullcontext() if streams is None else on_streams(more, integrated=streams == "integrated")
+    with on_cuda(more) if "ZINF_GPU" in os.environ else fake:
         yield
 
 

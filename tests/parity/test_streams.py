@@ -24,6 +24,20 @@ def test_gpt(parity, placement: str, captured: bool) -> None:
         assert device.copies.to_host.num_copied > 0
 
 
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
+@pytest.mark.parametrize(
+    ("workload", "update_on"), [(gpt_tied, "host"), pytest.param(gpt_tied, "device", marks=pytest.mark.long)]
+)
+def test_an_integrated_device_reads_host_memory_in_place(parity, workload, update_on: str, captured: bool) -> None:
+    """Gathers from host memory copy nothing: ops read the homes, which are not written before these ops are done."""
+    parity.on_streams(integrated=True)
+    report = parity.check(workload, "host", captured=captured, update_on=update_on)
+    moved = {route.route: route.nbytes for route in report.moved}
+    assert (moved.get("device -> host", 0) > 0) == captured  # gradients
+    assert ("host -> device" in moved) == (update_on == "device")
+    assert not any(plan.gathers for plan in report.plans)
+
+
 @pytest.mark.parametrize(
     ("workload", "update_on"),
     [

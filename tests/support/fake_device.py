@@ -34,6 +34,7 @@ from zinf_compile.runtime.device.device import (
     Event,
     MemoryUse,
     Pair,
+    alias_bytes,
 )
 from zinf_compile.runtime.execute.executor import Executor
 from zinf_compile.runtime.params.home import HomeTensor
@@ -256,8 +257,8 @@ class AutogradThread:
 class FakeDevice:
     """Implements ``Device``. Only its streams access its memory."""
 
-    memory = MemorySpace(unified=False)
     identity = "fake"
+    libraries_nbytes = 0
 
     def __init__(
         self,
@@ -268,11 +269,14 @@ class FakeDevice:
         most_seconds: float = _MOST_SECONDS,
         is_late: bool = True,
         name: str = "cuda",
+        integrated: bool = False,
     ) -> None:
         """``pinning`` is the reason why it refuses to pin host memory; a copy is delayed by up to ``most_seconds``.
 
-        Without ``is_late``, ops run when they are enqueued.
+        Without ``is_late``, ops run when they are enqueued. An ``integrated`` device lies in the host's RAM: its ``nbytes``
+        are also those of pinned memory, which its ops read in place.
         """
+        self.memory = MemorySpace(unified=False, integrated=integrated)
         self._is_late, self.name = is_late, name
         self.torch_device = torch.device("cpu")
         self.own_memory = DeviceMemory(nbytes)
@@ -349,6 +353,16 @@ class FakeDevice:
         """Forget it."""
         del self.pinned[address]
 
+    def in_place(self, home: Tensor) -> Tensor:
+        """Return pinned memory as a tensor of the device. What runs late reads what is there then."""
+        assert self.memory.integrated
+        alias = alias_bytes(home, 0, home.numel(), home.dtype).view(home.shape)
+        if home.numel():
+            first, end = alias.data_ptr(), alias.data_ptr() + alias.nbytes
+            assert any(start <= first and end <= start + length for start, length in self.pinned.items())
+            self.own_memory.add_in_place(alias)
+        return alias
+
     @property
     def allocated_nbytes(self) -> int:
         """Return the bytes of all tensors on the device, but for the user's."""
@@ -364,7 +378,7 @@ class FakeDevice:
     @property
     def free_nbytes(self) -> int:
         """Return what is left."""
-        return self.nbytes - self.allocated_nbytes
+        return self.nbytes - self.allocated_nbytes - (sum(self.pinned.values()) if self.memory.integrated else 0)
 
     def forget_peak(self) -> None:
         """Reset the peak to what is allocated now."""

@@ -60,6 +60,7 @@ class _Allocation:
     memory: Tensor | None = None  # None if it is the user's
     pool: Enqueue | None = None  # to which it returns
     counted: AllocatedBytes | None = None
+    is_in_place: bool = False  # host memory that ops read where it is
     num_copies: int = 0  # that are enqueued and have not run
 
     def count_copy(self, change: int) -> None:
@@ -137,6 +138,24 @@ class DeviceMemory:
         storage = tensor.untyped_storage()
         if storage.nbytes() and self.find(tensor) is None:
             self._add(_Allocation(start=storage.data_ptr(), nbytes=storage.nbytes()), storage)
+
+    def add_in_place(self, tensor: Tensor) -> None:
+        """Let ops on host memory run late, for good: one alias of it may die before another."""
+        start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
+        found = self.find(tensor)
+        if found is not None and start + nbytes <= found.start + found.nbytes:
+            return
+        with self.counted():
+            for inner in [each for each in self._starts if start <= each < start + nbytes]:  # tiles of it
+                self._starts.remove(inner)
+                del self._by_start[inner]
+            insort(self._starts, start)
+            self._by_start[start] = _Allocation(start=start, nbytes=nbytes, is_in_place=True)
+
+    def is_in_place(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is host memory that ops read where it is."""
+        found = self.find(tensor)
+        return found is not None and found.is_in_place
 
     def _add(self, made: _Allocation, storage: torch.UntypedStorage) -> None:
         with self.counted():

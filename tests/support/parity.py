@@ -90,9 +90,9 @@ def on_cuda(more: Mapping[str, float] | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def on_streams(more: Mapping[str, float] | None = None) -> Iterator[FakeDevice]:
+def on_streams(more: Mapping[str, float] | None = None, *, integrated: bool = False) -> Iterator[FakeDevice]:
     """Run models that are optimized inside on a fake device with streams, with ``more`` memory, as in ``on_cuda``."""
-    with on_fake_device() as device, on_cuda(more):
+    with on_fake_device(FakeDevice(integrated=integrated)) as device, on_cuda(more):
         yield device
 
 
@@ -116,6 +116,7 @@ class Parity:
         self._models: list[nn.Module] = []
         self.has_gpu = "ZINF_GPU" in os.environ
         self.has_streams = self.has_gpu or "ZINF_STREAMS" in os.environ
+        self.is_integrated = os.environ.get("ZINF_STREAMS") == "integrated"  # what is in host memory is read in place
         self._exits = ExitStack()
         # These models are tiny. By default they would be resident, and half of host memory would be used for homes.
         monkeypatch.setattr(placement_module, "RESIDENT_THRESHOLD", 0)
@@ -132,10 +133,10 @@ class Parity:
     assert_same = staticmethod(assert_same)
     assert_equal = staticmethod(assert_equal)
 
-    def on_streams(self) -> FakeDevice:
+    def on_streams(self, *, integrated: bool = False) -> FakeDevice:
         """Use a fake device with streams for models that are optimized from now on; return it."""
-        self.has_streams = True
-        return self._exits.enter_context(on_streams())
+        self.has_streams, self.is_integrated = True, integrated
+        return self._exits.enter_context(on_streams(integrated=integrated))
 
     def close(self) -> None:
         """Check that nothing leaked, and close all models."""
@@ -220,26 +221,40 @@ class Parity:
     ) -> int:
         """Return the least device budget, as the errors of ``optimize`` and of the first call state it, to a tenth of a KiB.
 
-        A captured model needs the same budget for all ``tiers``. By default there is plenty of host memory and no disk.
+        A captured model needs the same budget for all ``tiers``, but on an integrated device. By default there is plenty of
+        host memory and no disk.
         """
-        is_of_host = tiers is None or captured
-        key = ("device_memory", workload, is_of_host, captured, loss, self.has_streams, *sorted(options.items()))
+        is_of_host = tiers is None or (captured and not self.is_integrated)
+        device = self.has_streams, self.is_integrated
+        key = ("device_memory", workload, is_of_host, captured, loss, device, *sorted(options.items()))
         if key not in self._cache:
             host = {
                 **(tiers if tiers is not None and not is_of_host else {"host_memory": _STAGING + _PLENTY}),
                 **_EVERY_BIT,
             }
             with on_cuda() if self.has_streams else nullcontext():  # tests share it, whatever more some of them need
-                self._cache[key] = self._find_smallest(workload, host, captured=captured, loss=loss, **options)
+                needs_some = not (is_of_host and self.is_integrated)  # else nothing has to be on the device
+                self._cache[key] = self._find_smallest(
+                    workload, host, captured=captured, needs_some=needs_some, loss=loss, **options
+                )
         return int(self._cache[key])
 
     def _find_smallest(
-        self, workload: Workload, host: Mapping[str, Any], *, captured: bool, loss: Loss, **options: Any
+        self,
+        workload: Workload,
+        host: Mapping[str, Any],
+        *,
+        captured: bool,
+        needs_some: bool,
+        loss: Loss,
+        **options: Any,
     ) -> int:
         model, batches = self.make(workload)
-        with pytest.raises(CapacityError) as refused:
-            zinf_compile.optimize(model, device_memory=0, **host)
-        budgets = {"device_memory": needed_device_memory(refused.value), **host}
+        budgets = {"device_memory": 0, **host}
+        if needs_some:
+            with pytest.raises(CapacityError) as refused:
+                zinf_compile.optimize(model, device_memory=0, **host)
+            budgets["device_memory"] = needed_device_memory(refused.value)
         if not captured:
             return int(budgets["device_memory"])
         nbytes = self._try_capture(model, batches[0], loss, budgets, **options)
@@ -437,6 +452,9 @@ class Parity:
         """Assert that parameters came from the tiers of the placement at every use."""
         moved = {route.route: route.nbytes for route in report.moved}
         expected = {"nvme": {"nvme"}, "host": {"host"}, "mixed": {"nvme", "host"}}[placement]
+        if self.is_integrated:
+            assert "nvme" not in expected or moved["nvme -> device"] > 0, moved
+            return
         if self.has_streams:  # updated residents are copied from the host again, and no master copy is resident
             assert all(moved.get(f"{tier} -> device", 0) > 0 for tier in expected), f"{placement}: {moved}"
             return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream
 from zinf_compile.runtime.execute.executor import Executor
@@ -25,13 +26,18 @@ def touch_tensor_of(races: "Races", tensor: Tensor, what: str, *, write: bool) -
 
 
 class _Outputs(TorchDispatchMode):
-    """Records the memory that compute ops allocate and write, which may be reused memory."""
+    """Records the memory that compute ops allocate and write, which may be reused memory, and what they read in place."""
 
     def __init__(self, races: "Races", device: FakeDevice) -> None:
         super().__init__()
         self._races, self._device = races, device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._device.memory.integrated:
+            for given in tree_leaves((args, kwargs)):
+                if isinstance(given, Tensor) and self._device.own_memory.is_in_place(given):
+                    with self._races.acting(self._device.compute):
+                        touch_tensor_of(self._races, given, "compute, reading in place", write=False)
         if func.namespace == "zinf":  # their bodies query autograd and must run outside of the mode
             with ExitStack() as stack:
                 for key in _AUTOGRAD:

@@ -112,7 +112,7 @@ class Session:
                     parameter,
                     compute_dtype=None if holders_of(parameter) else self.config.compute_dtype,
                     state_code=self.config.state_code_of(name),
-                    unified=self.config.memory.unified,
+                    memory=self.config.memory,
                 ),
             )
             for name, parameter in parameters.items()

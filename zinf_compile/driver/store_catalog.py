@@ -41,6 +41,11 @@ class StoreCatalog:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.notes: list[str] = []  # sentences added to the notes of every plan
+        if store.config.integrated:
+            self.notes.append(
+                "device and host are one RAM: compute reads what is in host memory in place, and other copies between the "
+                "two tiers move bytes within it"
+            )
         self.placements: tuple[Placement, ...] = ()  # of every parameter, by the newest plan
         self.plans: dict[str, Plan] = {}  # of the compiled graphs, by name
         self.promised: dict[Tier, int] = {}  # the highest peak of all plans, including replaced ones

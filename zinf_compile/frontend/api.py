@@ -36,7 +36,7 @@ from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.hardware import route_name
 from zinf_compile.passes.planner.simulator.several_graphs import phases_of_step, share_updates
 from zinf_compile.passes.planner.simulator.simulate import simulate
-from zinf_compile.runtime.device.make_device import free_device_memory
+from zinf_compile.runtime.device.make_device import find_device
 from zinf_compile.runtime.model.accessors import (
     Forward,
     install_accessors,
@@ -166,7 +166,7 @@ def optimize(
     ranks = find_ranks(mesh) if shared is None else shared.store.ranks
     if shared is None:
         options["nvme"] = folder_of_rank(options.get("nvme"), ranks)
-        config = agree_on_config(ranks, make_config(options, free_device_memory=free_device_memory))
+        config = agree_on_config(ranks, make_config(options, find_device=find_device))
         if not ranks.is_alone:
             config = check_for_ranks(config, parameters)
     else:

@@ -220,7 +220,7 @@ def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimize
             compute_dtype=config.compute_dtype,
             states=states.of(parameter) if states is not None and parameter.requires_grad else (),
             state_code=config.state_code_of(name),
-            unified=config.memory.unified,
+            memory=config.memory,
         )
         for name, parameter in model.named_parameters()
     )

@@ -33,6 +33,8 @@ def find_problems(hardware: Hardware) -> Iterator[str]:
         share = getattr(hardware, name)
         if share is not GAP and not 0 <= share <= 1:
             yield f"{name} = {share} is not between 0 and 1; it is a share of compute"
+    if hardware.unified is True and hardware.integrated is True:
+        yield "unified and integrated are both true; say which: a CPU computes in the host's memory, a GPU beside it"
     yield from _tier_problems(hardware)
     yield from _route_problems(hardware)
     yield from _link_problems(hardware)

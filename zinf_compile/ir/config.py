@@ -66,6 +66,15 @@ def free_memory() -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FoundDevice:
+    """What budgets depend on of a device that exists."""
+
+    memory: MemorySpace
+    free_nbytes: int
+    libraries_nbytes: int = 0  # of its memory, that libraries under PyTorch take once and keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The options of ``optimize`` after parsing; every budget in bytes."""
 
@@ -103,11 +112,12 @@ class Config:
     unified: bool = field(
         default=True, metadata={"is_option": False}
     )  # the device computes in host memory; follows from it, or from the hardware that is planned for
+    integrated: bool = field(default=False, metadata={"is_option": False})  # see MemorySpace
 
     @property
     def memory(self) -> MemorySpace:
         """Return the memory that the device computes in."""
-        return MemorySpace(unified=self.unified)
+        return MemorySpace(unified=self.unified, integrated=self.integrated)
 
     @property
     def staging_memory(self) -> int:
@@ -142,12 +152,12 @@ def make_config(
     options: Mapping[str, object],
     *,
     memory: MemorySpace | None = None,
-    free_device_memory: Callable[[str], int] | None = None,
+    find_device: Callable[[str], FoundDevice] | None = None,
 ) -> Config:
     """Return a Config from the keyword options of ``optimize``; ConfigError names what is wrong and the nearest name.
 
     ``memory`` is that of hardware that is only planned for; None means that of ``device``.
-    ``free_device_memory`` is asked what a device has free whose memory is its own, if no budget is stated.
+    ``find_device`` is asked about a GPU; without it a GPU has memory of its own, and needs a stated budget.
     """
     for name in options:
         if name not in OPTIONS:
@@ -163,20 +173,25 @@ def make_config(
         if name in given
     }
     device = _check_device(given.get("device", "cpu"))
-    unified = device == "cpu" if memory is None else memory.unified
-    if not unified and "device_memory" not in sizes:
-        if free_device_memory is None:
+    found = find_device(device) if find_device is not None and memory is None and device != "cpu" else None
+    if memory is None:
+        memory = MemorySpace(unified=device == "cpu") if found is None else found.memory
+    unified = memory.unified
+    if not memory.is_in_ram and "device_memory" not in sizes:
+        if found is None:
             raise ConfigError(f"device={device!r} needs a budget here; give device_memory, such as '8GiB'")
-        sizes["device_memory"] = free_device_memory(device) * 9 // 10
-    is_device_stated = "device_memory" in given or not unified
+        sizes["device_memory"] = found.free_nbytes * 9 // 10
+    is_device_stated = "device_memory" in given or not memory.is_in_ram
     # Without a stated budget the two RAM tiers share what is free, leaving a fifth for Python, torch and the page cache.
     free = free_memory() * 4 // 5 if "device_memory" not in sizes or "host_memory" not in sizes else 0
-    on_device = sizes.get("device_memory", 0) if unified else 0
+    on_device = sizes.get("device_memory", 0) if memory.is_in_ram else 0
     left = max(0, free - on_device - sizes.get("host_memory", 0))
     if "device_memory" not in sizes:
         sizes["device_memory"] = left if "host_memory" in sizes else left // 2
     if "host_memory" not in sizes:
         sizes["host_memory"] = left - (0 if is_device_stated else left // 2)
+    if reserve == MEASURED and found is not None and sizes["device_memory"] >= LEAST_MEASURED:
+        sizes["reserve_memory"] = found.libraries_nbytes
     stage, state_dtype = _check_stage(given.get("stage", 3)), _check_state_dtype(given.get("state_dtype"))
     if stage == 1 and given.get("step_in_backward") is True:
         raise ConfigError(
@@ -215,6 +230,7 @@ def make_config(
         gradient_divide_factor=_check_factor(given.get("gradient_divide_factor")),
         capture=_check_bool(given.get("capture"), option="capture") is not False,
         unified=unified,
+        integrated=memory.integrated,
     )
 
 

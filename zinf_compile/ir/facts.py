@@ -27,6 +27,7 @@ class ParameterFact:
     trainable: bool
     narrowed: bool = False  # its compute copy is for graphs that cast it: the model itself computes with ``dtype``
     unified: bool = True  # the device computes in the host's memory; else compute and master are always two copies
+    integrated: bool = False  # the device reads them in host memory, too
 
     @property
     def tile_of(self) -> str | None:

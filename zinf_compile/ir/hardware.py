@@ -16,6 +16,13 @@ class MemorySpace:
     """The memory that a device computes in."""
 
     unified: bool  # with the host's: CPU ops and disk I/O reach what is there, and no bytes cross a link
+    # Not unified, but it lies in the host's RAM, and kernels read pinned host memory in place, as on a GB10.
+    integrated: bool = False
+
+    @property
+    def is_in_ram(self) -> bool:
+        """Return whether device and host tier are shares of one RAM."""
+        return self.unified or self.integrated
 
     def is_behind_link(self, tier: Tier) -> bool:
         """Return whether bytes of a tier are reached only by copies on the device's streams."""
@@ -154,11 +161,12 @@ class Hardware:
     op_rates: tuple[OpRate, ...] = ()  # empty: all as fast as memory copies
     op_overhead_seconds: float = 0.0  # of calling one op, however small its tensors are
     sources: tuple[str, ...] = ()  # where the numbers are from
+    integrated: bool = False  # not unified, but its devices lie in the host's RAM and read pinned memory in place
 
     @property
     def memory(self) -> MemorySpace:
         """Return the memory that its devices compute in."""
-        return MemorySpace(unified=self.unified)
+        return MemorySpace(unified=self.unified, integrated=self.integrated)
 
     def with_world(self, num_ranks: int, num_replicas: int = 1) -> "Hardware":
         """Return the hardware with as many nodes as replicas of so many ranks fill, one rank on each device.

@@ -16,7 +16,7 @@ from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
-PLAN_VERSION = 8
+PLAN_VERSION = 9
 UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
 BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
 UPDATE_SETS = 3  # sets of device buffers for updates: one chunk arrives, one is updated, one is copied back
@@ -58,6 +58,7 @@ class Placement:
     parameter: str  # its name, or that of the tile
     copies: tuple[Copy, ...]  # in the order of roles: at most one of each, and any number of states
     splits_master: bool = False  # updates write of a master copy on nvme what its bfloat16 compute copy lacks
+    in_place: bool = False  # compute reads what is in host memory where it is, without a transfer
 
     @cached_property
     def by_role(self) -> dict[Role, tuple[Copy, ...]]:
@@ -157,8 +158,9 @@ class Placement:
         return Role.MASTER in self.by_role and self.gradient_dtype != self.compute_dtype
 
     def home_read(self, dtype: str) -> Tier:
-        """Return where the copy lives that a gather of ``dtype`` moves."""
-        return self.compute if dtype == self.compute_dtype else self.master
+        """Return from where a gather of ``dtype`` moves its copy; the device if compute reads it where it is."""
+        home = self.compute if dtype == self.compute_dtype else self.master
+        return Tier.DEVICE if self.in_place and home is Tier.HOST else home
 
     def nbytes_read(self, dtype: str) -> int:
         """Return the bytes that a gather of ``dtype`` moves."""

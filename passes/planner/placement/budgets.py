@@ -57,7 +57,11 @@ def _least_device_memory(placements: Sequence[Placement], config: Config) -> int
     most = (
         LEAST_TILE if config.capture and config.tiles is not None else math.inf
     )  # whether it can be tiled, the graphs will say
-    streamed = [align(int(min(item.compute_nbytes, most))) for item in placements if item.compute is not Tier.DEVICE]
+    streamed = [
+        align(int(min(item.compute_nbytes, most)))
+        for item in placements
+        if item.home_read(item.compute_dtype) is not Tier.DEVICE
+    ]
     return resident + 2 * max(streamed, default=0)
 
 

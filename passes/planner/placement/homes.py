@@ -286,7 +286,9 @@ def make_placement(
         forms.append((Role.GRADIENT, parameter.gradient))
     copies = [Copy(role=role, encoding=encoding, slice=slice_of(role), tier=homes[role]) for role, encoding in forms]
     return Placement(
-        parameter=parameter.name, copies=(*copies, *_state_copies(parameter, homes[Role.STATE], num_ranks))
+        parameter=parameter.name,
+        copies=(*copies, *_state_copies(parameter, homes[Role.STATE], num_ranks)),
+        in_place=parameter.integrated and num_ranks == 1,
     )
 
 

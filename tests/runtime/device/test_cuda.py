@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from zinf_compile.ir.config import FoundDevice, make_config
 from zinf_compile.ir.errors import CapacityError, ConfigError
+from zinf_compile.ir.hardware import MemorySpace
+from zinf_compile.runtime.device import cuda as cuda_module
 from zinf_compile.runtime.device.cuda import CudaDevice
 from zinf_compile.runtime.transfer.link import Link
 
@@ -24,6 +27,7 @@ class StandIn:
         self.calls: list[str] = []
         self.count, self.free, self.refusal = count, free, refusal
         self.total = 16 * GIB
+        self.is_integrated, self.major = False, 8
         self.current = "stream 0"
         self.num_streams = 0
         self.fraction = 1.0
@@ -101,7 +105,9 @@ class StandIn:
             "device_count": lambda: self.count,
             "set_device": lambda device: self.chosen.append((threading.current_thread().name, device)),
             "current_device": lambda: 0,
-            "get_device_properties": lambda device: SimpleNamespace(total_memory=self.total, uuid=UUID),
+            "get_device_properties": lambda device: SimpleNamespace(
+                total_memory=self.total, uuid=UUID, is_integrated=int(self.is_integrated), major=self.major
+            ),
             "empty_cache": lambda: self.calls.append("empty cache"),
             "mem_get_info": lambda device: (self.free, self.total),
             "memory_reserved": lambda device: 2 * GIB,
@@ -301,3 +307,83 @@ def test_memory_that_others_have_taken(cuda: StandIn, monkeypatch: pytest.Monkey
         match=r"no 4.00 GiB left: 1.00 GiB of 16.00 GiB are free, this process holds 2.00 GiB and others hold 13.00 GiB",
     ):
         device.allocate([GIB], torch.float32)
+
+
+class Driver:
+    """The part of CUDA's driver that is asked whether kernels find registered memory at the host's address."""
+
+    def __init__(self, *, can: int, failed: int = 0) -> None:
+        self.can, self.failed = can, failed
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        return self.failed
+
+    def cuDeviceGetAttribute(self, found: Any, attribute: int, device: Any) -> int:  # noqa: N802
+        assert attribute == 91
+        found._obj.value = self.can
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("is_integrated", "driver", "expected"),
+    [
+        (True, Driver(can=1), True),
+        (True, Driver(can=0), False),
+        (True, Driver(can=1, failed=100), False),
+        (True, None, False),
+        (False, Driver(can=1), False),
+    ],
+    ids=["integrated", "other addresses", "error", "no driver", "apart"],
+)
+def test_an_integrated_gpu_reads_host_memory_in_place(
+    cuda: StandIn, monkeypatch: pytest.MonkeyPatch, is_integrated: bool, driver: Driver | None, expected: bool
+) -> None:
+    def load(name: str) -> Driver:
+        if driver is None:
+            raise OSError(name)
+        return driver
+
+    monkeypatch.setattr(cuda_module.ctypes, "CDLL", load)
+    monkeypatch.setattr(cuda_module, "free_memory", lambda: 20 * GIB)
+    cuda.is_integrated = is_integrated
+    device = CudaDevice("cuda")
+    assert device.memory == MemorySpace(unified=False, integrated=expected)
+    assert device.memory.is_in_ram == expected
+    assert device.free_nbytes == (20 if expected else 8) * GIB + 2 * GIB - GIB
+    home = torch.arange(12.0).view(3, 4)
+    device.torch_device = torch.device("cpu")  # here the same addresses are those of a CPU's tensor
+    alias = device.in_place(home[1:])
+    home[1] = 7
+    assert torch.equal(alias, home[1:])
+    assert alias.data_ptr() == home[1:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("major", "variable", "nbytes"),
+    [
+        (8, None, 2 * (8 * 2**20 + 2**17)),
+        (9, None, 2 * 32 * 2**20),
+        (12, "wrong", 2 * 32 * 2**20),
+        (9, ":4096:8", 2 * 32 * 2**20),
+        (9, ":4096:2:16:8", 2 * (8 * 2**20 + 2**17)),
+        (9, ":0:0", 0),
+    ],
+)
+def test_plans_leave_room_for_workspaces_of_cublas(
+    cuda: StandIn, monkeypatch: pytest.MonkeyPatch, major: int, variable: str | None, nbytes: int
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", variable)
+    cuda.major = major
+    device = CudaDevice("cuda")
+    assert device.libraries_nbytes == nbytes
+    found = FoundDevice(memory=device.memory, free_nbytes=8 * GIB, libraries_nbytes=device.libraries_nbytes)
+    budgets = {"device": "cuda", "device_memory": "1GiB", "host_memory": "1GiB", "reserve_memory": "auto"}
+    assert make_config(budgets, find_device=lambda name: found).reserve_memory == nbytes
+    assert make_config({**budgets, "reserve_memory": 5}, find_device=lambda name: found).reserve_memory == 5
+    tiny = {**budgets, "device_memory": "255MiB"}
+    assert make_config(tiny, find_device=lambda name: found).reserve_memory == 0

@@ -24,6 +24,7 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
+from zinf_compile.runtime.params.update_state import UpdateState
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.layout import FileLayout
@@ -74,11 +75,12 @@ SEEDS = [seed if seed in (2, 4) else pytest.param(seed, marks=pytest.mark.long) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_bits_are_those_of_the_cpu_and_nothing_races(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("integrated", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_bits_are_those_of_the_cpu_and_nothing_races(tmp_path: Path, seed: int, integrated: bool) -> None:
     options = options_of(seed)
     on_cpu = {name: option for name, option in options.items() if name != "update_on"}
     plain = train(**on_cpu, nvme=tmp_path)
-    with on_fake_device(FakeDevice(seed=seed)) as device, watching_races() as races:
+    with on_fake_device(FakeDevice(seed=seed, integrated=integrated)) as device, watching_races() as races:
         ours = train(**options, nvme=tmp_path, device="cuda")
         assert device.pinned == {}, "closing the model must unpin all memory"
     assert races.found == []
@@ -418,30 +420,33 @@ def test_a_step_in_backward_does_not_wait_for_its_gradients() -> None:
     assert races.found == []
 
 
-def test_homes_are_not_written_while_copies_read_them(tmp_path: Path) -> None:
-    """Run a forward that is not waited for, and then a step that writes what is still being copied to the device."""
+def _step_behind_a_forward(folder: Path, device: FakeDevice) -> Races:
+    """Run a forward that is not waited for, and then a step that writes what the forward may still read."""
+    torch._dynamo.reset()
+    with on_fake_device(device), watching_races() as races:
+        model = zinf_compile.optimize(
+            Net(96, 4),
+            tiles=False,
+            nvme=folder,
+            device="cuda",
+            device_memory=700 * KIB,
+            host_memory=3 * MIB,
+            update_on="host",
+        )
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(16, 96)).backward()
+            with torch.no_grad():
+                model(torch.randn(16, 96))
+            adamw.step()
+            adamw.zero_grad()
+        zinf_compile.close(model)
+    return races
 
+
+def test_homes_are_not_written_while_copies_read_them(tmp_path: Path) -> None:
     def run() -> Races:
-        torch._dynamo.reset()
-        with on_fake_device(FakeDevice(most_seconds=2e-3)), watching_races() as races:
-            model = zinf_compile.optimize(
-                Net(96, 4),
-                tiles=False,
-                nvme=tmp_path,
-                device="cuda",
-                device_memory=700 * KIB,
-                host_memory=3 * MIB,
-                update_on="host",
-            )
-            adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
-            for _ in range(3):
-                model(torch.randn(16, 96)).backward()
-                with torch.no_grad():
-                    model(torch.randn(16, 96))
-                adamw.step()
-                adamw.zero_grad()
-            zinf_compile.close(model)
-        return races
+        return _step_behind_a_forward(tmp_path, FakeDevice(most_seconds=2e-3))
 
     assert run().found == []
     with mock.patch.object(InFlight, "wait_landed"):
@@ -452,6 +457,15 @@ def test_homes_are_not_written_while_copies_read_them(tmp_path: Path) -> None:
             for found in runs
             for race in found
         )
+
+
+def test_homes_are_not_written_while_ops_read_them_in_place(tmp_path: Path) -> None:
+    races = _step_behind_a_forward(tmp_path, FakeDevice(integrated=True))
+    assert races.found == []
+    assert "compute, reading in place" in races.num_accesses
+    with mock.patch.object(UpdateState, "note_read_in_place"):
+        found = _step_behind_a_forward(tmp_path, FakeDevice(integrated=True)).found
+    assert any("the update, at its compute copy" in race and "compute, reading in place" in race for race in found)
 
 
 @pytest.mark.parametrize("update_on", ["host", "device"])

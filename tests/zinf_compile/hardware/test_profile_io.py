@@ -75,6 +75,14 @@ def test_memory_is_unified_where_the_profile_says_so() -> None:
             assert parse_hardware(json.dumps(profile)).memory.unified == unified
 
 
+def test_an_integrated_device_is_one_that_is_not_unified() -> None:
+    memory = parse_hardware(json.dumps(document() | {"unified": False, "integrated": True})).memory
+    assert memory.is_in_ram
+    assert not memory.unified
+    with pytest.raises(ConfigError, match="unified and integrated are both true"):
+        parse_hardware(json.dumps(document() | {"unified": True, "integrated": True}))
+
+
 def test_dgx2_is_that_of_the_paper() -> None:
     dgx2 = load_hardware("dgx2")
     assert (dgx2.devices_per_node, dgx2.num_nodes) == (16, 1)

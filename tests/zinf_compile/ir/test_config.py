@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_compile.ir import config as config_module
-from zinf_compile.ir.config import Config, free_memory, make_config, parse_size
+from zinf_compile.ir.config import Config, FoundDevice, free_memory, make_config, parse_size
 from zinf_compile.ir.errors import ConfigError, ZinfError
 from zinf_compile.ir.glossary import format_bytes
+from zinf_compile.ir.hardware import MemorySpace
 
 GIB = 2**30
 
@@ -169,6 +170,24 @@ def test_the_budget_that_is_not_given_is_what_is_left(monkeypatch: pytest.Monkey
 def test_budgets_over_the_machine_leave_nothing_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "free_memory", lambda: 10 * GIB)
     assert make_config({"device_memory": "100GiB"}).host_memory == 0
+
+
+@pytest.mark.parametrize("given_option", ["device_memory", "host_memory", None])
+def test_budgets_of_an_integrated_device_share_the_ram(
+    monkeypatch: pytest.MonkeyPatch, given_option: str | None
+) -> None:
+    monkeypatch.setattr(config_module, "free_memory", lambda: 10 * GIB)
+
+    def find(integrated: bool) -> FoundDevice:
+        return FoundDevice(memory=MemorySpace(unified=False, integrated=integrated), free_nbytes=10 * GIB)
+
+    given = {"device": "cuda"} if given_option is None else {"device": "cuda", given_option: "3GiB"}
+    config = make_config(given, find_device=lambda name: find(integrated=True))
+    assert config.memory == MemorySpace(unified=False, integrated=True)
+    assert config.device_memory + config.host_memory == 8 * GIB
+    assert given_option is None or getattr(config, given_option) == 3 * GIB
+    apart = make_config({"device": "cuda"}, find_device=lambda name: find(integrated=False))
+    assert (apart.device_memory, apart.host_memory) == (9 * GIB, 8 * GIB)
 
 
 def test_options_that_are_none_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
