@@ -3,7 +3,8 @@
 import gc
 import json
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
+from zinf_compile.ir.copies import Role
 from zinf_compile.ir.errors import CapacityError, CheckpointError, StoreError
 from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.runtime.params.records import record_of
@@ -53,6 +55,17 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), tokens.flatten())
 
 
+_opened: list[nn.Module] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Close every model at the end of a test."""
+    yield
+    while _opened:
+        zinf_compile.close(_opened.pop())
+
+
 def build(dtype: torch.dtype = torch.float32) -> Net:
     torch.manual_seed(0)
     return Net(dtype)
@@ -81,7 +94,8 @@ def optimized(source: Path, dtype: torch.dtype = torch.float32, **options) -> Ne
     with torch.device("meta"):
         model = build(dtype)
     options = {"nvme": str(source.parent), "compute": "aten", "capture": False, **BUDGETS, **options}
-    return zinf_compile.optimize(model, init=source, **options)
+    _opened.append(zinf_compile.optimize(model, init=source, **options))
+    return model
 
 
 def store_of(model: nn.Module) -> Store:
@@ -316,6 +330,28 @@ def test_a_write_counts_at_once(plain, source, tmp_path):
         Loop(plain, again).check()
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_a_plan_moves_to_memory_and_back_is_in_place_again_unless_it_was_written(plain, source, is_written):
+    model = optimized(source)
+    store, name = store_of(model), "layers.5.base.weight"
+    catalog = store.session.catalog
+    for tier in (Tier.HOST, Tier.NVME):
+        moved = (
+            each.moved({Role.COMPUTE: tier}) if each.parameter == name else each for each in store.placements.values()
+        )
+        catalog.placements = tuple(moved)
+        catalog.settle()
+        assert store.records[name].copies.compute.tier is tier
+        if tier is Tier.HOST and is_written:
+            for each in (plain, model):
+                each.get_parameter(name).data.mul_(2.0)
+    assert (name in names_in_place(model)) is not is_written
+    assert (store.placements[name].in_place_nbytes == 0) is is_written
+    Loop(plain, model).step(batches()[0])
+    catalog.settle()
+    store.check_integrity()
+
+
 def test_an_unfrozen_parameter_is_trained(plain, source):
     model = optimized(source)
     loop = Loop(plain, model)
@@ -401,17 +437,25 @@ def test_files_are_closed_with_the_model_and_after_errors(plain, source, monkeyp
         links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
         return sum(os.path.lexists(link) and os.readlink(link).endswith(".safetensors") for link in links)
 
-    before = opened()  # by models of other tests that failed
     model = optimized(source)
-    assert opened() == before + 2
+    assert opened() == 2
     store = store_of(model)
     weight = model.layers[5].base.weight
     store.close()
-    assert opened() == before
+    assert opened() == 0
     assert torch.equal(weight, plain.layers[5].base.weight)  # a mapping needs no descriptor
     with pytest.raises(CapacityError):
         optimized(source, device_memory="16KiB")
-    assert opened() == before
+    assert opened() == 0
+
+
+def test_a_model_that_is_dropped_closes_its_files(source):
+    model = optimized(source)
+    _opened.clear()
+    gone = weakref.ref(store_of(model))
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_stays_is_not_counted_in_the_budget_of_the_disk(plain, source):
