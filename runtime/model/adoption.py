@@ -1,7 +1,8 @@
 """Adoption: parameters get slots in the store, their values move there, and they become views of these homes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.nn import Parameter
@@ -15,6 +16,7 @@ from zinf_compile.runtime.params.numbers import new_id
 from zinf_compile.runtime.params.records import RECORD, StoredParameter, give_memory, holders_of
 from zinf_compile.runtime.process.interrupts import check_interrupt, without_interrupts
 from zinf_compile.runtime.process.ram import return_freed_memory
+from zinf_compile.runtime.storage.nvme.weight_file import WeightSpan
 from zinf_compile.runtime.storage.slots import Slot, torch_dtype
 from zinf_compile.runtime.store.store import Store
 
@@ -35,13 +37,14 @@ def adopt_parameters(
     *,
     as_home: bool,
     with_values: bool = True,
+    weights: Mapping[str, WeightSpan] = MappingProxyType({}),
 ) -> None:
     """Move parameters home, one at a time, freeing what they occupied.
 
     Reserves the disk space of all of them first, so that a disk too small is an error before anything has moved.
     With ``as_home`` they become ``HomeParameter``; else, and if they are components of quantised ones, they keep their
-    class. Without ``with_values`` nothing moves: the caller writes the first values. Parameters on meta have none, and get
-    memory.
+    class. Without ``with_values`` nothing moves: the caller writes the first values, but for copies that are in place by
+    their placement: ``weights`` has those. Parameters on meta have no value, and get memory.
     """
     homes = {placement.parameter: placement for placement in placements}
     store.reserve(placements)
@@ -50,7 +53,10 @@ def adopt_parameters(
     for item in parameters:  # compute copies first and in module order, so that a block's are one read
         name, dtype = item.fact.name, torch_dtype(item.fact.compute_dtype)
         is_whole = homes[name].is_whole(Role.COMPUTE)
-        compute[name] = store.new_slot(name, item.parameter.shape, dtype, homes[name].compute, is_whole=is_whole)
+        span = weights[name] if homes[name].by_role[Role.COMPUTE][0].is_in_place else None
+        compute[name] = store.new_slot(
+            name, item.parameter.shape, dtype, homes[name].compute, is_whole=is_whole, weights=span
+        )
     with store.failing_on_error():
         for item in parameters:
             check_interrupt()
@@ -80,7 +86,7 @@ def _adopt(
         parameter=parameter,
         store=store,
         dtype=compute.tensor.dtype,
-        copies=Copies(compute=compute, master=master, seat=Seat(store.frozen_anchor)),
+        copies=Copies(compute=compute, master=master, seat=Seat(store.frozen_anchor), weights=compute.weights),
     )
     if parameter.is_meta and store.ranks.is_alone:
         give_memory(parameter, master.tensor)

@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 from zinf_compile.ir.errors import CapacityError, UnsupportedError
 from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.runtime.execute.gradients import store_gradient
+from zinf_compile.runtime.model.in_place import has_value
 from zinf_compile.runtime.params.full_values import end_writes, write_piece
 from zinf_compile.runtime.params.records import StoredParameter, mark_full
 from zinf_compile.runtime.process.interrupts import without_interrupts
@@ -76,8 +77,10 @@ def _write_back(
     for name, record in records.items():
         parameter = full[name]
         if (parameter.shape, parameter.dtype, parameter.device) == was[name]:
-            write_piece(record, 0, parameter.detach())
-            end_writes(record)
+            served = record.copies.in_place
+            if served is None or not has_value(store_of(record), served, parameter):
+                write_piece(record, 0, parameter.detach())
+                end_writes(record)
         else:
             unfit.append(name)
         _return_gradient(record, parameter.grad)

@@ -9,6 +9,7 @@ from itertools import chain
 from zinf_compile.ir.copies import Role
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
+from zinf_compile.runtime.model.in_place import is_still_in
 from zinf_compile.runtime.model.narrowing import narrow_parameter
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.home import HomeTensor
@@ -53,7 +54,7 @@ def move_homes(store: Store, placements: Iterable[Placement]) -> None:
     store.synchronize()
     if store.updates_ahead is not None:
         store.updates_ahead.drop_shadows()
-    placements = tuple(placements)
+    placements = tuple(_without_changed(store, placement) for placement in placements)
     moves: list[_Move] = []
     for placement in placements:
         record = store.records[placement.parameter]
@@ -75,6 +76,18 @@ def move_homes(store: Store, placements: Iterable[Placement]) -> None:
         if moves:
             store.give_back_free_extents()
     return_freed_memory()
+
+
+def _without_changed(store: Store, placement: Placement) -> Placement:
+    """Return a placement that puts nothing in place if its value, in memory, is no longer that of the weight file."""
+    record = store.records[placement.parameter]
+    copies, weights = record.copies, record.copies.weights
+    is_to_return = placement.in_place_nbytes > 0 and copies.in_place is None
+    if is_to_return and (weights is None or not is_still_in(weights, copies.master, store)):
+        assert store.session is not None
+        store.session.leave_weights(record)
+        return placement.without_weights()
+    return placement
 
 
 def _moves_of(store: Store, record: StoredParameter, placement: Placement) -> Iterator[_Move]:
@@ -193,6 +206,7 @@ def _moved_slot(store: Store, record: StoredParameter, slot: Slot, tier: Tier, n
         slot.tier = tier
         return slot
     is_whole = slot.num_ranks == 1
+    weights = record.copies.weights if slot is record.copies.master else None
     moved = store.new_slot(
         record.name,
         record.shape if slot.per_element else slot.tensor.shape,
@@ -202,8 +216,11 @@ def _moved_slot(store: Store, record: StoredParameter, slot: Slot, tier: Tier, n
         is_whole=is_whole,
         code=slot.code,
         per_element=slot.per_element,
+        weights=weights,
     )
-    store.held.count_home(slot.tier, -slot.nbytes)
+    store.held.count_home(slot.tier, -slot.taken_nbytes)
+    if moved.weights is not None:
+        return moved  # which has the value already
     with store.failing_on_error():
         if slot.in_memory:
             store.tensor_io.write_value(moved, slot.tensor)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zinf_compile.ir.copies import MASTER, CopyKey
+from zinf_compile.runtime.storage.nvme.weight_file import WeightSpan
 from zinf_compile.runtime.storage.slots import Slot
 
 _MOST_WHOLE = 64  # updates that leave a master copy whole, where it is looked at again and again
@@ -40,6 +41,7 @@ class Copies:
     other_states: "list[tuple[weakref.ref[Optimizer], dict[str, Slot]]]" = field(default_factory=list)
     synced_version: int = 0  # of the parameter, when the compute copy was last cast from the master
     spread_count: int = 0  # of updates, when the rows of other ranks were last gathered into copies that are whole here
+    weights: WeightSpan | None = None  # where a weight file has the value, of a frozen parameter that was not written
     is_exposed: bool = False  # a writable alias of the master was handed out since
     joined_at: int | None = None  # the number of updates when somebody wanted the master copy whole last
     whole_for: int = 1  # the updates that leave it whole after that
@@ -48,6 +50,11 @@ class Copies:
     def are_two(self) -> bool:
         """Return whether compute and master are two slots."""
         return self.compute is not self.master
+
+    @property
+    def in_place(self) -> Slot | None:
+        """Return the copy that lies in a weight file; None if there is none."""
+        return None if self.master.weights is None else self.master
 
     @property
     def all(self) -> tuple[Slot, ...]:
@@ -87,6 +94,16 @@ class Copies:
             self.compute = moved
         if self.master.upper is slot:
             self.master.upper = moved
+
+    # Whether a weight file has the value
+
+    def serve(self, weights: WeightSpan) -> None:
+        """Note where a weight file has the value."""
+        self.weights = weights
+
+    def leave_weights(self) -> None:
+        """Note that no weight file has the value, from now on."""
+        self.weights = None
 
     # Whether updates leave, of the master copy, only what the compute copy lacks
 

@@ -22,6 +22,9 @@ def write_piece(record: StoredParameter, first: int, values: Tensor) -> None:
     store.join_master(record)
     flat = values.to(record.original_dtype).reshape(-1)
     written = Slice.of_whole(record.name, record.shape).flat.part(first, first + flat.numel())
+    if record.copies.in_place is not None:
+        assert store.session is not None
+        store.session.leave_weights(record, with_value=flat.numel() < record.shape.numel())
     with store.failing_on_error():
         for slot in record.copies.all[::-1]:
             if (part := written.intersect(slot.slice)) is not None:  # of several ranks each writes its rows

@@ -166,11 +166,12 @@ class HomeParameter(AnyParameter):
                     assert record.store.session is not None
                     record.store.session.unfreeze(record)
         with torch._C.DisableTorchFunctionSubclass():
-            if func == DATA_SET:
-                return _set_data(*args)
             if func is Tensor.copy_ and _can_stream(args, kwargs):
                 return _copy_home(*args)
-            return func(*args, **kwargs)
+            result = _set_data(*args) if func == DATA_SET else func(*args, **kwargs)
+            if args and (record := record_of(args[0])) is not None and looks_at_values(func):
+                record.store.keep_writes(record)  # before they take memory for more than one parameter
+            return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain parameter it stands for."""
@@ -222,6 +223,8 @@ def await_home(tensor: HomeParameter | HomeTensor) -> None:
     record.store.finish(record)
     if isinstance(tensor, HomeParameter):
         record.store.join_master(record)
+        if (served := record.copies.in_place) is not None and served.weights is not None:
+            served.weights.file.check_unchanged()  # a look at pages that a file no longer has would end the process
     if record.store.is_forked:
         with torch._C.DisableTorchFunctionSubclass():
             record.store.take_into_child(record, tensor)

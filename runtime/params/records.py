@@ -33,6 +33,15 @@ class Owner(Protocol):
     def unfreeze(self, record: "StoredParameter") -> None:
         """Let a parameter be trained that was frozen so far. CapacityError if there is no room for that."""
 
+    def check_leaving(self, records: "Sequence[StoredParameter]") -> None:
+        """Raise CapacityError if there is no room for these parameters outside of weight files. Reserves it on the disk."""
+
+    def leave_weights(self, record: "StoredParameter", *, with_value: bool = True) -> None:
+        """Let no weight file have the value of a parameter from now on. CapacityError if there is no room for it.
+
+        If it is in place it gets a home of its own; its content is undefined without ``with_value``.
+        """
+
 
 class EarlyStep(Protocol):
     """What updates a parameter when its gradient is complete."""
@@ -177,6 +186,9 @@ class RecordStore(Protocol):
 
     def failing_on_error(self) -> AbstractContextManager[None]:
         """Fail when a read or write inside does."""
+
+    def keep_writes(self, record: "StoredParameter") -> None:
+        """Give a parameter in place a home of its own if somebody has written to it. CapacityError if there is no room."""
 
     def let_go(self, record: "StoredParameter", home: Tensor) -> None:
         """Note that a user reads a home tensor, and may change it."""

@@ -11,12 +11,17 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.layout import Extent, FileLayout
+from zinf_compile.runtime.storage.nvme.mapping import has_private_pages
+from zinf_compile.runtime.storage.nvme.weight_file import WeightSpan
 from zinf_compile.runtime.storage.state_codes import Paged
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Slot:
-    """One tensor's home. On nvme it has an extent of the store file, and ``tensor`` is a mapping of it."""
+    """One tensor's home. On nvme it has an extent of the store file, and ``tensor`` is a mapping of it.
+
+    Or it is in place: it lies in a weight file, which is never written, and ``tensor`` is a private mapping of that.
+    """
 
     slice: Slice  # what of its parameter it holds; of codes, all of its bytes
     num_ranks: int = 1  # of which each has a slot like it, with other rows; 1: every rank holds all that this one does
@@ -24,6 +29,7 @@ class Slot:
     tier: Tier
     tensor: Tensor  # the home tensor, for the runtime, whose callers make sure that nothing is in flight for it
     extent: Extent | None = None
+    weights: WeightSpan | None = None  # in place: where it lies in a weight file
     coded: Paged | None = None  # what it holds, if that is codes, in pages
     per_element: bool = True  # False: state of a shape of its own, which belongs to the whole parameter and moves whole
     upper: "Slot | None" = None  # the compute copy, while an update has left here only what that lacks of a master copy
@@ -43,6 +49,16 @@ class Slot:
     def nbytes(self) -> int:
         """Return the bytes of the tensor."""
         return self.tensor.numel() * self.tensor.dtype.itemsize
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Return the bytes that it takes of its tier: of nvme none, if it is in place."""
+        return self.nbytes if self.weights is None else 0
+
+    @property
+    def is_written_in_place(self) -> bool:
+        """Return whether somebody has written to the mapping of a weight file, so that the value is in memory only."""
+        return self.weights is not None and has_private_pages(self.tensor.data_ptr(), self.nbytes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,6 +175,10 @@ class Slot:
         own, others = self.num_own_references, other.num_own_references
         self.num_own_references, other.num_own_references = others, own
 
+    def stay_in_memory(self) -> None:
+        """Let the mapping of a weight file, which was written, be a home in host memory."""
+        self.weights, self.tier = None, Tier.HOST
+
     def give_back(self, layout: FileLayout) -> None:
         """Free its extent, now that its value is elsewhere or not needed any more.
 
@@ -168,9 +188,16 @@ class Slot:
             layout.free(self.extent)
 
     def byte_range(self, part: Slice) -> tuple[int, int]:
-        """Return the offset in file or device memory and the sector-rounded length of a slice, which begins at a sector."""
-        assert self.extent is not None or self.on_device
-        first = 0 if self.extent is None else self.extent.offset
+        """Return the offset in a file or device memory and the sector-rounded length of a slice, which begins at a sector.
+
+        Of one in place the length may reach beyond the tensor, and the offset is that in the weight file.
+        """
+        assert self.extent is not None or self.weights is not None or self.on_device
+        first = 0
+        if self.extent is not None:
+            first = self.extent.offset
+        elif self.weights is not None:
+            first = self.weights.start  # any byte
         itemsize = self.tensor.dtype.itemsize
         return first + part.offset_in(self.slice) * itemsize, whole_sectors(part.num_elements * itemsize)
 
@@ -224,6 +251,11 @@ class SlotPart:
     def byte_range(self, part: Slice) -> tuple[int, int]:
         """Return the offset and the sector-rounded length of a slice of the parameter, as the whole slot does."""
         return self.whole.byte_range(part)
+
+
+def weights_of(moved: object) -> WeightSpan | None:
+    """Return where in a weight file something lies that is moved; None of all but slots in place, and parts of these."""
+    return moved.whole.weights if isinstance(moved, Slot | SlotPart) else None
 
 
 PAGES = "_zinf_pages"  # the attribute of a home tensor that shows decoded values, with the tensor of their codes

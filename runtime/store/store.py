@@ -41,6 +41,7 @@ from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.low_halves import join
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.nvme.verified import VerifiedEngine
+from zinf_compile.runtime.storage.nvme.weight_file import WeightFile, WeightSpan
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, map_tensor, memory_of
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.storage.state_blocks import pages_of_code
@@ -105,6 +106,7 @@ class Store:
         self._verified: VerifiedEngine | None = None
         if config.verify_store and self.engine is not None:
             self.engine = self._verified = VerifiedEngine(self.engine, name_at=weak_name_at(self))
+        self._weight_files: weakref.WeakValueDictionary[str, WeightFile] = weakref.WeakValueDictionary()  # by path
         self.layout = FileLayout(None if self._verified is None else self._verified.forget)
         self.transfers = Transfers(
             engine=self.engine,
@@ -178,9 +180,19 @@ class Store:
             self.staging,
             self.memory,
             self.engine,
+            self._weight_files,
         )
 
     # Homes
+
+    @without_interrupts
+    def open_weights(self, path: str) -> WeightFile:
+        """Return a weight file, open until the store is closed or nothing lies in it. OSError if it cannot be opened."""
+        file = self._weight_files.get(path)
+        if file is None:
+            digest = None if self._verified is None else self._verified.digest
+            file = self._weight_files[path] = WeightFile(path, digest=digest)
+        return file
 
     def add(self, record: StoredParameter, fact: ParameterFact, placement: Placement) -> None:
         """Add a parameter whose slots exist, and register it so that ops find it."""
@@ -209,13 +221,7 @@ class Store:
 
     def reserve_growth(self, placements: Sequence[Placement]) -> None:
         """Reserve disk space for parameters that need more of it in these placements than in their current ones."""
-        self.reserve(
-            [
-                item
-                for item in placements
-                if item.nbytes_on(Tier.NVME) > self.placements[item.parameter].nbytes_on(Tier.NVME)
-            ]
-        )
+        self.reserve([item for item in placements if item.file_nbytes > self.placements[item.parameter].file_nbytes])
 
     @without_interrupts
     def give_back_free_extents(self) -> None:
@@ -242,8 +248,11 @@ class Store:
         is_whole: bool = False,
         code: AnyCode | None = None,
         per_element: bool = True,
+        weights: WeightSpan | None = None,
     ) -> Slot:
         """Return a slot for a copy of a parameter of this shape, with undefined content, in pages of codes if asked for.
+
+        On nvme it is in place if it lies in ``weights``, and then has the value that is there.
 
         It holds this rank's shard of the parameter, unless ``is_whole``. Without ``per_element`` the shape is that of the
         copy, which has another one than its parameter. On nvme its extent is reserved on the disk.
@@ -273,6 +282,10 @@ class Store:
                 per_element=per_element,
                 on_device=is_behind_link,
             )
+        if weights is not None:
+            assert self.ranks.is_alone
+            home = map_tensor(weights.file.map(weights.start, nbytes), shape, dtype)
+            return Slot(slice=held, key=key, tier=tier, tensor=home, weights=weights)
         assert self.engine is not None
         self.activations.give_back_dropped()  # frees extents of dropped activations for reuse
         extent = self.layout.allocate(nbytes)
@@ -408,7 +421,18 @@ class Store:
                 self._finish_spread(spread)
         self._spreads.clear()
 
+    def keep_writes(self, record: StoredParameter) -> None:
+        """Give a parameter in place a home of its own if somebody has written to it. CapacityError if there is no room."""
+        slot = record.copies.in_place
+        if slot is None or not self.is_open:
+            return
+        may_be_written = not record.copies.is_synced(record.version) or slot.may_change_unseen
+        if may_be_written and slot.is_written_in_place:
+            assert self.session is not None
+            self.session.leave_weights(record)
+
     def _sync(self, record: StoredParameter) -> None:
+        self.keep_writes(record)
         version = record.version
         if record.copies.is_synced(version):
             return
@@ -506,6 +530,8 @@ class Store:
         for record in self.records.values():
             self.finish(record)
         self.check_not_failed()
+        for record in self.records.values():
+            self.keep_writes(record)
 
     # Life
 
@@ -553,6 +579,8 @@ class Store:
         self.check_not_failed()
         if record is not None and record.update.is_torn:
             raise torn_error(record)
+        if record is not None:
+            self.keep_writes(record)
         if record is not None and record.copies.seat.is_held:
             raise UnsupportedError(
                 f"'{record.name}' is held by full_parameters(), whose tensor has its value now; do this after the block"
@@ -609,6 +637,8 @@ class Store:
         self.meter.leave_to_parent()
         if self.engine is not None:
             self._views.update(self.engine.leave_to_parent())
+        for file in self._weight_files.values():
+            file.leave_to_parent()
         for record in self.records.values():
             if (update := record.update.future) is not None and has_ended(update):
                 record.update.end_wait(update)
@@ -695,10 +725,17 @@ class Store:
             self.check_not_failed()
         if self.updates_ahead is not None:
             self.updates_ahead.drop("parameters were loaded")
+        in_place = [record for record in records if record.copies.in_place is not None]
+        if in_place:
+            assert self.session is not None
+            self.session.check_leaving(in_place)
         for record in records:
             record.update.tear()
             record.copies.master.upper = None
         try:
+            for record in in_place:
+                assert self.session is not None
+                self.session.leave_weights(record, with_value=False)
             yield
             self.tensor_io.wait_writes()
         except BaseException as error:
@@ -808,6 +845,7 @@ def _close(
     staging: StagingPool,
     memory: TierMemory,
     engine: Engine | None,
+    weight_files: Mapping[str, WeightFile],
 ) -> None:
     with uninterrupted(may_raise=False):  # Python discards exceptions of finalizers
         updates.close(wait=False)  # this may run on the update thread itself, if it held the last reference
@@ -818,3 +856,5 @@ def _close(
         memory.close()
         if engine is not None:
             engine.close()
+        for file in list(weight_files.values()):
+            file.close()

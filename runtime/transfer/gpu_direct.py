@@ -21,6 +21,7 @@ from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import end_pool
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.slots import weights_of
 from zinf_compile.runtime.transfer.in_flight import Filler, InFlight, Named, Source
 from zinf_compile.runtime.transfer.link import Link
 
@@ -90,7 +91,7 @@ class GpuDirectFiller:
 
     def fill_from_file(self, moving: InFlight, slot: Named, file_offset: int, arena_offset: int, nbytes: int) -> None:
         """Start reading directly into the arena."""
-        if slot.device_bytes is not None:
+        if slot.device_bytes is not None or weights_of(slot) is not None:  # kvikio has the store file open
             self._over_link.fill_from_file(moving, slot, file_offset, arena_offset, nbytes)
             return
         self._meter.add_moved(Tier.NVME, Tier.DEVICE, nbytes)

@@ -22,7 +22,7 @@ from zinf_compile.runtime.process.forking import UseCount
 from zinf_compile.runtime.process.waiting import end_pool, why_pool_is_gone
 from zinf_compile.runtime.storage.engine import ALIGN, Engine
 from zinf_compile.runtime.storage.futures import wait_all
-from zinf_compile.runtime.storage.slots import Slot, SlotPart
+from zinf_compile.runtime.storage.slots import Slot, SlotPart, weights_of
 from zinf_compile.runtime.storage.staging import StagingBuffer, StagingPool
 from zinf_compile.runtime.transfer.in_flight import Named
 from zinf_compile.runtime.transfer.link import Link
@@ -95,12 +95,16 @@ class IOPool:
         if (home := slot.device_bytes) is not None:
             return [self._across(slot.name, home, offset, buffer, to_host=True)]
         self._meter.add_moved(Tier.NVME, destination, len(buffer))
-        return self._submit(self._file().read, slot, offset, buffer, (Tier.NVME, destination))
+        weights = weights_of(slot)
+        read = self._file().read if weights is None else weights.file.read
+        return self._submit(read, slot, offset, buffer, (Tier.NVME, destination))
 
     def write(self, slot: Named, offset: int, buffer: memoryview, source: Tier = Tier.HOST) -> list[Future[None]]:
         """Start writing bytes of a slot; the buffer may be reused when all futures are done."""
         if (home := slot.device_bytes) is not None:
             return [self._across(slot.name, home, offset, buffer, to_host=False)]
+        if (weights := weights_of(slot)) is not None:
+            raise VerifyError(f"{slot.name} lies in {weights.file.path}, which is never written")
         self._meter.add_moved(source, Tier.NVME, len(buffer))
         for _ in range(0, len(buffer), _BLOCK_NBYTES):
             self.uses.begin_write()

@@ -24,7 +24,8 @@ from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import Engine, whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done
-from zinf_compile.runtime.storage.slots import Slot, SlotPart
+from zinf_compile.runtime.storage.nvme.weight_file import WeightFile
+from zinf_compile.runtime.storage.slots import Slot, SlotPart, weights_of
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.gpu_direct import DirectReads, GpuDirectFiller
 from zinf_compile.runtime.transfer.in_flight import DirectFiller, Filler, InFlight, LinkFiller, Source
@@ -287,6 +288,12 @@ class _FileRun:
     nbytes: int
 
 
+def _file_of(slot: Slot | SlotPart) -> WeightFile | None:
+    """Return the weight file that a slot lies in; None for the store file."""
+    weights = weights_of(slot)
+    return None if weights is None else weights.file
+
+
 def _file_runs(slots: Sequence[Slot | SlotPart], offsets: Sequence[int]) -> list[_FileRun]:
     runs: list[_FileRun] = []
     for slot, offset in zip(slots, offsets, strict=True):
@@ -296,6 +303,7 @@ def _file_runs(slots: Sequence[Slot | SlotPart], offsets: Sequence[int]) -> list
         last = runs[-1] if runs else None
         if (
             last is not None
+            and _file_of(last.slot) is _file_of(slot)
             and last.file_offset + last.nbytes == file_offset
             and last.arena_offset + last.nbytes == offset
         ):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +21,16 @@ from zinf_compile.driver.store_catalog import StoreCatalog
 from zinf_compile.driver.tile_search import TiledGraph, check_tiles, fit_by_tiles
 from zinf_compile.driver.trial import plan_tiled
 from zinf_compile.ir.config import Config
+from zinf_compile.ir.copies import Role
 from zinf_compile.ir.errors import CapacityError, ConfigError, DeviceCapacityError, StoreError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
-from zinf_compile.ir.glossary import Phase, format_bytes, printable
+from zinf_compile.ir.glossary import Phase, dtype_name, format_bytes, printable
+from zinf_compile.ir.plan import Placement
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture.aot import compile_graph, describe_break, refuse_writes_to_parameters
 from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_elements
 from zinf_compile.passes.planner.placement.budgets import check_budgets
-from zinf_compile.passes.planner.placement.homes import place_unfrozen, plan_placement
+from zinf_compile.passes.planner.placement.homes import check_file, place_unfrozen, plan_placement
 from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.runtime.calibration.calibrate import measure_hardware, with_coded_states
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
@@ -37,6 +40,7 @@ from zinf_compile.runtime.execute.leaves import hang_on_parameters, refuse_doubl
 from zinf_compile.runtime.execute.op_bodies import register
 from zinf_compile.runtime.model.accessors import Forward
 from zinf_compile.runtime.model.adoption import NamedParameter, adopt_parameters
+from zinf_compile.runtime.model.in_place import move_out_of_weights
 from zinf_compile.runtime.model.unfreezing import unfreeze_parameter
 from zinf_compile.runtime.observe.open_forwards import storages_of
 from zinf_compile.runtime.observe.progress import say, timed
@@ -52,6 +56,7 @@ from zinf_compile.runtime.process.interrupts import uninterrupted
 from zinf_compile.runtime.process.ram import return_freed_memory
 from zinf_compile.runtime.ranks.agreement import agree_on_hardware, check_parameters
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, describe, hash_of
+from zinf_compile.runtime.storage.nvme.weight_file import WeightSpan
 from zinf_compile.runtime.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -90,10 +95,18 @@ class Session:
         """Return the options of the model, with the current reserve."""
         return self.catalog.config
 
-    def adopt(self, parameters: Mapping[str, Parameter], *, as_home: bool, with_values: bool = True) -> None:
+    def adopt(
+        self,
+        parameters: Mapping[str, Parameter],
+        *,
+        as_home: bool,
+        with_values: bool = True,
+        weights: Mapping[str, WeightSpan] = MappingProxyType({}),
+    ) -> None:
         """Take parameters into the store.
 
-        Without ``with_values`` they get homes only, and the caller writes the values there. Raises CapacityError,
+        Without ``with_values`` they get homes only, and the caller writes the values there, but for those in place: frozen
+        ones on nvme whose value ``weights`` has in the dtype that is stored. Raises CapacityError,
         before anything has moved, if they cannot fit, and ConfigError for tiles of a parameter that does not exist or
         has too few rows, and for exact state of one that does not exist.
         """
@@ -117,6 +130,12 @@ class Session:
             )
             for name, parameter in parameters.items()
         ]
+        named = [
+            replace(item, fact=replace(item.fact, file_dtype=dtype_name(weights[item.fact.name].dtype)))
+            if item.fact.name in weights and _may_be_in_place(item.fact, weights[item.fact.name])
+            else item
+            for item in named
+        ]
         facts = [*self.catalog.facts, *(item.fact for item in named)]
         self._warn_of_slow_dtype(item.fact for item in named)
         placements = plan_placement(facts, self.config, num_ranks=self.store.ranks.size)
@@ -127,7 +146,12 @@ class Session:
         progress = self.progress("moving home the parameters of", parameters.values()) if with_values else nullcontext()
         with self.store.staging.uncounted(), progress:  # plans predict only what a step takes
             adopt_parameters(
-                self.store, named, placements[len(self.catalog.facts) :], as_home=as_home, with_values=with_values
+                self.store,
+                named,
+                placements[len(self.catalog.facts) :],
+                as_home=as_home,
+                with_values=with_values,
+                weights=weights,
             )
         if is_first:
             self.store.held.note_process(is_adopted=True)
@@ -165,6 +189,7 @@ class Session:
         """Make a frozen parameter trainable. Raises CapacityError, before anything has changed, if there is no room."""
         self.store.check_open()
         self.catalog.settle()
+        self.leave_weights(record)
         fact = replace(self.store.facts[record.name], trainable=True)
         others = [placement for placement in self.catalog.placements if placement.parameter != record.name]
         master = record.copies.master.tier if record.copies.are_two else None
@@ -177,6 +202,32 @@ class Session:
         )
         unfreeze_parameter(self.store, record, fact, unfrozen)
         self.catalog.placements = placements
+
+    def check_leaving(self, records: Sequence[StoredParameter]) -> None:
+        """See Owner.check_leaving."""
+        check_file(self._outside_of_weights(records), self.config)
+        in_place = [record.name for record in records if record.copies.in_place is not None]
+        self.store.reserve([self.store.placements[name].without_weights() for name in in_place])
+
+    def _outside_of_weights(self, records: Sequence[StoredParameter]) -> tuple[Placement, ...]:
+        """Return the placements of the newest plan, with some parameters in the store's file."""
+        names = {record.name for record in records}
+        return tuple(item.without_weights() if item.parameter in names else item for item in self.catalog.placements)
+
+    def leave_weights(self, record: StoredParameter, *, with_value: bool = True) -> None:
+        """See Owner.leave_weights."""
+        name, catalog = record.name, self.catalog
+        if self.store.facts[name].file_dtype is None:
+            return
+        self.check_leaving([record])
+        placements = self._outside_of_weights([record])
+        is_settled = catalog.placements == tuple(self.store.placements.values())
+        move_out_of_weights(self.store, record, with_value=with_value)
+        self.store.facts[name] = replace(self.store.facts[name], file_dtype=None)
+        role = Role.MASTER if record.copies.are_two else Role.COMPUTE
+        placement = self.store.placements[name].without_weights()
+        self.store.placements[name] = placement.moved({role: record.copies.master.tier})
+        catalog.placements = tuple(self.store.placements.values()) if is_settled else placements
 
     @with_room_for_calls
     def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
@@ -356,6 +407,11 @@ class Session:
         if not trained:
             return sorted(planned, key=lambda program: program.num_ticks)[-1:]
         return [program for program in planned if max(trained) in program.last_runs.values()]
+
+
+def _may_be_in_place(fact: ParameterFact, weights: WeightSpan) -> bool:
+    """Return whether a weight file has just what would be stored of a parameter."""
+    return not fact.trainable and fact.compute.code is None and fact.compute_dtype == dtype_name(weights.dtype)
 
 
 def session_of_store(store: Store) -> Session:

@@ -205,6 +205,7 @@ class StoreCatalog:
         if self.placements != tuple(self.store.placements.values()):
             with self.store.staging.uncounted():
                 move_homes(self.store, self.placements)
+            self.placements = tuple(self.store.placements.values())  # something may no longer be in place
 
     def promise(self, plan: Plan) -> None:
         """Limit the device tier to the largest peak of all plans, including this one, and record promised peaks."""

@@ -53,6 +53,7 @@ from zinf_compile.runtime.ranks.agreement import agree_on_config
 from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, find_ranks, folder_of_rank, refuse_shared_devices
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.store.store import Store, store_of
+from zinf_compile.weights.file_values import FileValues
 from zinf_compile.weights.initialize import Init, choose_values, undo
 
 
@@ -199,7 +200,8 @@ def optimize(
         if not ranks.is_alone:
             refuse_shared_devices(ranks, session.store.device)
         with torch.device("cpu"):  # regardless of the caller's default device
-            session.adopt(parameters, as_home=True, with_values=values is None)
+            weights = values.serve(session.store) if isinstance(values, FileValues) else {}
+            session.adopt(parameters, as_home=True, with_values=values is None, weights=weights)
             replaced = _register_replacements(model)
             if values is not None:
                 with session.progress("writing the first values of", parameters.values()):
@@ -338,12 +340,15 @@ def report(model: Module, *, all_ranks: bool = False) -> Report:
                     count=len(runs),
                 )
             )
+    in_place = [slot for record in store.records.values() if (slot := record.copies.in_place) is not None]
     ranks = store.ranks
     mine = [] if ranks.is_alone else [_rank_of(store, measured)]
     return Report(
         model=session.model_name,
         ranks=tuple(ranks.exchange("report(model, all_ranks=True)", mine[0]) if mine and all_ranks else mine),
         num_ranks=ranks.mesh_size,
+        in_place_nbytes=sum(slot.nbytes for slot in in_place),
+        weight_files=tuple(sorted({slot.weights.file.path for slot in in_place if slot.weights is not None})),
         plans=plans,
         step_plans=step_plans,
         tiers=tuple(

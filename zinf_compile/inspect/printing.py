@@ -113,6 +113,10 @@ def _dump_placements(plan: Plan, width: int) -> list[str]:
         copies = {"compute" if narrowed[name].compute_dtype == dtype else "master" for name in names}
         lines.append(f"  moved in {dtype}, by their {' and '.join(sorted(copies))} copies: {summarize_names(names)}")
     lines += (f"  optimizer state as {told}" for told in tell_codes(plan.placements))
+    if in_place := {each.tile_of or each.parameter for each in plan.placements if each.in_place_nbytes}:
+        lines.append(
+            f"  {format_bytes(plan.in_place_nbytes)} of {len(in_place)} frozen parameters stay in the files of their weights"
+        )
     unread = [placement.parameter for placement in plan.placements if placement.parameter not in read]
     if unread:
         lines.append(f"  {len(unread)} not read by this graph: {', '.join(unread)}")

@@ -124,6 +124,8 @@ class Report:
     ahead: AheadReport | None = None  # None where no update begins ahead of step()
     ranks: tuple[RankReport, ...] = ()  # of several: this one, or with ``all_ranks`` each, in order
     num_ranks: int = 1
+    in_place_nbytes: int = 0  # of frozen parameters that are read from the files of their weights
+    weight_files: tuple[str, ...] = ()  # these files
 
     @property
     def slowest_rank(self) -> RankReport | None:
@@ -152,6 +154,12 @@ class Report:
                 lines.append(f"{tier.tier}: exceeded by {format_bytes(tier.measured_peak - tier.predicted_peak)}")
         if self.process is not None:
             lines.append(str(self.process))
+        if self.weight_files:
+            names = ", ".join(self.weight_files[:2]) + (", ..." if len(self.weight_files) > 2 else "")
+            lines.append(
+                f"weights: {format_bytes(self.in_place_nbytes)} of frozen parameters are read from where they are, "
+                f"{len(self.weight_files)} file(s): {names}"
+            )
         lines += self._tell_ranks()
         if self.phases:
             lines += ["", f"{'phase':10}{'predicted':>11}{'measured':>11}{'ratio':>8}   runs"]

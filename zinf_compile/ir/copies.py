@@ -265,6 +265,12 @@ class Copy:
     slice: Slice
     tier: Tier
     state: StateSpec | None = None  # which one, of a copy that is optimizer state
+    in_weights: bool = False  # a weight file of the user's has its bytes
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether it is read from a weight file of the user's, and takes nothing of the store's file."""
+        return self.in_weights and self.tier is Tier.NVME
 
     @property
     def key(self) -> CopyKey:

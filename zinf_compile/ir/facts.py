@@ -26,6 +26,7 @@ class ParameterFact:
     states: tuple[StateSpec, ...]  # what the optimizer keeps of it, if it is trained
     trainable: bool
     narrowed: bool = False  # its compute copy is for graphs that cast it: the model itself computes with ``dtype``
+    file_dtype: str | None = None  # a weight file has its value in this dtype; None: none has, or it is trained
     unified: bool = True  # the device computes in the host's memory; else compute and master are always two copies
     integrated: bool = False  # the device reads them in host memory, too
 
@@ -58,6 +59,10 @@ class ParameterFact:
     def compute_nbytes(self) -> int:
         """Return the bytes of the compute copy."""
         return self.compute.nbytes(self.num_elements)
+
+    def is_in_weights(self, encoding: Encoding) -> bool:
+        """Return whether a weight file has a copy with this encoding, so that it need not be written to nvme."""
+        return not self.trainable and encoding.code is None and encoding.dtype == self.file_dtype
 
     @property
     def has_compute_copy(self) -> bool:

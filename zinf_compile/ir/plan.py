@@ -179,10 +179,21 @@ class Placement:
 
     @cached_property
     def file_nbytes(self) -> int:
-        """Return its bytes in the file on nvme, where each tensor begins at a sector of its own."""
+        """Return its bytes in the store's file on nvme, where each tensor begins at a sector of its own."""
         return sum(
-            -(-nbytes // SECTOR_NBYTES) * SECTOR_NBYTES for copy, nbytes in self._sized if copy.tier is Tier.NVME
+            -(-nbytes // SECTOR_NBYTES) * SECTOR_NBYTES
+            for copy, nbytes in self._sized
+            if copy.tier is Tier.NVME and not copy.is_in_place
         )
+
+    @cached_property
+    def in_place_nbytes(self) -> int:
+        """Return its bytes on nvme that are read from a weight file of the user's, and not from the store's file."""
+        return sum(nbytes for copy, nbytes in self._sized if copy.is_in_place)
+
+    def without_weights(self) -> "Placement":
+        """Return it with the same homes, none of them in a weight file."""
+        return replace(self, copies=tuple(replace(copy, in_weights=False) for copy in self.copies))
 
     @cached_property
     def update_nbytes_read(self) -> int:
@@ -461,6 +472,11 @@ class Plan:
     def leaving_nbytes(self) -> int:
         """Return the most device bytes of gradients that are being copied to the host; 0 on a CPU."""
         return self.tier(Tier.DEVICE).nbytes_of(TierPart.LEAVING)
+
+    @property
+    def in_place_nbytes(self) -> int:
+        """Return the bytes of frozen parameters that are read from weight files of the user's, and that no tier holds."""
+        return sum(placement.in_place_nbytes for placement in self.placements)
 
     def tier(self, tier: Tier) -> TierPlan:
         """Return the plan of one tier."""

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from zinf_compile.ir.errors import ConfigError
+from zinf_compile.ir.errors import CheckpointError, ConfigError
 from zinf_compile.runtime.params.full_values import copy_rows, end_writes, write_piece
+from zinf_compile.runtime.storage.nvme.weight_file import WeightFile, WeightSpan
+from zinf_compile.runtime.storage.safetensors_file import TensorSpan, read_layout
 from zinf_compile.runtime.store.store import Store
 from zinf_compile.weights.reset_values import MetaBuffers, reset_buffers, resets_of
 from zinf_compile.weights.weight_files import FileTensor, Source, find_tensors, read_tensors
@@ -21,6 +23,7 @@ class FileValues:
         self._model = model
         self._buffers = MetaBuffers(model)
         self._parameters: dict[str, FileTensor] = {}  # by the parameter's name in the store
+        self._weights: dict[str, WeightSpan] = {}  # of frozen ones that may be in place
         self._persistent: dict[str, FileTensor] = {}
         self._recomputed = self._buffers.names(persistent=False)
         found = find_tensors(source)
@@ -56,12 +59,42 @@ class FileValues:
         if problems:
             raise ConfigError(f"{type(model).__name__} cannot be filled from {source}:", *problems)
 
+    def serve(self, store: Store) -> dict[str, WeightSpan]:
+        """Return where the files have the values of frozen parameters, opened, for those that may stay there.
+
+        CheckpointError for a file that has changed since it was looked at. Nothing with several ranks or without nvme.
+        """
+        if not store.ranks.is_alone or store.engine is None:
+            return {}
+        known: dict[WeightFile, frozenset[TensorSpan]] = {}
+        for name, tensor in self._parameters.items():
+            span = tensor.span
+            is_frozen = not self._model.get_parameter(name).requires_grad
+            if not is_frozen or span.nbytes == 0 or span.start % span.dtype.itemsize:
+                continue
+            try:
+                file = store.open_weights(str(tensor.path.absolute()))
+            except OSError as error:
+                raise CheckpointError(f"{tensor.path} cannot be read: {error.strerror}; use another copy") from error
+            if file not in known:
+                known[file] = frozenset(read_layout(file.open_path).spans)
+            if span not in known[file]:
+                raise CheckpointError(f"{tensor.path} was replaced while it was read; give it once nobody writes to it")
+            self._weights[name] = WeightSpan(file, span.start, span.dtype)
+        return self._weights
+
     def fill(self, store: Store) -> None:
-        """Write the values home. StoreError when a file cannot be read, ConfigError for a buffer that gets no value."""
+        """Write the values home, but for what is in place.
+
+        StoreError when a file cannot be read, ConfigError for a buffer that gets no value.
+        """
         self._recompute_buffers()  # first, since it may touch parameters
-        targets = {tensor.span.name: name for name, tensor in self._parameters.items()}
+        to_read = {
+            name: tensor for name, tensor in self._parameters.items() if store.records[name].copies.in_place is None
+        }
+        targets = {tensor.span.name: name for name, tensor in to_read.items()}
         rows = torch.empty(0)  # of several ranks: this rank's, which do not begin where pieces do
-        for piece in read_tensors(self._parameters.values()):
+        for piece in read_tensors(to_read.values()):
             record = store.records[targets[piece.name]]
             if store.ranks.is_alone:
                 write_piece(record, piece.first, piece.values)
@@ -73,6 +106,8 @@ class FileValues:
                 if not store.ranks.is_alone:
                     write_piece(record, record.shard.flat.start, rows)
                 end_writes(record)
+                if store.facts[record.name].file_dtype is not None:
+                    record.copies.serve(self._weights[record.name])  # a plan may move it to nvme
         self._fill_buffers()
 
     def _recompute_buffers(self) -> None:

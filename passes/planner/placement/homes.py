@@ -284,7 +284,16 @@ def make_placement(
         forms.append((Role.MASTER, parameter.master))
     if parameter.gradient is not None:
         forms.append((Role.GRADIENT, parameter.gradient))
-    copies = [Copy(role=role, encoding=encoding, slice=slice_of(role), tier=homes[role]) for role, encoding in forms]
+    copies = [
+        Copy(
+            role=role,
+            encoding=encoding,
+            slice=slice_of(role),
+            tier=homes[role],
+            in_weights=role is not Role.GRADIENT and parameter.is_in_weights(encoding),
+        )
+        for role, encoding in forms
+    ]
     return Placement(
         parameter=parameter.name,
         copies=(*copies, *_state_copies(parameter, homes[Role.STATE], num_ranks)),
@@ -389,6 +398,11 @@ def place_narrowed(
     return tuple(placed)
 
 
+def check_file(placements: Sequence[Placement], config: Config) -> None:
+    """Raise CapacityError if the store's file cannot hold what these placements put into it."""
+    _check_nvme(placements, config, _file_nbytes(placements))
+
+
 def with_device_memory(config: Config, nbytes: int) -> Config:
     """Return a config for the search for a device budget: with this one, and with nvme of any size."""
     return replace(config, device_memory=nbytes, nvme=config.nvme or ".", nvme_memory=None)
@@ -405,8 +419,8 @@ def _check_nvme(placements: Sequence[Placement], config: Config, on_nvme: int) -
     # Staging takes half of the host budget up to its own limit.
     needed = in_host + on_nvme
     host_memory = needed + replace(config, host_memory=2 * needed).staging_memory
-    largest = sorted(placements, key=lambda placement: -placement.nbytes_on(Tier.NVME))[:3]
-    names = ", ".join(f"{item.parameter} {format_bytes(item.nbytes_on(Tier.NVME))}" for item in largest)
+    largest = sorted(placements, key=lambda placement: -placement.file_nbytes)[:3]
+    names = ", ".join(f"{item.parameter} {format_bytes(item.file_nbytes)}" for item in largest)
     limit = (
         "there is no nvme folder" if config.nvme is None else f"nvme_memory is {format_bytes(config.nvme_memory or 0)}"
     )

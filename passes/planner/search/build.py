@@ -311,6 +311,7 @@ class PlanBuilder:
         arena_nbytes = moved.arena_nbytes + bound.nbytes
         staging = config.staging_memory
         on_nvme = _nbytes_on(placements, Tier.NVME)
+        in_place = sum(placement.in_place_nbytes for placement in placements)  # no bytes of the store's file
         # Parameters in memory are updated in place, without staging. Inside backward, gradients are copied to staging.
         uses_staging = (
             on_nvme + self._resting.nvme > 0
@@ -337,8 +338,8 @@ class PlanBuilder:
                 *_part_if_any(TierPart.SWAPPED, self._resting.host),
             ),
             Tier.NVME: (
-                (TierPart.HOMES, on_nvme),
-                (TierPart.PADDING, homes.placed.file_nbytes - on_nvme),
+                (TierPart.HOMES, on_nvme - in_place),
+                (TierPart.PADDING, homes.placed.file_nbytes - (on_nvme - in_place)),
                 *_part_if_any(TierPart.SWAPPED, self._resting.nvme),
             ),
         }

@@ -137,7 +137,7 @@ def _stays(plan: Plan, tier: Tier) -> Iterator[_Stay]:
     for placement in plan.placements:
         for kept in placement.by_role:
             nbytes = placement.nbytes_of(kept)
-            if placement.home_of(kept) is tier and nbytes:
+            if placement.home_of(kept) is tier and nbytes and not placement.by_role[kept][0].is_in_place:
                 yield _Stay(Held(name=placement.parameter, role=MEMORY_ROLES[kept], nbytes=nbytes), 0, always)
     for part, nbytes in plan.tier(tier).parts:
         if part not in _COUNTED_PARTS:

@@ -47,6 +47,7 @@ class VerifiedEngine:
                 "verify_store=True needs the package xxhash; install it with pip install 'zinf_compile[verify]', or leave "
                 "verify_store out"
             ) from error
+        self._digest: Callable[[memoryview], int]
         self._digest, self._hasher = xxhash.xxh3_64_intdigest, xxhash.xxh3_64
         self._engine = engine
         self._name_at = name_at
@@ -55,6 +56,11 @@ class VerifiedEngine:
         self._pieces: dict[int, _Piece] = {}  # by start
         self._scratch: Memory | None = None
         self.damage: DamageError | None = None  # the first that was found
+
+    @property
+    def digest(self) -> Callable[[memoryview], int]:
+        """Return the function that makes the checksums."""
+        return self._digest
 
     @property
     def path(self) -> None:
