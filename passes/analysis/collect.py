@@ -3,14 +3,14 @@
 Every node is numbered with its tick (``NodeFacts``); lowering finds nodes by it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from zinf_compile.ir.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
+from zinf_compile.ir.facts import GradientFact, GraphFacts, OpFact, RoutedFact, UseFact, ValueFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, dtype_name
 from zinf_compile.ir.ops import GATHER, RUN_SEGMENT, STORE_GRAD
 from zinf_compile.ir.schedule import Schedule
@@ -21,6 +21,7 @@ from zinf_compile.passes.analysis.modules import blocks_of_nodes
 from zinf_compile.passes.analysis.out_forms import has_out_form
 from zinf_compile.passes.analysis.peaks import peak_inside, scratch_of
 from zinf_compile.passes.analysis.repeatable import is_repeatable
+from zinf_compile.passes.analysis.routed import find_gradient_routing, find_routed
 from zinf_compile.passes.analysis.shapes import GraphShapes, find_sources, symbols_in
 from zinf_compile.passes.analysis.storages import StorageRoot, find_roots, tensor_nbytes
 from zinf_compile.passes.contract import NODE_FACTS, SEGMENT, NodeFacts, node_facts
@@ -54,24 +55,45 @@ def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[in
     if captured.backward is not None:
         _name_saved(captured.backward.graph, roots)
     shapes = GraphShapes(*graphs)
+    gradients = [_gradient(node, param_names[node.args[1]], shapes) for node in nodes if node.target is STORE_GRAD]
+    routed = [each for graph in graphs for each in find_routed(graph, roots, shapes)]
+    routed.sort(key=lambda each: (each.parameter, each.routing.ends))
     return GraphFacts(
         name=name,
         policy=captured.policy,
         schedule=schedule,
         ops=_collect_ops(nodes, roots, shapes),
-        values=_collect_values(captured, nodes, schedule, roots, shapes),
+        values=_collect_values(captured, nodes, schedule, roots, shapes, _last_looks(gradients, routed, nodes, roots)),
         uses=_collect_uses(nodes, roots),
-        gradients=tuple(_gradient(node, param_names[node.args[1]]) for node in nodes if node.target is STORE_GRAD),
+        gradients=tuple(gradients),
+        routed=tuple(routed),
         symbols=shapes.symbols,
         outside_nbytes=shapes.size(_count_outside(captured, roots)),
     )
 
 
-def _gradient(node: fx.Node, parameter: str) -> GradientFact:
+def _gradient(node: fx.Node, parameter: str, shapes: GraphShapes) -> GradientFact[Size]:
     (grad, *_) = node.all_input_nodes
     nbytes = tensor_nbytes(grad.meta["val"])
     assert isinstance(nbytes, int)  # it has the shape of its parameter
-    return GradientFact(parameter=parameter, tick=_tick(node), nbytes=nbytes)
+    return GradientFact(
+        parameter=parameter, tick=_tick(node), nbytes=nbytes, routing=find_gradient_routing(node, shapes)
+    )
+
+
+def _last_looks(
+    gradients: Iterable[GradientFact[Size]],
+    routed: Iterable[RoutedFact[Size]],
+    nodes: Sequence[fx.Node],
+    roots: Mapping[fx.Node, StorageRoot],
+) -> dict[StorageRoot, int]:
+    """Return the last tick at which a transfer may look which experts have rows, for each value that says so."""
+    last = {roots[nodes[each.routing.ends]]: each.routing.ends for each in routed}  # readers look at it later
+    for gradient in gradients:
+        if gradient.routing is not None:
+            root = roots[nodes[gradient.routing.ends]]
+            last[root] = max(last.get(root, 0), gradient.tick)
+    return last
 
 
 def _tick(node: fx.Node) -> int:
@@ -154,8 +176,12 @@ def _collect_values(
     schedule: Schedule,
     roots: Mapping[fx.Node, StorageRoot],
     shapes: GraphShapes,
+    last_looks: Mapping[StorageRoot, int],
 ) -> tuple[ValueFact[Size], ...]:
-    """Return the values that compute allocates: not gathered parameters, nor inputs that the caller keeps."""
+    """Return the values that compute allocates: not gathered parameters, nor inputs that the caller keeps.
+
+    Those in ``last_looks`` never leave the device, and live until a transfer has looked at them.
+    """
     forward_inputs = set(captured.forward.graph.find_nodes(op="placeholder"))
     saved = {roots[node] for node in _saved_nodes(captured)}
     results = _output_args(captured.forward.graph)[: captured.num_outputs]
@@ -178,7 +204,9 @@ def _collect_values(
         if (root.is_gathered and root not in returned) or root.node in forward_inputs or root.nbytes == 0:
             continue
         is_saved, is_returned = root in saved, root in returned
-        end = len(nodes) if is_returned else ends[root]  # the caller may hold a result as long as it likes
+        end = (
+            len(nodes) if is_returned else max(ends[root], last_looks.get(root, 0) + 1)
+        )  # the caller may hold a result as long as it likes
         values.append(
             ValueFact(
                 name=root.name,
@@ -189,7 +217,7 @@ def _collect_values(
                 and has_out_form(root.node)
                 # lowering computes its size from these at run time
                 and symbols_in(root.node.meta["val"]) <= shown[root.node.graph],
-                idle=None if is_returned else idle.get(root),
+                idle=None if is_returned or root in last_looks else idle.get(root),
             )
         )
     values += _workspaces(nodes, shapes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from zinf_compile.ir.facts import GradientFact, GraphFacts, OpFact, UseFact, ValueFact
+from zinf_compile.ir.facts import GradientFact, GraphFacts, OpFact, RoutedFact, Routing, UseFact, ValueFact
 from zinf_compile.ir.glossary import LiveRange, Phase
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.sizes import Size
@@ -189,6 +189,7 @@ class _Expansion:
             values=tuple(sorted(new_values, key=lambda value: value.live.start)),  # of one tick in the order captured
             uses=tuple(sorted(self._uses(), key=lambda use: (use.parameter, use.dtype))),
             gradients=tuple(sorted(self._gradients(), key=lambda gradient: gradient.tick)),
+            routed=tuple(sorted(self._routed(), key=lambda routed: (routed.parameter, routed.routing.ends))),
         )
 
     def _op_at(self, new: int, place: _Place) -> OpFact[Size]:
@@ -260,13 +261,25 @@ class _Expansion:
                 ticks = self._resolve_all(use.ticks, like.ticks if like else None, owner)
                 yield replace(use, parameter=name, ticks=ticks)
 
-    def _gradients(self) -> Iterable[GradientFact]:
+    def _gradients(self) -> Iterable[GradientFact[Size]]:
         likes = {gradient.parameter: gradient for gradient in self._facts.gradients}
         for gradient in self._facts.gradients:
             for name, like_name, owner in self._namesakes(gradient.parameter):
                 like = likes.get(like_name)
                 tick = self._resolve(gradient.tick, like.tick if like else None, owner)
-                yield replace(gradient, parameter=name, tick=tick)
+                routing = gradient.routing and self._routing(gradient.routing, like.routing if like else None, owner)
+                yield replace(gradient, parameter=name, tick=tick, routing=routing)
+
+    def _routed(self) -> Iterable[RoutedFact[Size]]:
+        phase_of = self._facts.schedule.phase_of
+        likes = {(routed.parameter, phase_of(routed.routing.ends)): routed.routing for routed in self._facts.routed}
+        for routed in self._facts.routed:
+            for name, like_name, owner in self._namesakes(routed.parameter):
+                like = likes.get((like_name, phase_of(routed.routing.ends)))
+                yield RoutedFact(parameter=name, routing=self._routing(routed.routing, like, owner))
+
+    def _routing(self, routing: Routing[Size], like: Routing[Size] | None, owner: _Owner) -> Routing[Size]:
+        return replace(routing, ends=self._resolve(routing.ends, like.ends if like else None, owner))
 
     def _namesakes(self, parameter: str) -> Iterable[tuple[str, str, _Owner]]:
         """Yield the names of a captured parameter in the whole model, its counterpart, and the block of each."""

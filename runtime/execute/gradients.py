@@ -1,5 +1,6 @@
 """Gradients of captured graphs: each is stored at home, handed to autograd, used for an update at once, or dropped."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -26,11 +27,11 @@ from zinf_compile.runtime.store.store import store_of
 
 
 @without_interrupts
-def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
+def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor, experts: Sequence[range] | None = None) -> None:
     """Start writing a gradient, or a tile of one, to its home, or adding it to the gradient there.
 
-    It is complete after ``wait_writes``. A gradient that autograd must see is handed over instead, and one that was not
-    requested is dropped.
+    Of one with ``experts`` all other rows are known to be zero. It is complete after ``wait_writes``. A gradient that
+    autograd must see is handed over instead, and one that was not requested is dropped.
     """
     record = stored.whole
     store, slot = record.store, record.gradient.slot
@@ -45,7 +46,11 @@ def store_gradient(stored: StoredParameter | StoredTile, grad: Tensor) -> None:
     if delivery is not Delivery.HOME:
         return
     with torch.no_grad(), store.failing_on_error():
-        take = partial(_store_tile, stored) if isinstance(stored, StoredTile) else partial(_take_home, record)
+        take = (
+            partial(_store_tile, stored)
+            if isinstance(stored, StoredTile)
+            else partial(_take_home, record, experts=experts)
+        )
         if store.ranks.is_alone:
             take(grad)
         elif store.config.stage == 1 and (record.parameter.grad is None or slot.is_home_of(record.parameter.grad)):
@@ -60,14 +65,14 @@ def _rows_of(stored: StoredParameter | StoredTile) -> Slice:
     return stored.rows if isinstance(stored, StoredTile) else Slice.of_whole(stored.name, stored.shape)
 
 
-def _take_home(record: StoredParameter, grad: Tensor) -> None:
+def _take_home(record: StoredParameter, grad: Tensor, experts: Sequence[range] | None = None) -> None:
     """Start writing what this rank has of a gradient to its home, or adding it to the gradient there."""
     store, slot, parameter = record.store, record.gradient.slot, record.parameter
     assert slot is not None
     grad = grad.view(slot.tensor.shape)
     if parameter.grad is None:
         if store.early_step is None or not store.early_step.take(record, grad, Tier.DEVICE):
-            _put_gradient(record, grad, Tier.DEVICE)
+            _put_gradient(record, grad, Tier.DEVICE, experts)
             _note_arrival(record)
     elif slot.is_home_of(parameter.grad):
         add_to_gradient(record, grad)
@@ -177,7 +182,7 @@ def _refuse_sparse(record: StoredParameter, grad: Tensor) -> None:
         )
 
 
-def _put_gradient(record: StoredParameter, grad: Tensor, source: Tier) -> None:
+def _put_gradient(record: StoredParameter, grad: Tensor, source: Tier, experts: Sequence[range] | None = None) -> None:
     """Start writing a new gradient to its home, and set ``parameter.grad`` to it."""
     slot = begin_gradient(record)
     leaves_device = (
@@ -185,5 +190,6 @@ def _put_gradient(record: StoredParameter, grad: Tensor, source: Tier) -> None:
     )
     if (leaves_device or not slot.in_memory) and grad.is_contiguous() and grad.dtype == slot.tensor.dtype:
         note_norms(record, grad)
-    record.store.tensor_io.write_value(slot, grad, source)
+    rows = None if experts is None else [slot.slice.part(each.start, each.stop) for each in experts]
+    record.store.tensor_io.write_value(slot, grad, source, nonzero=rows)
     record.parameter.grad = show_gradient(record)

@@ -33,10 +33,16 @@ def store_grad(grad: Tensor, param: int, part: int = 0) -> Tensor:
     return torch.empty(0)
 
 
-def issue_gather(store: int, params: Sequence[int], dtypes: Sequence[str], offsets: Sequence[int]) -> Tensor:
-    """Start a transfer of the copies with these dtypes; the ticket is a tensor of one integer."""
-    records = [find_record(param) for param in params]
-    ticket = find_store(store).transfers.issue_gather(records, [torch_dtype(name) for name in dtypes], offsets)
+def issue_gather(
+    store: int, params: Sequence[int], dtypes: Sequence[str], offsets: Sequence[int], ends: Tensor | None = None
+) -> Tensor:
+    """Start a transfer of the copies with these dtypes; the ticket is a tensor of one integer.
+
+    With ``ends`` only of the experts that have rows, which blocks until compute has found them.
+    """
+    records, transfers = [find_record(param) for param in params], find_store(store).transfers
+    experts = None if ends is None else transfers.find_experts(ends)
+    ticket = transfers.issue_gather(records, [torch_dtype(name) for name in dtypes], offsets, experts)
     return torch.tensor([ticket], dtype=torch.int64)
 
 
@@ -60,10 +66,13 @@ def release(ticket: Tensor, store: int) -> None:
     find_store(store).transfers.release(int(ticket))
 
 
-def sink_grad(grad: Tensor, store: int, param: int) -> None:
-    """Offload a gradient in the background; it is stored after ``wait_sinks``."""
+def sink_grad(grad: Tensor, store: int, param: int, ends: Tensor | None = None) -> None:
+    """Offload a gradient in the background; it is stored after ``wait_sinks``.
+
+    With ``ends`` it is zero for experts without rows, which do not move.
+    """
     owner = find_store(store)
-    store_gradient(find_record(param), grad)
+    store_gradient(find_record(param), grad, None if ends is None else owner.transfers.find_experts(ends))
     owner.held.sample()
 
 

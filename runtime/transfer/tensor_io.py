@@ -48,24 +48,42 @@ class TensorIO:
         self.keeps_gradients = False  # somebody will read them soon: what is written of them is remembered
         self._landed: weakref.WeakKeyDictionary[Slot, list[_Landed]] = weakref.WeakKeyDictionary()
 
-    def write_value(self, slot: Slot | SlotPart, value: Tensor, source: Tier = Tier.HOST) -> None:
+    def write_value(
+        self,
+        slot: Slot | SlotPart,
+        value: Tensor,
+        source: Tier = Tier.HOST,
+        *,
+        nonzero: Sequence[Slice] | None = None,
+    ) -> None:
         """Start writing ``value`` to a slot; ``wait_writes`` completes it. The caller may reuse ``value`` at once.
 
         A value on a device with its own memory is copied on a stream, after the ops that compute it, and must not be
-        changed any more.
+        changed any more. Only ``nonzero`` parts of it are read, if they are given: all others are zero.
         """
+        moved = [slot.slice.flat] if nonzero is None else [each.flat for each in nonzero]
         if source is Tier.DEVICE and self.link.is_crossed:
-            self._write_from_device(slot, value)
+            self._write_from_device(slot, value, moved)
             return
         if slot.in_memory:
-            slot.tensor.view(value.shape).copy_(value)
-            self._meter.add_moved(source, slot.tier, slot.nbytes)
+            if nonzero is None:
+                slot.tensor.view(value.shape).copy_(value)
+                self._meter.add_moved(source, slot.tier, slot.nbytes)
+                return
+            for zeros in slot.slice.without(nonzero):
+                _rows_of(slot.tensor, slot.slice, zeros).zero_()
+            for rows in nonzero:  # the value may have another layout
+                _rows_of(slot.tensor, slot.slice, rows).copy_(_rows_of(value, slot.slice, rows))
+            self._meter.add_moved(source, slot.tier, _nbytes_of(slot, nonzero))
             return
         flat = value.reshape(-1)
         for part, lease in self._leases(slot):
             with lease.handed_on():
                 staged = torch.frombuffer(lease.view, dtype=slot.tensor.dtype, count=part.num_elements)
-                staged.copy_(elements_of(flat, slot.slice, part))
+                for zeros in part.without(moved):
+                    elements_of(staged, part, zeros).zero_()
+                for each in _common(part, moved):
+                    elements_of(staged, part, each).copy_(elements_of(flat, slot.slice, each))
                 self.send_home(slot, part, lease, source)
 
     def encode_value(self, slot: Slot, value: Tensor) -> None:
@@ -84,22 +102,33 @@ class TensorIO:
                 coded.encode(piece, torch.frombuffer(lease.view, dtype=torch.uint8), first=values.start)
                 self.send_home(slot, part, lease)
 
-    def _write_from_device(self, slot: Slot | SlotPart, value: Tensor) -> None:
+    def _write_from_device(self, slot: Slot | SlotPart, value: Tensor, moved: Sequence[Slice]) -> None:
         flat = self._outliving(value, slot.tensor.dtype)
         if slot.in_memory:
-            home = slot.elements(slot.slice)
-            self._meter.add_moved(Tier.DEVICE, slot.tier, slot.nbytes)
-            timing = self._meter.copying(Tier.DEVICE, slot.tier, slot.nbytes, slot.name)
-            self._writes.append((slot.whole, self.link.take(_as_bytes(flat), _as_bytes(home), timing=timing).done))
+            for zeros in slot.slice.flat.without(moved):  # on a thread: compute goes on
+                home = slot.elements(zeros).data  # filled later, it keeps its version, which tells of edits of users
+                self._writes.append((slot.whole, self.pool.submit(_clear, home)))
+            for part in moved:
+                left = self._leave(elements_of(flat, slot.slice, part), slot.elements(part), slot.name)
+                self._meter.add_moved(Tier.DEVICE, slot.tier, _nbytes_of(slot, [part]))
+                self._writes.append((slot.whole, left))
         else:
             for part, lease in self._leases(slot):
                 with lease.handed_on():
                     here = torch.frombuffer(lease.view, dtype=flat.dtype, count=part.num_elements)
-                    timing = self._meter.copying(Tier.DEVICE, Tier.HOST, lease.nbytes, slot.name)
-                    piece = elements_of(flat, slot.slice, part)
-                    left = self.link.take(_as_bytes(piece), _as_bytes(here), timing=timing).done
+                    for zeros in part.without(moved):
+                        elements_of(here, part, zeros).zero_()
+                    left = None
+                    for each in _common(part, moved):  # one after another: when the last has left, all have
+                        piece = elements_of(flat, slot.slice, each)
+                        left = self._leave(piece, elements_of(here, part, each), slot.name)
                     self.send_home(slot, part, lease, Tier.DEVICE, after=left)
         self.link.let_go(flat)
+
+    def _leave(self, source: Tensor, here: Tensor, name: str) -> Future[None]:
+        """Start copying flat elements on the device to host memory."""
+        timing = self._meter.copying(Tier.DEVICE, Tier.HOST, here.nbytes, name)
+        return self.link.take(_as_bytes(source), _as_bytes(here), timing=timing).done
 
     def copy_out(self, value: Tensor, destination: Tensor, name: str, source: Tier) -> Sequence[Future[None]]:
         """Start copying a value to flat host memory; return what is done when it is there.
@@ -111,8 +140,7 @@ class TensorIO:
             return ()
         flat = self._outliving(value, destination.dtype)
         self._meter.add_moved(Tier.DEVICE, Tier.HOST, destination.nbytes)
-        timing = self._meter.copying(Tier.DEVICE, Tier.HOST, destination.nbytes, name)
-        left = self.link.take(_as_bytes(flat), _as_bytes(destination), timing=timing).done
+        left = self._leave(flat, destination, name)
         self.link.let_go(flat)
         return (left,)
 
@@ -368,6 +396,24 @@ class TensorIO:
 
 def _add(addend: Tensor, home: Tensor, _: Slice) -> None:
     home.add_(addend)
+
+
+def _common(part: Slice, others: Sequence[Slice]) -> Iterator[Slice]:
+    """Yield what a slice has of some others."""
+    return (each for other in others if (each := part.intersect(other)) is not None)
+
+
+def _rows_of(tensor: Tensor, held: Slice, part: Slice) -> Tensor:
+    """Return the rows of a slice in a tensor that holds those of another."""
+    return tensor.narrow(held.dim, part.start - held.start, part.length)
+
+
+def _nbytes_of(slot: Slot | SlotPart, parts: Sequence[Slice]) -> int:
+    return sum(part.num_elements for part in parts) * slot.tensor.dtype.itemsize
+
+
+def _clear(home: Tensor) -> None:
+    home.zero_()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

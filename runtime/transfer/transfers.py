@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zinf_compile.ir.copies import SECTOR_NBYTES
 from zinf_compile.ir.errors import RankError, VerifyError, ZinfError
+from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.device.cpu import CPU
 from zinf_compile.runtime.device.device import Device
 from zinf_compile.runtime.observe.meter import Meter
@@ -33,6 +35,8 @@ from zinf_compile.runtime.transfer.io_pool import IOPool
 from zinf_compile.runtime.transfer.link import Link
 from zinf_compile.runtime.transfer.shared_arena import SharedArena, share_arena
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
+
+_ROUTING = "the routing of tokens to experts"
 
 
 class Updated(Protocol):
@@ -97,8 +101,34 @@ class Transfers:
         """Read the file directly into device memory from now on, without staging. Nothing may be in flight."""
         self.filler = GpuDirectFiller(self._arena, self.filler, reads, self._meter, self.link)
 
-    def issue_gather(self, records: Sequence[Gathered], dtypes: Sequence[torch.dtype], offsets: Sequence[int]) -> int:
-        """Start gathering the copies with these dtypes into the arena at these offsets; return the ticket to wait with."""
+    def find_experts(self, ends: Tensor) -> list[range]:
+        """Return the experts that have rows, by where the rows of each end. Blocks until the device has computed that."""
+        known = ends
+        if self.link.is_crossed:
+            known = torch.empty(ends.shape, dtype=ends.dtype)
+            left = self.tensors.copy_out(ends, known, _ROUTING, Tier.DEVICE)
+            with self._meter.stall(_ROUTING):
+                self.pool.wait(left, _ROUTING)
+        found: list[range] = []
+        start = 0
+        for expert, end in enumerate(known.tolist()):
+            if end > start:
+                joins = bool(found) and found[-1].stop == expert
+                found.append(range(found.pop().start if joins else expert, expert + 1))
+            start = end
+        return found
+
+    def issue_gather(
+        self,
+        records: Sequence[Gathered],
+        dtypes: Sequence[torch.dtype],
+        offsets: Sequence[int],
+        experts: Sequence[range] | None = None,
+    ) -> int:
+        """Start gathering the copies with these dtypes into the arena at these offsets; return the ticket to wait with.
+
+        Of ``experts`` only these rows; what is at the others is undefined.
+        """
         slots = [record.copy_in(dtype) for record, dtype in zip(records, dtypes, strict=True)]
         first, end = offsets[0], offsets[-1] + whole_sectors(slots[-1].nbytes)
         targets, shared = offsets, []
@@ -112,7 +142,7 @@ class Transfers:
             end - first,
             # Enqueued after updates of these parameters, without blocking: compute may need the values much later.
             after=[update for record in records if (update := record.update.future) is not None],
-            start=lambda moving: self._start_gather(slots, targets, moving),
+            start=lambda moving: self._start_gather(*_parts_of(slots, targets, experts), moving),
         )
         self._in_flight[ticket].shared = shared
         if self.link.is_crossed:  # compute continues while copies read the homes: writers must wait for them
@@ -278,6 +308,22 @@ class Transfers:
         self.pool.close()
 
 
+def _parts_of(
+    slots: Sequence[Slot | SlotPart], offsets: Sequence[int], experts: Sequence[range] | None
+) -> tuple[Sequence[Slot | SlotPart], Sequence[int]]:
+    """Return what of the slots has to move, and to where: all of them, or the rows of some experts."""
+    if experts is None:
+        return slots, offsets
+    parts: list[Slot | SlotPart] = []
+    targets: list[int] = []
+    for slot, offset in zip(slots, offsets, strict=True):
+        for rows in experts:
+            part = slot.slice.part(rows.start, rows.stop)
+            parts.append(SlotPart(whole=slot.whole, slice=part))
+            targets.append(offset + part.offset_in(slot.slice) * slot.tensor.dtype.itemsize)
+    return parts, targets
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileRun:
     """Bytes that are consecutive both in the file and in the arena: one read, for any number of parameters."""
@@ -299,15 +345,17 @@ def _file_runs(slots: Sequence[Slot | SlotPart], offsets: Sequence[int]) -> list
     for slot, offset in zip(slots, offsets, strict=True):
         if slot.in_memory or slot.nbytes == 0:  # the last of several ranks may have no row
             continue
-        file_offset, nbytes = slot.byte_range(slot.slice)
+        start, _ = slot.byte_range(slot.slice)
+        before = offset % SECTOR_NBYTES  # of an expert that begins within a sector; its neighbour's bytes are read, too
+        file_offset, arena_offset, nbytes = start - before, offset - before, whole_sectors(before + slot.nbytes)
         last = runs[-1] if runs else None
         if (
             last is not None
             and _file_of(last.slot) is _file_of(slot)
-            and last.file_offset + last.nbytes == file_offset
-            and last.arena_offset + last.nbytes == offset
+            and last.file_offset <= file_offset <= last.file_offset + last.nbytes
+            and last.arena_offset - last.file_offset == arena_offset - file_offset
         ):
-            runs[-1] = replace(last, nbytes=last.nbytes + nbytes)
+            runs[-1] = replace(last, nbytes=file_offset + nbytes - last.file_offset)
         else:
-            runs.append(_FileRun(slot=slot, file_offset=file_offset, arena_offset=offset, nbytes=nbytes))
+            runs.append(_FileRun(slot=slot, file_offset=file_offset, arena_offset=arena_offset, nbytes=nbytes))
     return runs

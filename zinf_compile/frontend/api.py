@@ -137,6 +137,9 @@ def optimize(
         update_on: for a GPU: "device" updates offloaded parameters on the GPU, in chunks that are copied to it and
             back. "host" updates them on the CPU. By default the GPU, bitwise like PyTorch there. With
             compute="inductor" both, split so that they finish together.
+        gather_by_expert: True gathers of fused expert weights only the experts that tokens are routed to, as soon as that
+            is known, wherever a graph reads no others; False gathers them whole, ahead of compute. By default whichever
+            makes the simulated step shorter. Results are the same.
         remake_plan: False keeps the plans made before the first step. By default measured times replace estimates, and
             a plan that is faster by the measured times is adopted between steps, once per captured graph.
         verify_store: True keeps a checksum of everything written to nvme and checks everything read from it. A

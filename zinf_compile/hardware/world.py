@@ -84,9 +84,9 @@ class World:
     def legs(self, transfer: Transfer, *, is_resident: bool = False) -> tuple[Leg, ...]:
         """Return the legs of a transfer, () if no bytes move. ``is_resident`` says where a gradient's parameter is."""
         if transfer.what is Moved.PARAMETERS:
-            return self.gather_legs(transfer.source, transfer.nbytes)
+            return self.gather_legs(transfer.source, transfer.moved_nbytes)
         if transfer.what is Moved.GRADIENT:
-            return self.gradient_legs(transfer.destination, transfer.nbytes, is_resident=is_resident)
+            return self.gradient_legs(transfer.destination, transfer.moved_nbytes, is_resident=is_resident)
         return (Leg(self.routes[transfer.source, transfer.destination], transfer.nbytes),)
 
     def gather_legs(self, source: Tier, nbytes: int) -> tuple[Leg, ...]:

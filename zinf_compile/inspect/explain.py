@@ -72,6 +72,8 @@ def _explain_gather(plan: Plan, timeline: Timeline, transfer: Transfer) -> str:
     way, phase = _tell_way(World.of_plan(plan).legs(transfer)), plan.schedule.phase_of(transfer.issue)
     stalls = sum(stall.seconds for stall in timeline.stalls_in(phase) if stall.name == transfer.name)
     together = f" with {len(transfer.parameters) - 1} more" if len(transfer.parameters) > 1 else ""
+    if transfer.ends is not None:
+        together += f" of the experts that have rows, an expected {transfer.share:.0%}, known at tick {transfer.ends}"
     return (
         f"{phase}: moves{together}, {way}, issued at {timeline.seconds_at(transfer.issue):.3g} s, needed at "
         f"{timeline.seconds_at(transfer.need_by):.3g} s, {f'stalls {stalls:.3g} s' if stalls else 'stalls nothing'}"

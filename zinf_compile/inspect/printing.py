@@ -148,6 +148,8 @@ def _dump_transfers(plan: Plan, width: int) -> list[str]:
         first, last, nbytes_moved = row[0], row[-1], sum(item.nbytes for item in row)
         offsets = (f"{number // unit.nbytes:>{digits}}" for number in transfer_range(first))
         count = f", {len(row)} tiles" if len(row) > 1 else ""
+        if first.ends is not None:
+            count += f", {first.share:.0%} of the experts"
         rows.append(
             (
                 f"{first.issue:>5} -> {first.need_by:>7} -> {last.release:>7}",

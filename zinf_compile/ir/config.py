@@ -102,6 +102,8 @@ class Config:
     state_dtype: Code | None = None  # how optimizer state is encoded in fewer bits; None: it is exact
     exact_state: tuple[str, ...] = ()  # patterns of names of parameters whose state is exact all the same
     nvme_write_budget: int | None = None  # bytes per day; None: plans write whatever makes steps short
+    # Whether of experts only those that have rows are gathered, once that is known. None: where that is faster.
+    gather_by_expert: bool | None = None
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
     verify_store: bool = False  # True: keep checksums of what is on nvme, and check whatever is read
     stage: int = 3  # of ZeRO: 3 divides parameters, gradients and states; 2 keeps compute copies; 1 reduces once a step
@@ -223,6 +225,7 @@ def make_config(
         state_dtype=state_dtype,
         exact_state=_check_exact_state(given.get("exact_state", ()), state_dtype),
         nvme_write_budget=_check_write_budget(given.get("nvme_write_budget")),
+        gather_by_expert=_check_bool(given.get("gather_by_expert"), option="gather_by_expert"),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
         stage=stage,

@@ -161,12 +161,36 @@ class UseFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientFact:
+class Routing(Generic[SizeT_co]):
+    """Which experts have rows, as a graph knows it: ``ends`` is the tick of what says where those of each end."""
+
+    ends: int
+    num_experts: int
+    num_rows: SizeT_co  # of all experts together: tokens, each as often as it is routed
+
+    @property
+    def share(self) -> float:
+        """Return the share of experts that are expected to have rows if each row goes to any expert alike."""
+        rows = cast(int, self.num_rows)
+        return min(1.0, rows / self.num_experts, 1.0 - (1.0 - 1.0 / self.num_experts) ** rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedFact(Generic[SizeT_co]):
+    """A parameter of which one phase reads only the experts that have rows: slices of its first dimension."""
+
+    parameter: str
+    routing: Routing[SizeT_co]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientFact(Generic[SizeT_co]):
     """The tick at which the gradient of a parameter is complete in this graph."""
 
     parameter: str
     tick: int
     nbytes: int
+    routing: Routing[SizeT_co] | None = None  # if it is zero for experts without rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +206,8 @@ class GraphFacts(Generic[SizeT_co]):
     ops: tuple[OpFact[SizeT_co], ...]
     values: tuple[ValueFact[SizeT_co], ...]
     uses: tuple[UseFact, ...]
-    gradients: tuple[GradientFact, ...]
+    gradients: tuple[GradientFact[SizeT_co], ...]
+    routed: tuple[RoutedFact[SizeT_co], ...] = ()  # at most one of a parameter in each phase
     symbols: tuple[ShapeSymbol, ...] = ()  # with the value that the sizes are at, or were captured at
     # Bytes held outside of the graph between forward and backward, if the loss is computed there.
     outside_nbytes: SizeT_co = 0  # type: ignore[assignment]  # a number is a size
@@ -202,7 +227,8 @@ def at_sizes(facts: GraphFacts[Size], sizes: Mapping[str, int] | None = None) ->
     every_op = chain(facts.ops, chain.from_iterable(op.inner for op in facts.ops))
     counts = ((op.num_flops, op.nbytes_accessed) for op in every_op)
     nbytes = (value.nbytes for value in facts.values)
-    numbers = evaluate_sizes(chain(chain.from_iterable(counts), nbytes, [facts.outside_nbytes]), complete)
+    rows = (routing.num_rows for routing in _routings(facts))
+    numbers = evaluate_sizes(chain(chain.from_iterable(counts), nbytes, rows, [facts.outside_nbytes]), complete)
     if not numbers and all(symbol.value == complete[symbol.name] for symbol in facts.symbols):
         return cast(GraphFacts, facts)  # a deep graph has 100,000s of facts to copy
 
@@ -214,21 +240,35 @@ def at_sizes(facts: GraphFacts[Size], sizes: Mapping[str, int] | None = None) ->
     def number(size: Size) -> int:
         return size if isinstance(size, int) else numbers[size]
 
+    def routing_at(routing: Routing[Size]) -> Routing:
+        return cast(Routing, replace(routing, num_rows=number(routing.num_rows)))
+
     facts_of_numbers = replace(
         facts,
         ops=tuple(map(op_at, facts.ops)),
         values=tuple(replace(value, nbytes=number(value.nbytes)) for value in facts.values),
+        gradients=tuple(
+            each if each.routing is None else replace(each, routing=routing_at(each.routing))
+            for each in facts.gradients
+        ),
+        routed=tuple(replace(each, routing=routing_at(each.routing)) for each in facts.routed),
         symbols=tuple(ShapeSymbol(name=symbol.name, value=complete[symbol.name]) for symbol in facts.symbols),
         outside_nbytes=number(facts.outside_nbytes),
     )
     return cast(GraphFacts, facts_of_numbers)
 
 
+def _routings(facts: GraphFacts[Size]) -> Iterable[Routing[Size]]:
+    of_gradients = (each.routing for each in facts.gradients if each.routing is not None)
+    return chain((each.routing for each in facts.routed), of_gradients)
+
+
 def symbols_of(facts: GraphFacts[Size]) -> set[str]:
     """Return the names of the symbols that some size depends on."""
     every_op = chain(facts.ops, chain.from_iterable(op.inner for op in facts.ops))
     counts = chain.from_iterable((op.num_flops, op.nbytes_accessed) for op in every_op)
-    sizes = {*counts, *(value.nbytes for value in facts.values), facts.outside_nbytes}
+    rows = (routing.num_rows for routing in _routings(facts))
+    sizes = {*counts, *rows, *(value.nbytes for value in facts.values), facts.outside_nbytes}
     return {symbol.name for size in sizes if not isinstance(size, int) for symbol in size.free_symbols}
 
 
@@ -239,6 +279,10 @@ def _join_counts(first: OpFact, second: OpFact) -> OpFact:
         nbytes_accessed=max(first.nbytes_accessed, second.nbytes_accessed),
         inner=tuple(map(_join_counts, first.inner, second.inner)),
     )
+
+
+def _join_rows(first: Routing, second: Routing) -> Routing:
+    return replace(first, num_rows=max(first.num_rows, second.num_rows))
 
 
 def is_within(facts: GraphFacts, planned: GraphFacts) -> bool:
@@ -262,6 +306,16 @@ def join_sizes(first: GraphFacts, second: GraphFacts) -> GraphFacts:
         symbols=tuple(
             replace(symbol, value=max(symbol.value, other.value))
             for symbol, other in zip(first.symbols, second.symbols, strict=True)
+        ),
+        gradients=tuple(
+            each
+            if each.routing is None or other.routing is None
+            else replace(each, routing=_join_rows(each.routing, other.routing))
+            for each, other in zip(first.gradients, second.gradients, strict=True)
+        ),
+        routed=tuple(
+            replace(each, routing=_join_rows(each.routing, other.routing))
+            for each, other in zip(first.routed, second.routed, strict=True)
         ),
         outside_nbytes=max(first.outside_nbytes, second.outside_nbytes),
     )

@@ -9,10 +9,12 @@ Lowering replaces them by ops that overlap movement with compute. A *ticket* tie
 reordering can separate a transfer from its wait::
 
     ticket = zinf::issue_gather(store, params, dtypes, offsets)    start one transfer into the arena, return at once
+    ticket = zinf::issue_gather(.., ends)                          only of the experts that have rows; the rest is undefined
     zinf::launch_gather(ticket, store)                             of several ranks: exchange the shards that came in
     w      = zinf::wait_gather(ticket, store, offset, shape, ...)  block until it is there; a view of arena bytes
     zinf::release(ticket, store)                                   the bytes may be reused from here on
     zinf::sink_grad(grad, store, param)                            copy the gradient out; it is home after wait_sinks
+    zinf::sink_grad(grad, store, param, ends)                      only of the experts that have rows; the rest is zero
     zinf::wait_sinks(store)                                        every gradient sunk so far is home
     m      = zinf::arena_view(store, offset, shape, stride, ...)   arena bytes for an op to write its result into
 
@@ -50,13 +52,13 @@ _LIBRARY = torch.library.Library("zinf", "DEF")
 _LIBRARY.define("gather(Tensor anchor, int param, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
 _LIBRARY.define("store_grad(Tensor grad, int param, int part=0) -> Tensor")
 # dtypes by name: torch 2.11 passes a list of dtypes to a Python implementation as integers
-_LIBRARY.define("issue_gather(int store, int[] params, str[] dtypes, int[] offsets) -> Tensor")
+_LIBRARY.define("issue_gather(int store, int[] params, str[] dtypes, int[] offsets, Tensor? ends=None) -> Tensor")
 _LIBRARY.define(
     "wait_gather(Tensor ticket, int store, int offset, SymInt[] shape, ScalarType dtype, Device device) -> Tensor"
 )
 _LIBRARY.define("launch_gather(Tensor ticket, int store) -> ()")
 _LIBRARY.define("release(Tensor ticket, int store) -> ()")
-_LIBRARY.define("sink_grad(Tensor grad, int store, int param) -> ()")
+_LIBRARY.define("sink_grad(Tensor grad, int store, int param, Tensor? ends=None) -> ()")
 _LIBRARY.define("wait_sinks(int store) -> ()")
 _LIBRARY.define(
     "arena_view(int store, int offset, SymInt[] shape, SymInt[] stride, ScalarType dtype, Device device) -> Tensor"
@@ -135,7 +137,9 @@ def _store_grad_fake(grad: Tensor, param: int, part: int = 0) -> Tensor:
 
 
 @torch.library.register_fake("zinf::issue_gather", lib=_LIBRARY)
-def _issue_gather_fake(store: int, params: Sequence[int], dtypes: Sequence[str], offsets: Sequence[int]) -> Tensor:
+def _issue_gather_fake(
+    store: int, params: Sequence[int], dtypes: Sequence[str], offsets: Sequence[int], ends: Tensor | None = None
+) -> Tensor:
     return torch.empty(1, dtype=torch.int64)
 
 
@@ -157,7 +161,7 @@ def _release_fake(ticket: Tensor, store: int) -> None:
 
 
 @torch.library.register_fake("zinf::sink_grad", lib=_LIBRARY)
-def _sink_grad_fake(grad: Tensor, store: int, param: int) -> None:
+def _sink_grad_fake(grad: Tensor, store: int, param: int, ends: Tensor | None = None) -> None:
     return None
 
 

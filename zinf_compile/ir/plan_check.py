@@ -23,7 +23,7 @@ _MOST_SECONDS = 1e12
 _LEAST_RATE, _MOST_RATE = 1.0, 1e21  # per second
 _MOST_NODES = 10**7
 _SMALL = dict.fromkeys(("num_nodes", "devices_per_node", "num_ranks", "num_replicas"), _MOST_NODES)
-_SHARES = ("takes_of_compute", "updates_take_of_compute", "links_take_of_compute", "device_share")
+_SHARES = ("takes_of_compute", "updates_take_of_compute", "links_take_of_compute", "device_share", "share")
 
 
 def find_nonsense(plan: Plan) -> str | None:

@@ -12,6 +12,7 @@ gradient     device -> home          after the op that computes it          the 
 A movement of another kind is a new member of ``Moved``, not a new record.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,11 +49,19 @@ class Transfer:
     launch: int | None = None  # of a gather: tick at which several ranks start to exchange shards; None: at need_by
     scratch_nbytes: int = 0  # of the arena behind them: this rank's shards, until all ranks' are gathered
     offsets: tuple[int, ...] = ()  # absolute in the arena, one for each part; () where it takes no arena bytes
+    # Of experts: tick of the value that says which have rows. Only these move, a ``share`` of the bytes as expected.
+    ends: int | None = None
+    share: float = 1.0
 
     @property
     def offset(self) -> int:
         """Return where its arena bytes begin; only of a transfer that has some."""
         return self.offsets[0]
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Return the bytes that are expected to move: all of them, or those of experts that have rows."""
+        return self.nbytes if self.ends is None else math.ceil(self.share * self.nbytes)
 
     @property
     def launched_at(self) -> int:

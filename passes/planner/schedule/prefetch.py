@@ -7,13 +7,14 @@ Parameters of one block on the same tier move together, up to ``group_nbytes``. 
 import bisect
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from zinf_compile.hardware.world import World
-from zinf_compile.ir.facts import GraphFacts, ParameterFact, UseFact
+from zinf_compile.ir.facts import GraphFacts, ParameterFact, Routing, UseFact
 from zinf_compile.ir.glossary import LiveRange, Phase, Tier
 from zinf_compile.ir.plan import Placement
 from zinf_compile.ir.slices import shard_size
@@ -22,6 +23,8 @@ from zinf_compile.passes.planner.memory.arena import ArenaLayout, Piece, align, 
 
 # Gathers are issued early enough for a disk this many times slower than measured: a shared disk is at times half as fast.
 _MARGIN = 2.0
+# A larger share of experts is not worth the wait for the routing, and not trying it keeps the search short.
+_MOST_SHARE = 0.9
 
 
 # Not slotted: its bytes are cached.
@@ -37,6 +40,12 @@ class Residency:
     need_by: int
     release: int
     num_ranks: int = 1
+    routing: Routing | None = None  # of experts, of which only those that have rows are gathered
+
+    @cached_property
+    def moved_nbytes(self) -> int:
+        """Return the bytes that are expected to move."""
+        return self.nbytes if self.routing is None else math.ceil(self.routing.share * self.nbytes)
 
     @cached_property
     def nbytes(self) -> int:
@@ -81,6 +90,8 @@ class TransferPlan:
                 launch=launch if residency.num_ranks > 1 else None,
                 need_by=residency.need_by,
                 release=residency.release,
+                ends=None if residency.routing is None else residency.routing.ends,
+                share=1.0 if residency.routing is None else residency.routing.share,
             )
             for residency, issue, launch, offset in zip(
                 self.residencies, self.issues, self.launches, self.layout.offsets, strict=True
@@ -114,6 +125,11 @@ class _Used(NamedTuple):
     block: str
     dtype: str
     ticks: tuple[tuple[Phase, tuple[int, ...]], ...]  # of each phase that reads it
+    routings: tuple[tuple[Phase, Routing], ...] = ()  # of each phase that reads only experts that have rows
+
+    def routing_in(self, phase: Phase) -> Routing | None:
+        """Return by what a phase picks the experts that it reads; None if it reads all of the parameter."""
+        return dict(self.routings).get(phase)
 
 
 class _Streamed(NamedTuple):
@@ -124,29 +140,51 @@ class _Streamed(NamedTuple):
     nbytes: int
 
 
+_Key = tuple[tuple[str, ...], Tier, tuple[int, ...], int, int, Routing | None]
+
+
 class ResidencyPlanner:
     """Residencies of one graph, for any homes. Equal ones are the same object."""
 
     def __init__(self, graph: GraphFacts, parameters: Sequence[ParameterFact], *, num_ranks: int = 1) -> None:
         uses = {use.parameter: use for use in graph.uses}
         self._num_ranks = num_ranks
+        routings: dict[str, list[tuple[Phase, Routing]]] = defaultdict(list)
+        for routed in graph.routed if num_ranks == 1 else ():  # every rank has rows of other experts
+            if routed.routing.share <= _MOST_SHARE:
+                routings[routed.parameter].append((graph.schedule.phase_of(routed.routing.ends), routed.routing))
         self._used = [
-            _Used(parameter.name, parameter.block, uses[parameter.name].dtype, _by_phase(graph, uses[parameter.name]))
+            _Used(
+                parameter.name,
+                parameter.block,
+                uses[parameter.name].dtype,
+                _by_phase(graph, uses[parameter.name]),
+                tuple(routings[parameter.name]),
+            )
             for parameter in parameters
             if parameter.name in uses
         ]
-        self._made: dict[tuple[tuple[str, ...], Tier, tuple[int, ...], int, int], Residency] = {}
+        self._made: dict[_Key, Residency] = {}
 
-    def plan(self, placements: Sequence[Placement], *, group_nbytes: int, held_past: int = 1) -> tuple[Residency, ...]:
+    @property
+    def has_routed(self) -> bool:
+        """Return whether some parameter may be gathered by experts."""
+        return any(used.routings for used in self._used)
+
+    def plan(
+        self, placements: Sequence[Placement], *, group_nbytes: int, held_past: int = 1, by_expert: bool = False
+    ) -> tuple[Residency, ...]:
         """Return when which parameters must be on the device, by need-by tick. Resident parameters do not appear.
+
+        With ``by_expert`` only the experts that have rows are gathered, where a phase reads no others.
 
         Uses of a group in one phase share a residency if no more than ``held_past`` other groups are needed in between:
         keeping the group that long costs less than gathering it again.
         """
         stretches = [
             (group, phase, ticks)
-            for group in _group(self._stream(placements), group_nbytes=group_nbytes)
             for phase in (Phase.FORWARD, Phase.BACKWARD)
+            for group in _group(self._stream(placements), group_nbytes, phase if by_expert else None)
             if (ticks := _ticks_in(group, phase))
         ]
         needs = sorted((tick, index) for index, (_, _, ticks) in enumerate(stretches) for tick in ticks)
@@ -158,7 +196,7 @@ class ResidencyPlanner:
                     used = [
                         item for item in group if any(run[0] <= tick <= run[-1] for tick in _ticks_in([item], phase))
                     ]
-                residencies.append(self._residency(used, phase, run[0], run[-1] + 1))
+                residencies.append(self._residency(used, phase, run[0], run[-1] + 1, by_expert=by_expert))
         return tuple(sorted(residencies, key=lambda item: (item.need_by, item.release, item.name)))
 
     def _stream(self, placements: Sequence[Placement]) -> list[_Streamed]:
@@ -172,9 +210,12 @@ class ResidencyPlanner:
                 streamed.append(_Streamed(used, source, nbytes))
         return streamed
 
-    def _residency(self, group: Sequence[_Streamed], phase: Phase, need_by: int, release: int) -> Residency:
+    def _residency(
+        self, group: Sequence[_Streamed], phase: Phase, need_by: int, release: int, *, by_expert: bool
+    ) -> Residency:
         names, sizes = tuple(item.used.name for item in group), tuple(item.nbytes for item in group)
-        key = names, group[0].source, sizes, need_by, release
+        routing = group[0].used.routing_in(phase) if by_expert else None
+        key = names, group[0].source, sizes, need_by, release, routing
         if key not in self._made:
             self._made[key] = Residency(
                 name=names[0] if len(group) == 1 else group[0].used.block,
@@ -185,6 +226,7 @@ class ResidencyPlanner:
                 need_by=need_by,
                 release=release,
                 num_ranks=self._num_ranks,
+                routing=routing,
             )
         return self._made[key]
 
@@ -201,7 +243,12 @@ def _ticks_in(group: Sequence[_Streamed], phase: Phase) -> Sequence[int]:
     return found[0] if len(found) == 1 else sorted(set(itertools.chain.from_iterable(found)))
 
 
-def _group(streamed: Sequence[_Streamed], *, group_nbytes: int) -> list[list[_Streamed]]:
+def _group(streamed: Sequence[_Streamed], group_nbytes: int, phase: Phase | None) -> list[list[_Streamed]]:
+    """Return what moves together, up to so many bytes: in a ``phase`` that gathers by experts, what has the same experts."""
+
+    def routing(item: _Streamed) -> Routing | None:
+        return None if phase is None else item.used.routing_in(phase)
+
     groups: list[list[_Streamed]] = []
     nbytes = 0  # of the last group
     for item in streamed:
@@ -211,6 +258,7 @@ def _group(streamed: Sequence[_Streamed], *, group_nbytes: int) -> list[list[_St
             last is not None
             and last.used.block == item.used.block
             and last.source is item.source
+            and routing(last) == routing(item)
             and nbytes <= group_nbytes
         ):
             groups[-1].append(item)
@@ -275,7 +323,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
                 if lane in free:
                     free[lane] -= _MARGIN * sinks[num_sinks].seconds
         due = reached[residency.need_by]
-        _, *links = legs = pace.world.gather_legs(residency.source, residency.nbytes)
+        _, *links = legs = pace.world.gather_legs(residency.source, residency.moved_nbytes)
         for leg in reversed(legs):
             lanes = leg.route.lanes
             due = min(due, *(free.get(lane, math.inf) for lane in lanes)) - _MARGIN * leg.seconds
@@ -321,6 +369,9 @@ class Starts(NamedTuple):
 def plan_issues(residencies: Sequence[Residency], *, prefetch_nbytes: int, pace: Pace | None = None) -> Starts:
     """Return the issue and launch ticks of ``plan_transfers``."""
     issues = _earliest_issues(residencies, prefetch_nbytes)
+    for index, residency in enumerate(residencies):
+        if residency.routing is not None:  # not before it is known which experts have rows
+            issues[index] = max(issues[index], residency.routing.ends + 1)
     # Without a pace an all-gather starts when compute has waited for the one before, beside what it computes next.
     launches = [residency.need_by for residency in residencies]
     for index, (before, residency) in enumerate(itertools.pairwise(residencies), start=1):

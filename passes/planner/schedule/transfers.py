@@ -31,6 +31,7 @@ class Manner:
     group_nbytes: int
     held_past: int
     is_eager: bool
+    by_expert: bool = False
 
 
 class TransferPlanner:
@@ -47,13 +48,18 @@ class TransferPlanner:
         self._sink_times: list[dict[tuple[Tier, bool], tuple[SinkTime, ...]]] = [{} for _ in self._gradients]
         self._residency_planner = ResidencyPlanner(graph, parameters, num_ranks=world.num_ranks)
         self._asked: dict[tuple[Placed, Manner], TransferPlan] = {}
-        self._streamed: dict[tuple[tuple[Tier, ...], int, int], tuple[Residency, ...]] = {}
+        self._streamed: dict[tuple[tuple[Tier, ...], int, int, bool], tuple[Residency, ...]] = {}
         self._made: dict[tuple[tuple[int, ...], Starts], TransferPlan] = {}
 
     @property
     def busy_seconds(self) -> float:
         """Return the compute seconds of forward and backward."""
         return self._reached[-1]
+
+    @property
+    def has_routed(self) -> bool:
+        """Return whether some parameter may be gathered by experts."""
+        return self._residency_planner.has_routed
 
     def plan(self, placed: Placed, manner: Manner) -> TransferPlan:
         """Return the gathers that are needed with these homes."""
@@ -72,10 +78,13 @@ class TransferPlanner:
     def _residencies(self, placements: Sequence[Placement], manner: Manner) -> tuple[Residency, ...]:
         read = self._read
         sources = tuple(item.home_read(read[item.parameter]) for item in placements if item.parameter in read)
-        key = sources, manner.group_nbytes, manner.held_past
+        key = sources, manner.group_nbytes, manner.held_past, manner.by_expert
         if key not in self._streamed:
             self._streamed[key] = self._residency_planner.plan(
-                placements, group_nbytes=manner.group_nbytes, held_past=manner.held_past
+                placements,
+                group_nbytes=manner.group_nbytes,
+                held_past=manner.held_past,
+                by_expert=manner.by_expert,
             )
         return self._streamed[key]
 

@@ -88,6 +88,7 @@ class Choice:
     are_transfers_hidden: bool | None = None
     uses_host: bool = True  # False: everything that is not on the device is on nvme
     is_filled: bool = True  # False: only small parameters are resident, even if there is room
+    by_expert: bool = False  # gather only the experts that have rows, once that is known, where no others are read
     small_nbytes: int | None = None  # for small parameters, which come first; None: an eighth of the device
 
 
@@ -177,6 +178,11 @@ class PlanBuilder:
     def busy_seconds(self) -> float:
         """Return the compute seconds of forward and backward."""
         return self._transfer_planner.busy_seconds
+
+    @property
+    def has_routed(self) -> bool:
+        """Return whether some parameter may be gathered by experts."""
+        return self._transfer_planner.has_routed
 
     @property
     def tiny_nbytes(self) -> int:
@@ -269,6 +275,7 @@ class PlanBuilder:
             group_nbytes=choice.look_ahead.group_nbytes,
             held_past=choice.held_past,
             is_eager=choice.is_eager,
+            by_expert=choice.by_expert,
         )
         return self._transfer_planner.plan(placed, manner)
 
@@ -292,6 +299,10 @@ class PlanBuilder:
             yield made[home]
 
     def _sink(self, gradient: GradientFact, home: Tier) -> Transfer:
+        request, routing = self._request, gradient.routing
+        is_reduced = request.num_ranks * request.num_replicas > 1
+        if is_reduced or home is Tier.DEVICE or request.config.gather_by_expert is False:
+            routing = None
         return Transfer(
             what=Moved.GRADIENT,
             name=gradient.parameter,
@@ -302,6 +313,9 @@ class PlanBuilder:
             issue=gradient.tick + 1,
             need_by=self._graph.num_ticks,
             release=self._graph.num_ticks,
+            ends=None if routing is None else routing.ends,
+            # A gradient on nvme is written whole, with its zeros.
+            share=1.0 if routing is None or home is Tier.NVME else routing.share,
         )
 
     def _assemble(self, homes: Homes, choice: Choice) -> Plan:

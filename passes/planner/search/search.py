@@ -85,8 +85,8 @@ def score_in(plan: Plan, step_seconds: float) -> Score:
     updates = plan.device_updates
     return Score(
         nanoseconds=round(step_seconds * 1e9),
-        nbytes_moved=sum(transfer.nbytes for transfer in plan.gathers)
-        + sum(sink.nbytes for sink in plan.sinks if not sink.stays)
+        nbytes_moved=sum(transfer.moved_nbytes for transfer in plan.gathers)
+        + sum(sink.moved_nbytes for sink in plan.sinks if not sink.stays)
         + plan.step.nbytes_read
         + plan.step.nbytes_written
         + updates.nbytes_in
@@ -190,10 +190,10 @@ def search_front(
     ):
         choices = [choice for start in starts if start.nbytes == memory for choice in start.choices]
         if front.best is not None:
-            choices += _neighbours(front.best.choice, request, turn)
+            choices += _neighbours(replace(front.best.choice, by_expert=False), request, turn)
             turn += _STEPS_PER_RUNG
         rung = _Rung(request, front)
-        for choice in choices:
+        for choice in _by_experts(choices, request, builder):
             with suppress(CapacityError):  # with less on the device there may be too much for the other tiers
                 rung.compare(choice, builder.build(choice, memory))
         rung.compare_ahead()
@@ -225,7 +225,8 @@ def find_plan(
 def _find_plans(request: Request, builder: PlanBuilder, starts: Sequence["_Start"]) -> Iterator[Found]:
     """Yield the first plan that fits, without and with updates ahead of ``step()``; nothing if none fits the device."""
     for start in sorted(starts, key=lambda start: start.nbytes):
-        for choice in (choice for choice in start.choices if choice.uses_host):
+        choices = [choice for choice in start.choices if choice.uses_host]
+        for choice in (*_by_experts(choices, request, builder), *choices):
             plan = builder.build(choice, request.config.device_memory)
             if plan is not None:
                 for each in updates_to_compare(plan, request.config):
@@ -351,11 +352,20 @@ def _keep_homes(request: Request, builder: PlanBuilder) -> Front:
     front = Front(request.config.nvme_write_budget)
     rung = _Rung(request, front)
     for look_ahead in _look_aheads(request):
-        choice = Choice(look_ahead=look_ahead)
-        with suppress(CapacityError):  # no room on the disk for updates ahead of step()
-            rung.compare(choice, builder.build_at(request.placements, choice))
+        for choice in _by_experts([Choice(look_ahead=look_ahead)], request, builder):
+            with suppress(CapacityError):  # no room on the disk for updates ahead of step()
+                rung.compare(choice, builder.build_at(request.placements, choice))
     rung.compare_ahead()
     return front
+
+
+def _by_experts(choices: Sequence[Choice], request: Request, builder: PlanBuilder) -> list[Choice]:
+    """Return the choices, and each again with gathers of only the experts that have rows, where that is possible."""
+    asked = request.config.gather_by_expert
+    if not builder.has_routed or asked is False:
+        return list(choices)
+    by_expert = [replace(choice, by_expert=True) for choice in choices]
+    return by_expert if asked else [*choices, *by_expert]
 
 
 def _neighbours(choice: Choice, request: Request, turn: int) -> Iterator[Choice]:

@@ -79,6 +79,13 @@ def _verify_gather(plan: Plan, transfer: Transfer, read: Mapping[str, str], home
         raise VerifyError(f"{where}: issue {transfer.issue}, need-by and release {transfer.release} are out of order")
     if not transfer.issue <= transfer.launched_at <= transfer.need_by:
         raise VerifyError(f"{where}: launch {transfer.launch} is not between issue {transfer.issue} and need-by")
+    if transfer.ends is not None and (
+        plan.num_ranks > 1 or transfer.ends >= transfer.issue or phase_of(transfer.ends) is not phase
+    ):
+        raise VerifyError(
+            f"{where}: it is issued at tick {transfer.issue}, and the experts that it gathers are known at "
+            f"{transfer.ends}, of one rank"
+        )
     if phase_of(transfer.issue) is not phase or phase_of(transfer.release - 1) is not phase:
         raise VerifyError(f"{where}: it reaches beyond its phase, from tick {transfer.issue} to {transfer.release}")
     if not 0 <= transfer.offset <= transfer.offset + transfer.arena_nbytes <= plan.arena_nbytes:

@@ -51,4 +51,6 @@ class Ways:
         if transfer.what is not Moved.GRADIENT:
             return self.world.legs(transfer)
         home = Tier.DEVICE if transfer.name in self._taken else transfer.destination
-        return self.world.gradient_legs(home, transfer.nbytes, is_resident=False)  # ``spread`` brings updates back
+        return self.world.gradient_legs(
+            home, transfer.moved_nbytes, is_resident=False
+        )  # ``spread`` brings updates back

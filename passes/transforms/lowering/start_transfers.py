@@ -8,6 +8,10 @@ Emitted::
     t = aten.t(layers_1_up_weight)                                          views are recomputed for each residency
     mm = aten.mm(x, t)
 
+Of experts of which only those move that have rows, the issue also reads what says so::
+
+    layers_1 = zinf.issue_gather(store, [params], [dtypes], [offsets], cumsum)
+
 Gathers of resident parameters stay as they are: nothing moves. So do gathers whose value the graph returns.
 """
 
@@ -65,7 +69,9 @@ class _Starter:
         params = [self._inputs.param_ids[name] for name in transfer.parameters]
         before = self._nodes[bisect.bisect_left(self._ticks, transfer.issue)]
         dtypes = [dtype_name(self._dtypes[name]) for name in transfer.parameters]
-        args = (self._inputs.store_id, params, dtypes, list(transfer.offsets))
+        args: tuple[object, ...] = (self._inputs.store_id, params, dtypes, list(transfer.offsets))
+        if transfer.ends is not None:
+            args = (*args, self._nodes[bisect.bisect_left(self._ticks, transfer.ends)])
         ticket = insert_call(self._graph, before, ISSUE_GATHER, args, name=f"{transfer.name}_transfer")
         ticket.meta[NODE_FACTS] = NodeFacts(transfer=transfer)
         self._tickets[transfer] = ticket

@@ -13,6 +13,7 @@ from torch import fx
 
 from zinf_compile.ir.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.repeatable import is_random
+from zinf_compile.passes.analysis.routed import grouped_product
 from zinf_compile.passes.contract import TILE
 from zinf_compile.passes.fx_edit import view_source
 from zinf_compile.passes.transforms.segments.shown_sizes import is_size
@@ -54,7 +55,8 @@ def find_runs(graph: fx.Graph, blocks: Mapping[fx.Node, str], apart: Container[i
     """Yield the runs of a graph that are worth compiling, in order; ``blocks`` maps each node to its block.
 
     A run ends before the gather of a parameter in ``apart``, unless it has computed nothing yet, and where another tile
-    of a chain begins, so that all tiles share one structure.
+    of a chain begins, so that all tiles share one structure. It also ends before a product of experts if it has computed
+    which of them have rows: their gather may wait for that.
     """
     run: Run | None = None
     tile: int | None = None
@@ -63,6 +65,8 @@ def find_runs(graph: fx.Graph, blocks: Mapping[fx.Node, str], apart: Container[i
         starts_run = node is not None and node.target is GATHER and node.args[1] in apart
         begun = _tile_of(node)
         starts_run |= begun is not None and begun != tile
+        grouped = None if node is None else grouped_product(node)
+        starts_run |= grouped is not None and run is not None and grouped.ends in run.compute
         tile = tile if begun is None else begun
         ends = not (joins and node is not None and run is not None and blocks[node] == run.block)
         if run is not None and (ends or (starts_run and run.compute)):

@@ -65,7 +65,14 @@ def test_no_op_takes_a_list_of_dtypes() -> None:
 def test_an_op_with_an_effect_survives_dead_code_elimination(op: torch._ops.OpOverload) -> None:
     graph = fx.Graph()
     tensor = graph.placeholder("tensor")
-    examples = {"Tensor": tensor, "int": 1, "List[int]": [1], "List[str]": ["float32"], "str": "host"}
+    examples = {
+        "Tensor": tensor,
+        "Optional[Tensor]": tensor,
+        "int": 1,
+        "List[int]": [1],
+        "List[str]": ["float32"],
+        "str": "host",
+    }
     graph.call_function(op, tuple(examples[str(argument.type)] for argument in op._schema.arguments))
     graph.output(tensor)
     graph.eliminate_dead_code()
