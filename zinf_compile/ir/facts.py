@@ -160,6 +160,10 @@ class UseFact:
     ticks: tuple[int, ...]
 
 
+# A larger share of experts is not worth the wait for the routing, and not trying it keeps the search short.
+_MOST_SHARE = 0.9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing(Generic[SizeT_co]):
     """Which experts have rows, as a graph knows it: ``ends`` is the tick of what says where those of each end."""
@@ -173,6 +177,11 @@ class Routing(Generic[SizeT_co]):
         """Return the share of experts that are expected to have rows if each row goes to any expert alike."""
         rows = cast(int, self.num_rows)
         return min(1.0, rows / self.num_experts, 1.0 - (1.0 - 1.0 / self.num_experts) ** rows)
+
+    @property
+    def leaves_out_enough(self) -> bool:
+        """Return whether so few experts are expected to have rows that moving these alone may be worth waiting for them."""
+        return self.share <= _MOST_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

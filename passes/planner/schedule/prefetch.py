@@ -23,8 +23,6 @@ from zinf_compile.passes.planner.memory.arena import ArenaLayout, Piece, align, 
 
 # Gathers are issued early enough for a disk this many times slower than measured: a shared disk is at times half as fast.
 _MARGIN = 2.0
-# A larger share of experts is not worth the wait for the routing, and not trying it keeps the search short.
-_MOST_SHARE = 0.9
 
 
 # Not slotted: its bytes are cached.
@@ -151,7 +149,7 @@ class ResidencyPlanner:
         self._num_ranks = num_ranks
         routings: dict[str, list[tuple[Phase, Routing]]] = defaultdict(list)
         for routed in graph.routed if num_ranks == 1 else ():  # every rank has rows of other experts
-            if routed.routing.share <= _MOST_SHARE:
+            if routed.routing.leaves_out_enough:
                 routings[routed.parameter].append((graph.schedule.phase_of(routed.routing.ends), routed.routing))
         self._used = [
             _Used(

@@ -301,7 +301,8 @@ class PlanBuilder:
     def _sink(self, gradient: GradientFact, home: Tier) -> Transfer:
         request, routing = self._request, gradient.routing
         is_reduced = request.num_ranks * request.num_replicas > 1
-        if is_reduced or home is Tier.DEVICE or request.config.gather_by_expert is False:
+        is_whole = is_reduced or home is Tier.DEVICE or request.config.gather_by_expert is False
+        if routing is not None and (is_whole or not routing.leaves_out_enough):
             routing = None
         return Transfer(
             what=Moved.GRADIENT,
