@@ -26,6 +26,7 @@ from zinf_compile.passes.fx_edit import view_source
 
 _PRODUCT = "aten::_grouped_mm"
 _FALLBACK, _FALLBACK_BACKWARD = "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"
+_DIMS = 3  # of the weights of experts
 _OF_WEIGHT = 1  # the index of the weight's gradient among the results of the latter
 _CASTS = (
     torch.ops.aten._to_copy.default,
@@ -47,7 +48,7 @@ def grouped_product(node: fx.Node) -> Grouped | None:
     if _name(node) not in (_PRODUCT, _FALLBACK, _FALLBACK_BACKWARD):
         return None
     operands = _operands(node)
-    if operands is None or operands.rows.meta["val"].dim() != 2 or operands.weight.meta["val"].dim() != 3:
+    if operands is None or operands.rows.meta["val"].dim() != 2 or operands.weight.meta["val"].dim() != _DIMS:
         return None
     return operands
 
@@ -90,7 +91,7 @@ def find_routed(
             if not root.is_gathered or name is None or roots.get(node) == root:
                 continue
             weight = root.node.meta["val"]
-            if weight.dim() == 3:
+            if weight.dim() == _DIMS:
                 num_experts[name] = weight.shape[0]
             found.setdefault(name, []).append(_reads_by_expert(node, used, weight))
     for name, reads in found.items():
@@ -102,7 +103,7 @@ def find_gradient_routing(store: fx.Node, shapes: GraphShapes) -> Routing[Size] 
     """Return by what the gradient that a node stores is zero for experts without rows; None if that is not known."""
     (gradient, *_) = store.all_input_nodes
     value = gradient.meta["val"]
-    found = _made_by_expert(gradient, value) if value.dim() == 3 else None
+    found = _made_by_expert(gradient, value) if value.dim() == _DIMS else None
     return None if found is None else _routing(found, value.shape[0], shapes)
 
 
@@ -186,7 +187,7 @@ def _ends_experts(ends: fx.Node, num_experts: int) -> bool:
 
 def _keeps_experts(view: object, weight: Tensor) -> bool:
     """Return whether slices along the first dimension of a dense tensor are the bytes of those of another, in any order."""
-    if not isinstance(view, Tensor) or view.dim() != weight.dim() or view.shape[0] != weight.shape[0]:
+    if not isinstance(view, Tensor) or not view.dim() == weight.dim() == _DIMS or view.shape[0] != weight.shape[0]:
         return False
     each = weight.numel() // max(1, weight.shape[0])
     reach = 1 + sum((size - 1) * step for size, step in zip(view.shape[1:], view.stride()[1:], strict=True))

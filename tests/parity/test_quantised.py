@@ -273,7 +273,7 @@ def test_plain_subclasses_move_home() -> None:
     class Named(nn.Parameter):
         role = "scale"
 
-    model = nn.Linear(WIDTH, WIDTH)
+    model = nn.Linear(WIDTH // 2, WIDTH // 2)
     model.weight = Named(model.weight.detach())
     zinf_compile.optimize(model, **BUDGETS)
     assert record_of(model.weight) is not None
