@@ -61,8 +61,8 @@ def one_place_for_all() -> Iterator[None]:
     issue, release = Transfers.issue_gather, Transfers.release
     read_on: list[int] = []
 
-    def issue_and_launch(owner: Transfers, records: Any, dtypes: Any, offsets: Sequence[int]) -> int:
-        ticket = issue(owner, records, dtypes, [offset - offsets[0] for offset in offsets])
+    def issue_and_launch(owner: Transfers, records: Any, dtypes: Any, offsets: Sequence[int], experts: Any) -> int:
+        ticket = issue(owner, records, dtypes, [offset - offsets[0] for offset in offsets], experts)
         owner.launch_gather(ticket)
         while read_on:
             release(owner, read_on.pop())

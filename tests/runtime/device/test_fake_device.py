@@ -129,9 +129,9 @@ def test_what_is_freed_is_overwritten(device: FakeDevice) -> None:
 def test_a_hidden_wait_is_an_error(device: FakeDevice, look: Callable[[Tensor], object], op: str) -> None:
     store_gradient = op_bodies.store_gradient
 
-    def store(record: Any, grad: Tensor) -> None:
+    def store(record: Any, grad: Tensor, experts: Any) -> None:
         look(grad)
-        store_gradient(record, grad)
+        store_gradient(record, grad, experts)
 
     model = optimized()
     with (
