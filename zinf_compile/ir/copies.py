@@ -79,6 +79,11 @@ class Code(StrEnum):
         """Return the elements that one page holds."""
         return _PAGE_ELEMENTS[self]
 
+    @property
+    def page_nbytes(self) -> int:
+        """Return the bytes of a page."""
+        return SECTOR_NBYTES
+
     def nbytes(self, num_elements: int) -> int:
         """Return the bytes of the pages of so many elements."""
         return -(-num_elements // self.page_elements) * SECTOR_NBYTES
@@ -92,7 +97,52 @@ _PAGE_ELEMENTS = {
     Code.BFLOAT16: SECTOR_NBYTES // 2,
     Code.INT8: 15 * 256,  # and their 15 scales
 }
-LEAST_CODED = 4096  # elements: smaller states stay exact
+LEAST_CODED = 4096  # elements: smaller states and weights stay exact
+_OUTLIER_SHARE = 256  # one of so many columns of a row may be an outlier
+_OUTLIER_NBYTES = 4 + 2  # its number, and its value in 16 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCode:
+    """How frozen weights of linear layers are encoded: rows of int8 that have a scale each, and some columns in 16 bits.
+
+    The pages of this code are the rows, whatever bytes they take: each is decoded by itself.
+    """
+
+    columns: int  # the elements of a row
+
+    @property
+    def page_elements(self) -> int:
+        """Return the elements of a row."""
+        return self.columns
+
+    @property
+    def num_outliers(self) -> int:
+        """Return how many columns of a row there is room for in 16 bits."""
+        return max(1, self.columns // _OUTLIER_SHARE)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Return the bytes of a row, a multiple of four: the scale, the outliers, the codes."""
+        return -(-(4 + _OUTLIER_NBYTES * self.num_outliers + self.columns) // 4) * 4
+
+    def nbytes(self, num_elements: int) -> int:
+        """Return the bytes of the rows of so many elements."""
+        return -(-num_elements // self.columns) * self.page_nbytes
+
+    @staticmethod
+    def of_weight(shape: Sequence[int], dtype: str) -> "RowCode | None":
+        """Return the code of a weight of this shape, decoded to ``dtype``; None if it has to stay exact.
+
+        That is so for what is no matrix, has less than ``LEAST_CODED`` elements or rows too short to save anything, and in
+        other dtypes than float32, bfloat16 and float16.
+        """
+        if len(shape) != 2 or math.prod(shape) < LEAST_CODED or dtype not in ("float32", "bfloat16", "float16"):
+            return None
+        code = RowCode(columns=shape[1])
+        return code if code.page_nbytes < shape[1] * _ITEMSIZES[dtype] else None
+
+
 LOW_HALVES = 15 * 128  # float32 values of which a page holds what bfloat16 lacks: 16 bits of each, and a bit for ties
 _CHUNK_MULTIPLE = 4096
 
