@@ -48,8 +48,10 @@ def adopt_parameters(
     compute = {}
     for item in parameters:  # compute copies first and in module order, so that a block's are one read
         name, dtype = item.fact.name, torch_dtype(item.fact.compute_dtype)
-        is_whole = homes[name].is_whole(Role.COMPUTE)
-        compute[name] = store.new_slot(name, item.parameter.shape, dtype, homes[name].compute, is_whole=is_whole)
+        is_whole, rows = homes[name].is_whole(Role.COMPUTE), item.fact.compute.rows
+        compute[name] = store.new_slot(
+            name, item.parameter.shape, dtype, homes[name].compute, is_whole=is_whole, row_code=rows
+        )
     with store.failing_on_error():
         for item in parameters:
             check_interrupt()

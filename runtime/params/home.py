@@ -222,6 +222,8 @@ def await_home(tensor: HomeParameter | HomeTensor) -> None:
     record.store.finish(record)
     if isinstance(tensor, HomeParameter):
         record.store.join_master(record)
+        with torch._C.DisableTorchFunctionSubclass():
+            record.store.show_rows(record)
     if record.store.is_forked:
         with torch._C.DisableTorchFunctionSubclass():
             record.store.take_into_child(record, tensor)

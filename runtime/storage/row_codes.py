@@ -8,10 +8,10 @@ After LLM.int8() (Dettmers et al., arXiv 2208.07339): vector-wise, with outliers
     1 a column    codes from -127 to 127, each the nearest; 0 for an outlier
     0 to 3 bytes  zeros, up to a multiple of 4
 
-The paper finds outliers in what a layer reads, when it runs: a column of the input with an element of 6 or more. Here weights are
-decoded before the product, so only the error of the weight counts, and outliers are those of the row, which share its scale:
-at most one column of 256, the largest first, whose element is 6 times or more the root mean square of what is smaller than all of
-these. Equal magnitudes are all outliers, or none is. Rows stay independent of each other, so that any rows can be decoded by themselves.
+The paper finds outliers in what a layer reads, when it runs: columns of the input with an element of 6 or more. Here weights
+are decoded before the product, so only the error of the weight counts, and outliers are those of the row, which share its
+scale: at most one column of 256, the largest first, whose element is 6 times or more the root mean square of what is smaller
+than all of these. Equal magnitudes are all outliers, or none is. Rows stay independent: any can be decoded by themselves.
 
 What was decoded is encoded to the same values again: a row is first tried with no outlier, with the largest as one, and so
 on, and if one of these loses nothing, it is taken. A row with an element that is not finite is decoded to NaN.
@@ -66,6 +66,13 @@ def encode_rows(code: RowCode, values: Tensor, rows: Tensor, *, num_threads: int
     step = max(1, _ELEMENTS_AT_ONCE // code.columns)
     for some, matrix in zip(_matrix(rows, count).split(step), _matrix(values, count).split(step), strict=True):
         _encode(code, matrix, some)
+
+
+def round_to_rows(code: RowCode, values: Tensor) -> None:
+    """Give flat ``values`` of whole rows the values that their rows are decoded to."""
+    rows = torch.empty(code.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+    encode_rows(code, values, rows, num_threads=torch.get_num_threads())
+    decode_rows(code, rows, values, num_threads=torch.get_num_threads())
 
 
 def _check(code: RowCode, values: Tensor, rows: Tensor) -> int:

@@ -3,7 +3,7 @@
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -89,8 +89,15 @@ class Session:
         """Return the options of the model, with the current reserve."""
         return self.catalog.config
 
-    def adopt(self, parameters: Mapping[str, Parameter], *, as_home: bool, with_values: bool = True) -> None:
-        """Take parameters into the store.
+    def adopt(
+        self,
+        parameters: Mapping[str, Parameter],
+        *,
+        as_home: bool,
+        with_values: bool = True,
+        linear: Container[Parameter] = (),
+    ) -> None:
+        """Take parameters into the store. ``linear`` are those that are weights of linear layers.
 
         Without ``with_values`` they get homes only, and the caller writes the values there. Raises CapacityError,
         before anything has moved, if they cannot fit, and ConfigError for tiles of a parameter that does not exist or
@@ -101,7 +108,7 @@ class Session:
         # A backend gets parameters graph by graph: those of later ones are not known yet.
         check_tiles(self.config, {**known, **parameters}, self.store.ranks.size, are_all=as_home)
         if as_home:
-            self.config.check_exact_state({**known, **parameters})
+            self.config.check_exact({**known, **parameters})
         self.catalog.settle()
         named = [
             NamedParameter(
@@ -111,6 +118,7 @@ class Session:
                     parameter,
                     compute_dtype=self.config.compute_dtype,
                     state_code=self.config.state_code_of(name),
+                    is_encoded=parameter in linear and self.config.encodes_frozen(name),
                     unified=self.config.memory.unified,
                 ),
             )
@@ -165,6 +173,7 @@ class Session:
         self.store.check_open()
         self.catalog.settle()
         fact = replace(self.store.facts[record.name], trainable=True)
+        fact = replace(fact, compute=fact.compute.decoded)
         others = [placement for placement in self.catalog.placements if placement.parameter != record.name]
         master = record.copies.master.tier if record.copies.are_two else None
         unfrozen = place_unfrozen(

@@ -24,7 +24,7 @@ from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.ir.hardware import Hardware, TierSize, count_ranks_of_replica
-from zinf_compile.passes.analysis.parameters import analyze_parameter
+from zinf_compile.passes.analysis.parameters import analyze_parameter, find_linear_weights
 from zinf_compile.passes.capture.offline.optimizer_state import StatesOfOptimizer
 from zinf_compile.passes.capture.offline.trace import Inputs
 from zinf_compile.runtime.calibration.calibrate import with_coded_states
@@ -32,7 +32,7 @@ from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.model.accessors import refuse_optimized
 from zinf_compile.runtime.optim.supported import check_supported
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
-from zinf_compile.runtime.ranks.find_ranks import refuse_coded_states
+from zinf_compile.runtime.ranks.find_ranks import refuse_codes
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -104,7 +104,7 @@ def plan(
     hardware = _find_hardware(hardware, nvme, options).with_world(num_ranks, replicas)
     config = _make_config(options, hardware)
     if num_ranks > 1:
-        refuse_coded_states(config)
+        refuse_codes(config)
     if config.state_dtype is not None:
         update = with_coded_states if is_here else assume_coded_states
         hardware = update(hardware, config.state_dtype)
@@ -112,7 +112,7 @@ def plan(
     parameters = _parameter_facts(model, config, optimizer if train else None)
     named = dict(model.named_parameters())
     check_tiles(config, named, num_ranks)
-    config.check_exact_state(named)
+    config.check_exact(named)
     catalog = PaperCatalog(config, parameters, num_ranks)
     subject = Subject(model=model, name=type(model).__name__, inputs=called, train=train, dynamic=dynamic)
     return OfflinePlanner(
@@ -200,6 +200,7 @@ def _make_config(options: Mapping[str, object], hardware: Hardware) -> Config:
 
 
 def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimizer | None) -> tuple[ParameterFact, ...]:
+    linear = find_linear_weights(model) if config.frozen_dtype is not None else frozenset()
     states = StatesOfOptimizer(make_optimizer, check=check_supported) if make_optimizer is not None else None
     return tuple(
         analyze_parameter(
@@ -208,6 +209,7 @@ def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimize
             compute_dtype=config.compute_dtype,
             states=states.of(parameter) if states is not None and parameter.requires_grad else (),
             state_code=config.state_code_of(name),
+            is_encoded=parameter in linear and config.encodes_frozen(name),
             unified=config.memory.unified,
         )
         for name, parameter in model.named_parameters()

@@ -88,6 +88,19 @@ def _dump_tiers(plan: Plan, width: int) -> list[str]:
     return make_table(("tiers", "capacity", "peak", "used", "made of"), rows, align="<>>><", width=width, flexible=4)
 
 
+def tell_rows(placements: Iterable[Placement]) -> Iterator[str]:
+    """Yield what storing frozen weights as rows of int8 saves, outside of the device."""
+    rows = [
+        copy
+        for place in placements
+        for copy in place.copies
+        if copy.encoding.rows is not None and copy.tier is not Tier.DEVICE
+    ]
+    if rows:
+        exact = sum(copy.gathered_nbytes for copy in rows)
+        yield f"int8: {format_bytes(sum(copy.nbytes for copy in rows))}, exactly {format_bytes(exact)}"
+
+
 def tell_codes(placements: Iterable[Placement]) -> Iterator[str]:
     """Yield how optimizer state is stored in fewer bits, what it takes, and what it would take exactly."""
     coded = [copy for place in placements for copy in place.copies if copy.encoding.code is not None]
@@ -113,6 +126,7 @@ def _dump_placements(plan: Plan, width: int) -> list[str]:
         copies = {"compute" if narrowed[name].compute_dtype == dtype else "master" for name in names}
         lines.append(f"  moved in {dtype}, by their {' and '.join(sorted(copies))} copies: {summarize_names(names)}")
     lines += (f"  optimizer state as {told}" for told in tell_codes(plan.placements))
+    lines += (f"  frozen weights as {told}" for told in tell_rows(plan.placements))
     unread = [placement.parameter for placement in plan.placements if placement.parameter not in read]
     if unread:
         lines.append(f"  {len(unread)} not read by this graph: {', '.join(unread)}")

@@ -172,6 +172,17 @@ class Encoding:
 
     dtype: str  # "bfloat16"; of codes, what they are decoded to
     code: Code | None = None
+    columns: int | None = None  # of frozen weights that are stored as rows of int8
+
+    @property
+    def rows(self) -> RowCode | None:
+        """Return the code of rows; None where values are stored otherwise."""
+        return None if self.columns is None else RowCode(columns=self.columns)
+
+    @property
+    def decoded(self) -> "Encoding":
+        """Return the encoding of the same values as a gather gives them: elements of a dtype."""
+        return self if self.columns is None else Encoding(dtype=self.dtype)
 
     @property
     def is_known(self) -> bool:
@@ -185,6 +196,8 @@ class Encoding:
 
     def nbytes(self, num_elements: int) -> int:
         """Return the bytes of ``num_elements``."""
+        if self.columns is not None:
+            return RowCode(columns=self.columns).nbytes(num_elements)
         return num_elements * self.itemsize if self.code is None else self.code.nbytes(num_elements)
 
 
@@ -259,6 +272,11 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes it takes."""
+        """Return the bytes it takes. What is stored as rows of int8 is decoded where it lives on the device."""
         elements = self.slice.num_elements if self.state is None else self.state.num_elements_of(self.slice)
-        return self.encoding.nbytes(elements)
+        return (self.encoding.decoded if self.tier is Tier.DEVICE else self.encoding).nbytes(elements)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Return the bytes of a compute or master copy as a gather gives it, decoded."""
+        return self.encoding.decoded.nbytes(self.slice.num_elements)

@@ -16,7 +16,7 @@ from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
-PLAN_VERSION = 8
+PLAN_VERSION = 9
 UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
 BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
 UPDATE_SETS = 3  # sets of device buffers for updates: one chunk arrives, one is updated, one is copied back
@@ -133,8 +133,8 @@ class Placement:
 
     @cached_property
     def compute_nbytes(self) -> int:
-        """Return the bytes of the compute copy."""
-        return self.nbytes_of(Role.COMPUTE)
+        """Return the bytes of the compute copy as a gather gives it."""
+        return self.by_role[Role.COMPUTE][0].gathered_nbytes
 
     @cached_property
     def master_nbytes(self) -> int:
