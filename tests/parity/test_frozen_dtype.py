@@ -310,3 +310,43 @@ def test_options_that_cannot_be(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         zinf_compile.optimize(model, **{"device_memory": "8MiB", "host_memory": "8MiB", **wrong})
     assert not any(record_of(parameter) for parameter in model.parameters())
+
+
+@pytest.mark.long
+def test_plans_count_encoded_bytes_at_home_and_on_their_way(optimize: Callable[..., Module]) -> None:
+    model = optimize(make_model(), "host")
+    train(model)
+    report = zinf_compile.report(model)
+    view = report.plans[0]
+    placed = {item.parameter: item for item in view.plan.placements}["0.base.weight"]
+    nbytes = RowCode(columns=WIDTH).nbytes(WIDTH * WIDTH)
+    assert placed.nbytes_on(Tier.HOST) == nbytes
+    assert placed.compute_nbytes == 4 * WIDTH * WIDTH
+    gather = next(each for each in view.plan.gathers if "0.base.weight" in each.parameters)
+    assert gather.moved_nbytes < gather.nbytes - 2 * WIDTH * WIDTH
+    for tier in report.tiers:
+        if tier.measured_peak is not None and tier.tier is not Tier.NVME:
+            assert tier.measured_peak <= tier.predicted_peak, tier
+    assert f"frozen weight as int8: {nbytes / 1024:.1f} KiB, exactly 144.0 KiB" in view.explain("0.base.weight")
+    zinf_compile.close(model)
+
+
+@pytest.mark.long
+def test_a_plan_ahead_of_the_machine_says_what_is_saved() -> None:
+    model = make_model()
+    options: dict[str, Any] = {
+        "device_memory": "640KiB",
+        "host_memory": "16MiB",
+        "reserve_memory": 0,
+        "compute": "aten",
+    }
+    views = [
+        zinf_compile.plan(model, torch.zeros(16, WIDTH), frozen_dtype=dtype, **options) for dtype in (None, "int8")
+    ]
+    exact, encoded = (view.plan for view in views)
+    host = [plan.tier(Tier.HOST).predicted_peak for plan in (exact, encoded)]
+    assert host[1] < host[0] / 2
+    moved = [sum(gather.moved_nbytes for gather in plan.gathers) for plan in (exact, encoded)]
+    assert moved[1] < moved[0] / 2
+    assert encoded.hardware.decoded_bytes_per_second > 0
+    assert "frozen weights as int8: " in str(views[1])

@@ -28,7 +28,7 @@ from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_el
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import place_unfrozen, plan_placement
 from zinf_compile.passes.planner.simulator.simulate import simulate
-from zinf_compile.runtime.calibration.calibrate import measure_hardware, with_coded_states
+from zinf_compile.runtime.calibration.calibrate import measure_hardware, with_coded_states, with_rows
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.calibration.measured import find_measured
 from zinf_compile.runtime.device.cpu import has_fast_bfloat16
@@ -223,6 +223,8 @@ class Session:
                 measured = kept or measure_hardware(self.store, dtypes)
                 if self.config.state_dtype is not None:
                     measured = with_coded_states(measured, self.config.state_dtype)
+                if self.config.frozen_dtype is not None:
+                    measured = with_rows(measured)
                 self.catalog.hardware = agree_on_hardware(self.store.ranks, measured, self.store.device)
         before = self.config.reserve_memory
         self.catalog.reserve(self.catalog.process.expect(self.config))

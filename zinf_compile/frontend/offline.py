@@ -27,7 +27,7 @@ from zinf_compile.ir.hardware import Hardware, TierSize, count_ranks_of_replica
 from zinf_compile.passes.analysis.parameters import analyze_parameter, find_linear_weights
 from zinf_compile.passes.capture.offline.optimizer_state import StatesOfOptimizer
 from zinf_compile.passes.capture.offline.trace import Inputs
-from zinf_compile.runtime.calibration.calibrate import with_coded_states
+from zinf_compile.runtime.calibration.calibrate import with_coded_states, with_rows
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.model.accessors import refuse_optimized
 from zinf_compile.runtime.optim.supported import check_supported
@@ -108,6 +108,8 @@ def plan(
     if config.state_dtype is not None:
         update = with_coded_states if is_here else assume_coded_states
         hardware = update(hardware, config.state_dtype)
+    if config.frozen_dtype is not None and is_here:
+        hardware = with_rows(hardware)
     called = replace(make_inputs(inputs), loss=loss)
     parameters = _parameter_facts(model, config, optimizer if train else None)
     named = dict(model.named_parameters())

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from zinf_compile.hardware.world import Leg, World
 from zinf_compile.inspect.printing import tell_codes, tell_rows
+from zinf_compile.ir.copies import Role
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.facts import GraphFacts, OpFact, ValueFact
 from zinf_compile.ir.glossary import Tier, format_bytes, printable
@@ -64,7 +65,8 @@ def _explain_parameter(plan: Plan, placement: Placement) -> Iterator[str]:
     if not any(use.parameter == placement.parameter for use in plan.uses):
         yield "  this graph does not read it"
     elif not gathers:
-        legs = World.of_plan(plan).gather_legs(Tier.HOST, placement.compute_nbytes)
+        away = placement.moved({Role.COMPUTE: Tier.HOST})
+        legs = World.of_plan(plan).gather_legs(Tier.HOST, away.compute_nbytes, away.decoded(away.compute_dtype))
         saved = sum(leg.seconds for leg in legs)
         yield f"  it is resident, so nothing moves; each gather from host would take {saved:.3g} s"
 

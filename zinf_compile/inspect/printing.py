@@ -138,7 +138,7 @@ def _dump_transfers(plan: Plan, width: int) -> list[str]:
         return ["transfers  none: every parameter this graph reads is resident"]
     unit = offset_unit(plan)
     digits = len(str(plan.arena_nbytes // unit.nbytes))
-    total = format_bytes(sum(transfer.nbytes for transfer in plan.gathers))
+    total = format_bytes(sum(transfer.moved_nbytes for transfer in plan.gathers))
     rows: list[tuple[str, ...] | str] = []
     for row in fold_rows(
         _fold_tiles(plan),

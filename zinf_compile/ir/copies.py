@@ -209,6 +209,21 @@ def code_of_state(code: Code | None, *, dtype: str, num_elements: int) -> Code |
     return code if dtype == "float32" and num_elements >= LEAST_CODED else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """What a gather brings encoded, and decodes."""
+
+    home_nbytes: int = 0  # that move
+    nbytes: int = 0  # that they become
+
+    def __add__(self, other: "Decoded") -> "Decoded":
+        """Return both together."""
+        return Decoded(home_nbytes=self.home_nbytes + other.home_nbytes, nbytes=self.nbytes + other.nbytes)
+
+
+NOT_DECODED = Decoded()
+
+
 class Granularity(StrEnum):
     """Which part of a parameter shares one number of optimizer state."""
 

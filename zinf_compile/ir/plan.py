@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from zinf_compile.ir.copies import SECTOR_NBYTES, Copy, Granularity, Role, low_halves_nbytes
+from zinf_compile.ir.copies import NOT_DECODED, SECTOR_NBYTES, Copy, Decoded, Granularity, Role, low_halves_nbytes
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
 from zinf_compile.ir.hardware import Hardware
@@ -155,6 +155,13 @@ class Placement:
     def is_narrowed(self) -> bool:
         """Return whether the compute copy is there for graphs that cast what they read; others read the master copy."""
         return Role.MASTER in self.by_role and self.gradient_dtype != self.compute_dtype
+
+    def decoded(self, dtype: str) -> Decoded:
+        """Return what a gather of ``dtype`` brings encoded."""
+        copy = self.by_role[Role.COMPUTE][0]
+        if copy.encoding.rows is None or copy.tier is Tier.DEVICE or dtype != self.compute_dtype:
+            return NOT_DECODED
+        return Decoded(home_nbytes=copy.nbytes, nbytes=copy.gathered_nbytes)
 
     def home_read(self, dtype: str) -> Tier:
         """Return where the copy lives that a gather of ``dtype`` moves."""

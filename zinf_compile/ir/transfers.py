@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from zinf_compile.ir.copies import NOT_DECODED, Decoded
 from zinf_compile.ir.glossary import LiveRange, Tier
 
 
@@ -46,6 +47,7 @@ class Transfer:
     need_by: int  # tick at which compute waits for its end
     release: int  # tick at which its device bytes are free again
     launch: int | None = None  # of a gather: tick at which several ranks start to exchange shards; None: at need_by
+    decoded: Decoded = NOT_DECODED  # of a gather: what it moves encoded, which takes other bytes on its way
     scratch_nbytes: int = 0  # of the arena behind them: this rank's shards, until all ranks' are gathered
     offsets: tuple[int, ...] = ()  # absolute in the arena, one for each part; () where it takes no arena bytes
 
@@ -58,6 +60,11 @@ class Transfer:
     def launched_at(self) -> int:
         """Return the tick at which several ranks start to exchange shards."""
         return self.need_by if self.launch is None else self.launch
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Return the bytes that move: of what is decoded on arrival, those that it takes at home."""
+        return self.nbytes - self.decoded.nbytes + self.decoded.home_nbytes
 
     @property
     def arena_nbytes(self) -> int:

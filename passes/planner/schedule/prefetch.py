@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zinf_compile.hardware.world import World
+from zinf_compile.ir.copies import NOT_DECODED, Decoded
 from zinf_compile.ir.facts import GraphFacts, ParameterFact, UseFact
 from zinf_compile.ir.glossary import LiveRange, Phase, Tier
 from zinf_compile.ir.plan import Placement
@@ -37,6 +38,7 @@ class Residency:
     need_by: int
     release: int
     num_ranks: int = 1
+    decoded: Decoded = NOT_DECODED  # of the full values
 
     @cached_property
     def nbytes(self) -> int:
@@ -76,6 +78,7 @@ class TransferPlan:
                 destination=Tier.DEVICE,
                 offsets=tuple(itertools.accumulate(residency.sizes[:-1], initial=offset)),
                 nbytes=residency.nbytes,
+                decoded=residency.decoded,
                 scratch_nbytes=residency.scratch_nbytes,
                 issue=issue,
                 launch=launch if residency.num_ranks > 1 else None,
@@ -122,6 +125,7 @@ class _Streamed(NamedTuple):
     used: _Used
     source: Tier
     nbytes: int
+    decoded: Decoded
 
 
 class ResidencyPlanner:
@@ -169,7 +173,7 @@ class ResidencyPlanner:
             source = Tier.DEVICE if placement is None else placement.home_read(used.dtype)
             if placement is not None and source is not Tier.DEVICE:
                 nbytes = align(self._num_ranks * placement.nbytes_read(used.dtype))
-                streamed.append(_Streamed(used, source, nbytes))
+                streamed.append(_Streamed(used, source, nbytes, placement.decoded(used.dtype)))
         return streamed
 
     def _residency(self, group: Sequence[_Streamed], phase: Phase, need_by: int, release: int) -> Residency:
@@ -185,6 +189,7 @@ class ResidencyPlanner:
                 need_by=need_by,
                 release=release,
                 num_ranks=self._num_ranks,
+                decoded=sum((item.decoded for item in group), start=NOT_DECODED),
             )
         return self._made[key]
 
@@ -275,7 +280,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
                 if lane in free:
                     free[lane] -= _MARGIN * sinks[num_sinks].seconds
         due = reached[residency.need_by]
-        _, *links = legs = pace.world.gather_legs(residency.source, residency.nbytes)
+        _, *links = legs = pace.world.gather_legs(residency.source, residency.nbytes, residency.decoded)
         for leg in reversed(legs):
             lanes = leg.route.lanes
             due = min(due, *(free.get(lane, math.inf) for lane in lanes)) - _MARGIN * leg.seconds
@@ -288,7 +293,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
 
 def _arrival(residency: Residency, issue: int, pace: Pace) -> int:
     """Return the tick nearest to the arrival of a gather's shards, if compute never waits and their lane is free."""
-    shards, *_ = pace.world.gather_legs(residency.source, residency.nbytes)
+    shards, *_ = pace.world.gather_legs(residency.source, residency.nbytes, residency.decoded)
     reached, arrival = pace.reached_seconds, pace.reached_seconds[issue] + shards.seconds
     tick = bisect.bisect_left(reached, arrival, lo=issue)
     if tick > issue and (tick == len(reached) or arrival - reached[tick - 1] < reached[tick] - arrival):

@@ -85,7 +85,7 @@ def score_in(plan: Plan, step_seconds: float) -> Score:
     updates = plan.device_updates
     return Score(
         nanoseconds=round(step_seconds * 1e9),
-        nbytes_moved=sum(transfer.nbytes for transfer in plan.gathers)
+        nbytes_moved=sum(transfer.moved_nbytes for transfer in plan.gathers)
         + sum(sink.nbytes for sink in plan.sinks if not sink.stays)
         + plan.step.nbytes_read
         + plan.step.nbytes_written
