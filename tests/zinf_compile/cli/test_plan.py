@@ -52,7 +52,7 @@ def test_a_gpt_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*GPT, "--hardware", "h200", "--device-memory", "1GiB", "--save", str(path)]) == 0
     printed = capsys.readouterr()
     plan = load_plan(path)
-    assert printed.out.startswith("plan v8  GPT graph 0  training")
+    assert printed.out.startswith("plan v9  GPT graph 0  training")
     assert printed.err == ""
     assert plan.hardware.name == "h200"
     assert plan.tiers[0].capacity == 2**30
