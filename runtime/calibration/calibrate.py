@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import Code
+from zinf_compile.ir.copies import Code, RowCode
 from zinf_compile.ir.errors import StoreError
 from zinf_compile.ir.glossary import Tier, dtype_name
 from zinf_compile.ir.hardware import Hardware, OpKind, OpRate, Rate, Route, make_route
@@ -37,6 +37,7 @@ from zinf_compile.runtime.process.waiting import future_result, join_thread
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.futures import wait_all
+from zinf_compile.runtime.storage.row_codes import decode_rows, encode_rows
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.storage.state_codes import decode, encode
 from zinf_compile.runtime.store.store import Store
@@ -45,6 +46,7 @@ from zinf_compile.runtime.transfer.transfers import Transfers
 
 _OPTIMIZER_ELEMENTS = 2**22  # 64 MiB in all, more than a cache holds, as in a model
 _SERVER_OPTIMIZER_ELEMENTS = 2**26  # 1 GiB beside a GPU: such machines have caches of hundreds of MiB
+_ROWS, _ROW_COLUMNS = 256, 4096  # of frozen weights: 4 MiB of values
 _CODED_PAGES = 64
 _DISK_NBYTES = 32 * 2**20
 _LINK_NBYTES = 64 * 2**20  # more than a millisecond on the fastest
@@ -255,6 +257,17 @@ def with_coded_states(hardware: Hardware, code: Code) -> Hardware:
     each = 2 * _usual_seconds(both, _REPEATS) / values.numel()
     rate = 1 / (1 / hardware.optimizer_elements_per_second + each)
     return replace(hardware, optimizer_elements_per_second=rate)
+
+
+def with_rows(hardware: Hardware) -> Hardware:
+    """Return the rates of this machine with that of decoding frozen weights, as a thread does beside others."""
+    code = RowCode(columns=_ROW_COLUMNS)
+    values = torch.ones(_ROWS * _ROW_COLUMNS, dtype=torch.float32)
+    rows = torch.empty(code.nbytes(values.numel()), dtype=torch.uint8)
+    encode_rows(code, values, rows)
+    decode_rows(code, rows, values)  # at first use the library is compiled
+    seconds = _usual_seconds(lambda: decode_rows(code, rows, values), _REPEATS)
+    return replace(hardware, decoded_bytes_per_second=values.nbytes / seconds)
 
 
 def _measure_taken(move: Callable[[], object], repeats: int) -> float:

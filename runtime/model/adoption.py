@@ -52,10 +52,10 @@ def adopt_parameters(
     compute = {}
     for item in parameters:  # compute copies first and in module order, so that a block's are one read
         name, dtype = item.fact.name, torch_dtype(item.fact.compute_dtype)
-        is_whole = homes[name].is_whole(Role.COMPUTE)
+        is_whole, rows = homes[name].is_whole(Role.COMPUTE), item.fact.compute.rows
         span = weights[name] if homes[name].by_role[Role.COMPUTE][0].is_in_place else None
         compute[name] = store.new_slot(
-            name, item.parameter.shape, dtype, homes[name].compute, is_whole=is_whole, weights=span
+            name, item.parameter.shape, dtype, homes[name].compute, is_whole=is_whole, row_code=rows, weights=span
         )
     with store.failing_on_error():
         for item in parameters:

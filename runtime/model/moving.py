@@ -37,11 +37,18 @@ class _Move:
 
     @property
     def nbytes_in(self) -> int:
-        """Return the bytes of memory that it takes, negative if it frees some; 0 from one tier in memory to another."""
-        is_in_memory = self.slot.tier is not Tier.NVME
-        if is_in_memory == (self.tier is not Tier.NVME):
+        """Return the bytes of memory that it takes, negative if it frees some.
+
+        0 from one tier in memory to another, but for rows of int8, which are decoded on the device.
+        """
+        return self._nbytes_in_memory(self.tier) - self._nbytes_in_memory(self.slot.tier)
+
+    def _nbytes_in_memory(self, tier: Tier) -> int:
+        """Return the bytes of memory that the copy takes on a tier."""
+        if tier is Tier.NVME:
             return 0
-        return -self.slot.nbytes if is_in_memory else self.slot.nbytes
+        code = None if tier is Tier.DEVICE else self.slot.row_code
+        return self.slot.nbytes if code is None else code.nbytes(self.slot.tensor.numel())
 
 
 @without_interrupts
@@ -199,6 +206,8 @@ def _moved_slot(store: Store, record: StoredParameter, slot: Slot, tier: Tier, n
         return _shared_slot(store, record, slot, tier, num_ranks)
     if slot.tier is tier:
         return slot
+    if slot.row_code is not None:
+        return _moved_rows(store, record, slot, tier)
     if store.device.memory.unified and slot.in_memory and tier is not Tier.NVME:
         # Both are RAM: only the accounting changes.
         store.held.count_home(slot.tier, -slot.nbytes)
@@ -231,6 +240,18 @@ def _moved_slot(store: Store, record: StoredParameter, slot: Slot, tier: Tier, n
             for part, piece in store.tensor_io.read_pieces(slot):
                 store.tensor_io.write_value(moved.part(part), piece)
             store.tensor_io.wait_writes()
+    return moved
+
+
+def _moved_rows(store: Store, record: StoredParameter, slot: Slot, tier: Tier) -> Slot:
+    """Return a slot on ``tier`` with the value of a weight that is stored as rows of int8 outside of the device."""
+    store.refresh_one(record)  # encodes what was written
+    moved = store.new_slot(record.name, record.shape, slot.dtype, tier, slot.key, row_code=slot.row_code)
+    store.held.count_home(slot.tier, -slot.taken_nbytes)
+    with store.failing_on_error():
+        for part, piece in store.tensor_io.read_pieces(slot):
+            store.tensor_io.write_value(moved.part(part), piece)
+        store.tensor_io.wait_writes()
     return moved
 
 

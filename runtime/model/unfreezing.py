@@ -19,8 +19,9 @@ def unfreeze_parameter(store: Store, record: StoredParameter, fact: ParameterFac
     The master copy begins as the compute copy, widened. From its next gather on, captured graphs are captured again with
     its gradient. StoreError, before anything has changed, if the disk has no room.
     """
-    compute = record.copies.compute
     store.reserve([placement])
+    _decode_home(store, record, placement.compute)
+    compute = record.copies.compute
     shape = record.shape
     master = record.copies.master
     if fact.has_compute_copy and not record.copies.are_two:
@@ -35,3 +36,20 @@ def unfreeze_parameter(store: Store, record: StoredParameter, fact: ParameterFac
     gradient = store.new_slot(fact.name, shape, record.dtype, home, GRADIENT)
     train_parameter(store, record, master, gradient)
     store.facts[fact.name], store.placements[fact.name] = fact, placement
+
+
+def _decode_home(store: Store, record: StoredParameter, tier: Tier) -> None:
+    """Give a weight that is stored as rows of int8 an exact home, with the values that it has."""
+    rounded = record.copies.compute
+    if rounded.row_code is None:
+        return
+    store.refresh_one(record)
+    exact = store.new_slot(record.name, record.shape, rounded.dtype, tier)
+    store.held.count_home(rounded.tier, -rounded.taken_nbytes)
+    with store.failing_on_error():
+        for part, piece in store.tensor_io.read_pieces(rounded):
+            store.tensor_io.write_value(exact.part(part), piece)
+        store.tensor_io.wait_writes()
+    record.copies.replace(rounded, exact)
+    store.views.move(record.parameter, record.home)
+    rounded.give_back(store.layout)

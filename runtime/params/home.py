@@ -223,6 +223,8 @@ def await_home(tensor: HomeParameter | HomeTensor) -> None:
     record.store.finish(record)
     if isinstance(tensor, HomeParameter):
         record.store.join_master(record)
+        with torch._C.DisableTorchFunctionSubclass():
+            record.store.show_rows(record)
         if (served := record.copies.in_place) is not None and served.weights is not None:
             served.weights.file.check_unchanged()  # a look at pages that a file no longer has would end the process
     if record.store.is_forked:

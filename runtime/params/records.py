@@ -166,6 +166,9 @@ class RecordStore(Protocol):
     def join_master(self, record: "StoredParameter") -> None:
         """Make the master copy whole, where an update has left only what the compute copy lacks; blocks."""
 
+    def show_rows(self, record: "StoredParameter") -> None:
+        """Let the view of a weight in rows of int8 have its values, for somebody who looks at them; blocks."""
+
     def await_gradient(self, record: "StoredParameter") -> None:
         """Block until the gradient at home may be added to, with deferred operations applied."""
 

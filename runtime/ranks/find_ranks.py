@@ -49,8 +49,13 @@ def folder_of_rank(nvme: object, ranks: Ranks) -> object:
     return os.fspath(nvme).replace("{local_rank}", local).replace("{rank}", str(ranks.mesh_rank))
 
 
-def refuse_coded_states(config: Config) -> None:
-    """Raise ConfigError where several ranks are to store optimizer state in fewer bits."""
+def refuse_codes(config: Config) -> None:
+    """Raise ConfigError where several ranks are to store optimizer state or frozen weights in fewer bits."""
+    if config.frozen_dtype is not None:
+        raise ConfigError(
+            f"frozen_dtype='{config.frozen_dtype}' is not supported on several ranks yet; leave it out, which keeps weights "
+            "exact"
+        )
     if config.state_dtype is not None:
         raise ConfigError(
             f"state_dtype='{config.state_dtype}' is not supported on several ranks yet; leave it out, which keeps states "
@@ -65,7 +70,7 @@ def check_for_ranks(config: Config, parameters: Mapping[str, Tensor]) -> Config:
             f"tiles and tile_memory divide what is gathered, and stage={config.stage} keeps all of it on the device; leave "
             "them out, or say stage=3"
         )
-    refuse_coded_states(config)
+    refuse_codes(config)
     for name, parameter in parameters.items():
         if parameter.dim() == 0:
             raise UnsupportedError(

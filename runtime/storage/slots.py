@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import COMPUTE, LOW_HALVES, SECTOR_NBYTES, AnyCode, CopyKey, low_halves_nbytes
+from zinf_compile.ir.copies import COMPUTE, LOW_HALVES, SECTOR_NBYTES, AnyCode, CopyKey, RowCode, low_halves_nbytes
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.layout import Extent, FileLayout
 from zinf_compile.runtime.storage.nvme.mapping import has_private_pages
 from zinf_compile.runtime.storage.nvme.weight_file import WeightSpan
+from zinf_compile.runtime.storage.row_memory import Rows
 from zinf_compile.runtime.storage.state_codes import Paged
 
 
@@ -32,6 +33,8 @@ class Slot:
     weights: WeightSpan | None = None  # in place: where it lies in a weight file
     coded: Paged | None = None  # what it holds, if that is codes, in pages
     per_element: bool = True  # False: state of a shape of its own, which belongs to the whole parameter and moves whole
+    row_code: RowCode | None = None  # of a frozen weight: its values are those that rows of int8 can have
+    rows: Rows | None = None  # these rows, where they are stored; ``tensor`` is then the view of their values
     upper: "Slot | None" = None  # the compute copy, while an update has left here only what that lacks of a master copy
     on_device: bool = False  # in memory that only the device's streams reach; that of a CPU is host memory
     shown: Tensor | None = None  # the home tensor for users, of a gradient or optimizer state: using it waits
@@ -52,8 +55,10 @@ class Slot:
 
     @property
     def taken_nbytes(self) -> int:
-        """Return the bytes that it takes of its tier: of nvme none, if it is in place."""
-        return self.nbytes if self.weights is None else 0
+        """Return the bytes that it takes of its tier: those of the tensor, or of rows in its place; none in place."""
+        if self.weights is not None:
+            return 0
+        return self.nbytes if self.rows is None else self.rows.nbytes
 
     @property
     def is_written_in_place(self) -> bool:
@@ -121,7 +126,7 @@ class Slot:
     @property
     def in_memory(self) -> bool:
         """Return whether the home is RAM, so that the home tensor may be computed on by the CPU."""
-        return self.tier is not Tier.NVME and not self.on_device
+        return self.tier is not Tier.NVME and not self.on_device and self.rows is None
 
     @property
     def device_bytes(self) -> Tensor | None:

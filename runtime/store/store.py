@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.config import Config
-from zinf_compile.ir.copies import COMPUTE, AnyCode, CopyKey, low_halves_nbytes
+from zinf_compile.ir.copies import COMPUTE, AnyCode, CopyKey, RowCode, low_halves_nbytes
 from zinf_compile.ir.errors import DamageError, RankError, StoreError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier
@@ -42,6 +42,7 @@ from zinf_compile.runtime.storage.low_halves import join
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.nvme.verified import VerifiedEngine
 from zinf_compile.runtime.storage.nvme.weight_file import WeightFile, WeightSpan
+from zinf_compile.runtime.storage.row_memory import Rows
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, map_tensor, memory_of
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.storage.state_blocks import pages_of_code
@@ -247,6 +248,7 @@ class Store:
         *,
         is_whole: bool = False,
         code: AnyCode | None = None,
+        row_code: RowCode | None = None,
         per_element: bool = True,
         weights: WeightSpan | None = None,
     ) -> Slot:
@@ -255,7 +257,8 @@ class Store:
         On nvme it is in place if it lies in ``weights``, and then has the value that is there.
 
         It holds this rank's shard of the parameter, unless ``is_whole``. Without ``per_element`` the shape is that of the
-        copy, which has another one than its parameter. On nvme its extent is reserved on the disk.
+        copy, which has another one than its parameter. With ``row_code`` it is stored as rows of int8, outside of the
+        device. On nvme its extent is reserved on the disk.
         """
         held, num_ranks = Slice.of_whole(parameter, shape), 1
         if not (is_whole or self.ranks.is_alone):
@@ -268,8 +271,14 @@ class Store:
             shape, dtype = torch.Size([code.nbytes(held.num_elements)]), torch.uint8
             held = Slice.of_whole(parameter, shape)
         nbytes = shape.numel() * dtype.itemsize
+        rows = None
+        if row_code is not None and tier is not Tier.DEVICE:
+            nbytes = row_code.nbytes(shape.numel())
+            is_in_file = tier is Tier.NVME
+            stored = None if is_in_file else self.memory.new_home(torch.Size([nbytes]), torch.uint8, tier)
+            rows = Rows(row_code, shape, dtype, stored)
         if tier is not Tier.NVME or nbytes == 0:
-            home = self.memory.new_home(shape, dtype, tier)
+            home = self.memory.new_home(shape, dtype, tier) if rows is None else rows.view
             self.held.count_home(tier, nbytes)
             is_behind_link = self.memory.is_behind_link(tier)
             return Slot(
@@ -279,11 +288,14 @@ class Store:
                 tier=tier,
                 tensor=home,
                 coded=coded,
+                row_code=row_code,
+                rows=rows,
                 per_element=per_element,
                 on_device=is_behind_link,
             )
         if weights is not None:
             assert self.ranks.is_alone
+            assert rows is None, "a weight file has values, not rows"
             home = map_tensor(weights.file.map(weights.start, nbytes), shape, dtype)
             return Slot(slice=held, key=key, tier=tier, tensor=home, weights=weights)
         assert self.engine is not None
@@ -294,15 +306,20 @@ class Store:
         except BaseException:
             self.layout.free(extent)
             raise
-        mapped = self.engine.map(extent.offset, extent.reserved_nbytes)
+        if rows is None:
+            home = map_tensor(self.engine.map(extent.offset, extent.reserved_nbytes), shape, dtype)
+        else:
+            home = rows.view
         self.held.count_home(tier, nbytes)
         return Slot(
             slice=held,
             num_ranks=num_ranks,
             key=key,
             tier=tier,
-            tensor=map_tensor(mapped, shape, dtype),
+            tensor=home,
             coded=coded,
+            row_code=row_code,
+            rows=rows,
             per_element=per_element,
             extent=extent,
         )
@@ -431,8 +448,49 @@ class Store:
             assert self.session is not None
             self.session.leave_weights(record)
 
+    @without_interrupts
+    def show_rows(self, record: StoredParameter) -> None:
+        """Let the view of a weight in rows of int8 have its values, for somebody who looks at them; blocks.
+
+        What was written into it is encoded first, so that the values are those that gathers give. StoreError in a forked
+        child for what is on the disk.
+        """
+        slot = record.copies.compute
+        if slot.row_code is None:
+            return
+        if self.is_open:
+            self._encode_written(record)
+        rows = slot.rows
+        if rows is None or rows.is_shown:
+            return
+        if rows.stored is None and not self.is_open:
+            self.check_usable()
+        self.tensor_io.read_value(slot, rows.view)
+        rows.is_shown = True
+
+    def _encode_written(self, record: StoredParameter) -> None:
+        """Encode what a user may have written into the values of a weight in rows of int8, and show what that gives."""
+        slot, version = record.copies.compute, record.version
+        is_held = slot.rows is not None and slot.rows.is_shown and slot.may_change_unseen
+        if record.copies.is_synced(version) and not is_held:
+            return
+        if slot.rows is None or slot.rows.is_shown:
+            with self.failing_on_error():
+                self.tensor_io.write_value(slot, slot.tensor)
+                self.tensor_io.wait_writes()
+                if slot.rows is not None:
+                    self.tensor_io.read_value(slot, slot.rows.view)
+                    slot.rows.is_shown = True
+        record.copies.sync(version)
+
     def _sync(self, record: StoredParameter) -> None:
         self.keep_writes(record)
+        if record.copies.compute.row_code is not None:
+            self._encode_written(record)
+            rows = record.copies.compute.rows
+            if rows is not None and rows.is_shown and not record.copies.compute.may_change_unseen:
+                rows.hide()
+            return
         version = record.version
         if record.copies.is_synced(version):
             return
@@ -651,7 +709,7 @@ class Store:
         if self._verified is None:
             return
         for slot in _all_slots(record):
-            if slot.extent is not None and slot.is_home_of(home):
+            if slot.extent is not None and slot.rows is None and slot.is_home_of(home):
                 with self.failing_on_error():
                     self._verified.let_go(slot.extent.offset, slot.extent.reserved_nbytes)
 

@@ -70,6 +70,14 @@ class IOPool:
         with self._meter.moving(home, goal, destination.numel() * destination.dtype.itemsize, name):
             destination.copy_(source.pop())
 
+    def decode(self, decode: Callable[[], None], nbytes: int, home: Tier, name: str) -> Future[None]:
+        """Start decoding ``nbytes`` that are in memory into the arena, for a gather from ``home``."""
+        return self._enqueue(_urgency(home, Tier.DEVICE), partial(self._decode, decode, nbytes, home, name))
+
+    def _decode(self, decode: Callable[[], None], nbytes: int, home: Tier, name: str) -> None:
+        with self._meter.moving(home, Tier.DEVICE, nbytes, name):
+            decode()
+
     def wait(self, futures: Sequence[Future[None]], name: str) -> None:
         """Wait for all futures, then raise their first error; recorded as a stall with this name, unless all are done."""
         if not futures:

@@ -60,6 +60,15 @@ def read_slot(
     may be in flight when this returns; ``tensor_io.wait_writes`` completes them.
     """
     checksum = 0
+    if slot.row_code is not None:
+        assert tensor_io is not None
+        assert compute is None
+        for part in slot.slice.flat.pieces(slot.row_code.columns * max(1, _CODED_NBYTES // slot.row_code.columns)):
+            values = torch.empty(part.num_elements, dtype=slot.dtype, device="cpu")
+            reader.read_into(view := tensor_bytes(values))
+            checksum = zlib.crc32(view, checksum)
+            tensor_io.write_value(slot.part(part), values)
+        return checksum
     is_alike = code == slot.code
     ours = None if is_alike else _own(code)
     flat = (
@@ -149,7 +158,7 @@ def pieces_of(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[mem
 
     Of a slot of codes these are the bytes of its values.
     """
-    if slot.whole.upper is not None:
+    if slot.whole.upper is not None or slot.whole.rows is not None:
         assert tensor_io is not None
         yield from (tensor_bytes(piece) for _, piece in tensor_io.read_pieces(slot))
         return

@@ -10,14 +10,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import GRADIENT, LOW_HALVES, chunk_multiple
-from zinf_compile.ir.errors import StoreError
+from zinf_compile.ir.copies import GRADIENT, LOW_HALVES, SECTOR_NBYTES, RowCode, chunk_multiple
+from zinf_compile.ir.errors import StoreError, VerifyError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.futures import return_when_done, then_start
 from zinf_compile.runtime.storage.low_halves import join
+from zinf_compile.runtime.storage.row_codes import decode_rows, encode_rows, round_to_rows
+from zinf_compile.runtime.storage.row_memory import Rows, whole_sectors_around
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, elements_of
 from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.transfer.io_pool import IOPool
@@ -59,8 +61,12 @@ class TensorIO:
         """Start writing ``value`` to a slot; ``wait_writes`` completes it. The caller may reuse ``value`` at once.
 
         A value on a device with its own memory is copied on a stream, after the ops that compute it, and must not be
-        changed any more. Only ``nonzero`` parts of it are read, if they are given: all others are zero.
+        changed any more. Only ``nonzero`` parts of it are read, if they are given: all others are zero. Of a weight in rows
+        of int8 parts come in order, from its first element on.
         """
+        if slot.whole.row_code is not None:
+            self._write_rows(slot, value.detach().reshape(-1).to(slot.whole.dtype).contiguous(), source)
+            return
         moved = [slot.slice.flat] if nonzero is None else [each.flat for each in nonzero]
         if source is Tier.DEVICE and self.link.is_crossed:
             self._write_from_device(slot, value, moved)
@@ -85,6 +91,76 @@ class TensorIO:
                 for each in _common(part, moved):
                     elements_of(staged, part, each).copy_(elements_of(flat, slot.slice, each))
                 self.send_home(slot, part, lease, source)
+
+    def _write_rows(self, slot: Slot | SlotPart, values: Tensor, source: Tier) -> None:
+        whole, code, rows = slot.whole, slot.whole.row_code, slot.whole.rows
+        assert code is not None
+        first = slot.slice.offset_in(whole.slice)
+        if rows is None:  # on the device, decoded
+            self._meter.add_moved(source, whole.tier, values.nbytes)
+            flat = whole.tensor.detach().view(-1)
+            flat[first : first + values.numel()].copy_(values)
+            start, end = first // code.columns, (first + values.numel()) // code.columns
+            for written in flat[start * code.columns : end * code.columns].split(self._row_elements(code)):
+                round_to_rows(code, written)
+            return
+        if first == 0:
+            rows.begin()
+        if first != rows.num_written:
+            raise VerifyError(f"{slot.name} is written at element {first}, behind {rows.num_written} that were written")
+        rows.num_written += values.numel()
+        values = torch.cat([rows.values, values]) if rows.values.numel() else values
+        complete = values.numel() // code.columns * code.columns
+        rows.values = values[complete:].clone()
+        for some in values[:complete].split(self._row_elements(code)):
+            encoded = torch.empty(code.nbytes(some.numel()), dtype=torch.uint8)
+            encode_rows(code, some, encoded, num_threads=torch.get_num_threads())
+            self._send_rows(whole, rows, encoded, source)
+        if rows.num_written == whole.tensor.numel():
+            self._send_rows(whole, rows, torch.zeros(-rows.nbytes % SECTOR_NBYTES, dtype=torch.uint8), source)
+            rows.is_shown = False
+
+    def _send_rows(self, slot: Slot, rows: Rows, encoded: Tensor, source: Tier) -> None:
+        """Start writing bytes of rows behind those that were sent before; what does not fill a sector waits."""
+        if rows.stored is not None:
+            piece = rows.stored[rows.num_sent : rows.num_sent + encoded.numel()]
+            piece.copy_(encoded[: piece.numel()])
+            self._meter.add_moved(source, slot.tier, piece.numel())
+            rows.num_sent += encoded.numel()
+            return
+        assert slot.extent is not None
+        encoded = torch.cat([rows.bytes, encoded])
+        complete = encoded.numel() // SECTOR_NBYTES * SECTOR_NBYTES
+        rows.bytes = encoded[complete:].clone()
+        for some in encoded[:complete].split(self.pool.piece_elements(torch.uint8)):
+            lease = self.pool.lease(some.numel(), f"room for {slot.name}")
+            with lease.handed_on():
+                torch.frombuffer(lease.view, dtype=torch.uint8).copy_(some)
+                futures = self.pool.write(slot, slot.extent.offset + rows.num_sent, lease.view, source)
+                return_when_done(self.staging, lease, futures)
+            self._writes += [(slot, future) for future in futures]
+            rows.num_sent += some.numel()
+
+    def _row_elements(self, code: RowCode) -> int:
+        """Return the elements of so many rows that they fit into a staging buffer with what their first sector has."""
+        room = self.pool.piece_elements(torch.uint8) - 2 * SECTOR_NBYTES
+        return max(1, room // code.page_nbytes) * code.columns
+
+    def _decoded_rows(self, slot: Slot | SlotPart, destination: Tier) -> Iterator[tuple[Slice, Tensor]]:
+        """Yield consecutive parts of a slot of rows and their encoded bytes, valid until the next is asked for; blocks."""
+        whole, rows = slot.whole, slot.whole.rows
+        assert rows is not None
+        for part in slot.slice.flat.pieces(self._row_elements(rows.code)):
+            first, nbytes = rows.range_of(part.offset_in(whole.slice), part.num_elements)
+            if rows.stored is not None:
+                self._meter.add_moved(slot.tier, destination, nbytes)
+                yield part, rows.stored[first : first + nbytes]
+                continue
+            assert whole.extent is not None
+            start, staged = whole_sectors_around(first, nbytes)
+            with self.pool.lease(staged, f"room for {slot.name}") as lease:
+                self.pool.wait(self.pool.read(slot, whole.extent.offset + start, lease.view, destination), slot.name)
+                yield part, torch.frombuffer(lease.view, dtype=torch.uint8)[first - start : first - start + nbytes]
 
     def encode_value(self, slot: Slot, value: Tensor) -> None:
         """Start writing a value to a slot as codes; ``wait_writes`` completes it. The caller may reuse ``value`` at once."""
@@ -326,6 +402,13 @@ class TensorIO:
 
     def read_value(self, slot: Slot | SlotPart, destination: Tensor) -> None:
         """Fill ``destination``, a contiguous tensor of the slot's dtype, with the whole value; blocks."""
+        if (rows := slot.whole.rows) is not None:
+            flat = destination.detach().view(-1)
+            for part, encoded in self._decoded_rows(slot, Tier.DEVICE):
+                decode_rows(
+                    rows.code, encoded, elements_of(flat, slot.slice, part), num_threads=torch.get_num_threads()
+                )
+            return
         if slot.in_memory:
             destination.copy_(slot.tensor)
             self._meter.add_moved(slot.tier, Tier.DEVICE, slot.nbytes)
@@ -338,6 +421,12 @@ class TensorIO:
 
         The tensors are flat, and each is valid until the next is requested.
         """
+        if (rows := slot.whole.rows) is not None:
+            for part, encoded in self._decoded_rows(slot, destination):
+                values = torch.empty(part.num_elements, dtype=slot.whole.dtype)
+                decode_rows(rows.code, encoded, values, num_threads=torch.get_num_threads())
+                yield part, values
+            return
         if slot.whole.upper is not None:
             for part in self._joined_parts(slot.whole):
                 with self._joined(slot.whole, part, destination) as (piece, _):

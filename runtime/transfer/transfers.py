@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from mmap import mmap
 from typing import Protocol
 
 import torch
@@ -25,8 +26,10 @@ from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
 from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import Engine, whole_sectors
-from zinf_compile.runtime.storage.futures import call_when_done
+from zinf_compile.runtime.storage.futures import call_when_done, then_start
 from zinf_compile.runtime.storage.nvme.weight_file import WeightFile
+from zinf_compile.runtime.storage.row_codes import decode_rows
+from zinf_compile.runtime.storage.row_memory import Rows, decode_behind, whole_sectors_around
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, weights_of
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.gpu_direct import DirectReads, GpuDirectFiller
@@ -189,6 +192,9 @@ class Transfers:
     def _start_gather(self, slots: Sequence[Slot | SlotPart], offsets: Sequence[int], moving: InFlight) -> None:
         for run in _file_runs(slots, offsets):
             self.filler.fill_from_file(moving, run.slot, run.file_offset, run.arena_offset, run.nbytes)
+        for slot, offset in zip(slots, offsets, strict=True):
+            if slot.whole.rows is not None:
+                self._start_decoding(slot, slot.whole.rows, offset, moving)
         in_memory = [
             Source(slot.tensor, offset, slot.tier, slot.name)
             for slot, offset in zip(slots, offsets, strict=True)
@@ -196,6 +202,36 @@ class Transfers:
         ]
         if in_memory:
             self.filler.fill_from_memory(moving, in_memory)
+
+    def _start_decoding(self, slot: Slot | SlotPart, rows: Rows, offset: int, moving: InFlight) -> None:
+        """Start decoding rows into the arena of a CPU. From the file they are read to the end of the same arena bytes."""
+        values = self._arena.view(offset, (slot.slice.num_elements,), slot.whole.dtype)
+        first, nbytes = rows.range_of(slot.slice.offset_in(slot.whole.slice), values.numel())
+        if rows.stored is not None:
+            self._meter.add_moved(slot.tier, Tier.DEVICE, nbytes)
+            decode = partial(decode_rows, rows.code, rows.stored[first : first + nbytes], values)
+            moving.futures.append(self.pool.decode(decode, nbytes, slot.tier, slot.name))
+            return
+        assert slot.whole.extent is not None
+        start, read_nbytes = whole_sectors_around(first, nbytes)
+        room = whole_sectors(slot.nbytes)
+        memory = self._arena.bytes_at(offset, room)
+        begin = room - read_nbytes
+        if begin < 0:  # of very small tiles
+            memory, begin = torch.frombuffer(mmap(-1, read_nbytes), dtype=torch.uint8), 0
+        buffer = memory.numpy().data[begin : begin + read_nbytes]
+        reads = self.pool.read(slot, slot.whole.extent.offset + start, buffer, Tier.DEVICE)
+        where = begin + first - start
+
+        def decode_read() -> None:
+            if memory.data_ptr() == values.data_ptr():
+                decode_behind(rows.code, memory, where, values)
+            else:
+                decode_rows(rows.code, memory[where : where + nbytes], values)
+
+        read: Future[None] = Future()
+        moving.futures.append(then_start(read, lambda: [self.pool.decode(decode_read, 0, Tier.HOST, slot.name)]))
+        call_when_done(reads, lambda error: read.set_result(None) if error is None else read.set_exception(error))
 
     def launch_gather(self, ticket: int) -> None:
         """Start the all-gather of a transfer once this rank's shards have arrived: every rank does so in the same order.
@@ -343,7 +379,8 @@ def _file_of(slot: Slot | SlotPart) -> WeightFile | None:
 def _file_runs(slots: Sequence[Slot | SlotPart], offsets: Sequence[int]) -> list[_FileRun]:
     runs: list[_FileRun] = []
     for slot, offset in zip(slots, offsets, strict=True):
-        if slot.in_memory or slot.nbytes == 0:  # the last of several ranks may have no row
+        # Rows are read apart, to be decoded. The last of several ranks may have nothing of a parameter.
+        if slot.in_memory or slot.whole.rows is not None or slot.nbytes == 0:
             continue
         start, _ = slot.byte_range(slot.slice)
         before = offset % SECTOR_NBYTES  # of an expert that begins within a sector; its neighbour's bytes are read, too

@@ -30,7 +30,7 @@ from zinf_compile.runtime.optim.step_chunks import Chunk
 from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.records import record_of
-from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, refuse_coded_states
+from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, refuse_codes
 from zinf_compile.runtime.storage.state_codes import Coded, decode, encode
 from zinf_compile.runtime.store.store import Store
 
@@ -829,7 +829,7 @@ def test_no_encoding(wrong: object) -> None:
 
 def test_where_it_is_not_supported() -> None:
     config = make_config({"device_memory": "8MiB", "host_memory": "8MiB", "state_dtype": "int8"})
-    for check_ranks in (refuse_coded_states, lambda config: check_for_ranks(config, {})):
+    for check_ranks in (refuse_codes, lambda config: check_for_ranks(config, {})):
         with pytest.raises(ConfigError, match="is not supported on several ranks yet"):
             check_ranks(config)
 

@@ -66,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-dtype", choices=tuple(map(str, Code)), help="store optimizer state in fewer bits (default: exactly)"
     )
     how.add_argument(
+        "--frozen-dtype",
+        choices=("int8",),
+        help="store frozen weights of linear layers in fewer bits (default: exactly)",
+    )
+    how.add_argument(
         "--compute",
         choices=("inductor", "aten"),
         help="how captured graphs run, as of optimize: each block compiled, or op by op (default: inductor)",
@@ -100,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress(f"building {args.model}"):
         subject = find_model(args.model, sizes_of(args))
     budgets = ("device_memory", "host_memory", "nvme_memory", "nvme_write_budget", "reserve_memory")
-    names = (*budgets, "compute_dtype", "state_dtype", "compute", "reduce")
+    names = (*budgets, "compute_dtype", "state_dtype", "frozen_dtype", "compute", "reduce")
     try:
         with _progress(f"planning {type(subject.model).__name__}"):
             plan = zinf_compile.plan(

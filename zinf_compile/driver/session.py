@@ -3,7 +3,7 @@
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_el
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import check_file, place_unfrozen, plan_placement
 from zinf_compile.passes.planner.simulator.simulate import simulate
-from zinf_compile.runtime.calibration.calibrate import measure_hardware, with_coded_states
+from zinf_compile.runtime.calibration.calibrate import measure_hardware, with_coded_states, with_rows
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.calibration.measured import find_measured
 from zinf_compile.runtime.device.cpu import has_fast_bfloat16
@@ -102,8 +102,9 @@ class Session:
         as_home: bool,
         with_values: bool = True,
         weights: Mapping[str, WeightSpan] = MappingProxyType({}),
+        linear: Container[Parameter] = (),
     ) -> None:
-        """Take parameters into the store.
+        """Take parameters into the store. ``linear`` are those that are weights of linear layers.
 
         Without ``with_values`` they get homes only, and the caller writes the values there, but for those in place: frozen
         ones on nvme whose value ``weights`` has in the dtype that is stored. Raises CapacityError,
@@ -115,7 +116,7 @@ class Session:
         # A backend gets parameters graph by graph: those of later ones are not known yet.
         check_tiles(self.config, {**known, **parameters}, self.store.ranks.size, are_all=as_home)
         if as_home:
-            self.config.check_exact_state({**known, **parameters})
+            self.config.check_exact({**known, **parameters})
         self.catalog.settle()
         named = [
             NamedParameter(
@@ -125,6 +126,7 @@ class Session:
                     parameter,
                     compute_dtype=None if holders_of(parameter) else self.config.compute_dtype,
                     state_code=self.config.state_code_of(name),
+                    is_encoded=parameter in linear and self.config.encodes_frozen(name),  # no component is in a layer
                     memory=self.config.memory,
                 ),
             )
@@ -191,6 +193,7 @@ class Session:
         self.catalog.settle()
         self.leave_weights(record)
         fact = replace(self.store.facts[record.name], trainable=True)
+        fact = replace(fact, compute=fact.compute.decoded)
         others = [placement for placement in self.catalog.placements if placement.parameter != record.name]
         master = record.copies.master.tier if record.copies.are_two else None
         unfrozen = place_unfrozen(
@@ -268,6 +271,8 @@ class Session:
                 measured = kept or measure_hardware(self.store, dtypes)
                 if self.config.state_dtype is not None:
                     measured = with_coded_states(measured, self.config.state_dtype)
+                if self.config.frozen_dtype is not None:
+                    measured = with_rows(measured)
                 self.catalog.hardware = agree_on_hardware(self.store.ranks, measured, self.store.device)
         before = self.config.reserve_memory
         self.catalog.reserve(self.catalog.process.expect(self.config))
@@ -410,8 +415,8 @@ class Session:
 
 
 def _may_be_in_place(fact: ParameterFact, weights: WeightSpan) -> bool:
-    """Return whether a weight file has just what would be stored of a parameter."""
-    return not fact.trainable and fact.compute.code is None and fact.compute_dtype == dtype_name(weights.dtype)
+    """Return whether a weight file has just what would be stored of a parameter: not of one that is encoded."""
+    return not fact.trainable and fact.compute.has_values and fact.compute_dtype == dtype_name(weights.dtype)
 
 
 def session_of_store(store: Store) -> Session:

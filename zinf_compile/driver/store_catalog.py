@@ -115,7 +115,10 @@ class StoreCatalog:
         fresh = {
             fact.name: fact.narrowed_to(dtype_name(reads[param]))
             for param, fact in asked.items()
-            if fact.compute_dtype == fact.dtype and fact.name in streamed and (fact.trainable or fact.unified)
+            if fact.compute_dtype == fact.dtype
+            and fact.name in streamed
+            and (fact.trainable or fact.unified)
+            and fact.compute.columns is None
         }
         if not fresh:
             return None

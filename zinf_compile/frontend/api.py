@@ -34,6 +34,7 @@ from zinf_compile.ir.config import Config, make_config
 from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.hardware import route_name
+from zinf_compile.passes.analysis.parameters import find_linear_weights
 from zinf_compile.passes.planner.simulator.several_graphs import phases_of_step, share_updates
 from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.runtime.device.make_device import find_device
@@ -100,6 +101,12 @@ def optimize(
             rounded stochastically. Each chunk is decoded, updated by the optimizer in float32, and encoded again. State
             of parameters with less than 4096 elements stays exact. In one process. By default all is exact.
         exact_state: parameters whose state is exact beside ``state_dtype``: a name or a pattern such as "*embed*", or a list
+            of these.
+        frozen_dtype: "int8" stores frozen weights of ``nn.Linear`` as rows of int8 with a scale each, outliers in bfloat16
+            (after LLM.int8(), arXiv 2208.07339), about 1.03 bytes an element. They are decoded on their way to the device.
+            Weights with less than 4096 elements, and those that another module has too, stay exact. On a CPU, in one
+            process. By default all are exact.
+        exact_frozen: parameters that are exact beside ``frozen_dtype``: a name or a pattern such as "*lm_head*", or a list
             of these.
         compute: "inductor", the default, compiles each block, and identical blocks only once. This takes some seconds
             in the first call, and results agree with eager PyTorch to rounding. Without a C++ compiler, or if it does
@@ -204,7 +211,8 @@ def optimize(
             refuse_shared_devices(ranks, session.store.device)
         with torch.device("cpu"):  # regardless of the caller's default device
             weights = values.serve(session.store) if isinstance(values, FileValues) else {}
-            session.adopt(parameters, as_home=True, with_values=values is None, weights=weights)
+            linear = find_linear_weights(model) if config.frozen_dtype is not None else frozenset()
+            session.adopt(parameters, as_home=True, with_values=values is None, weights=weights, linear=linear)
             replaced = _register_replacements(model)
             if values is not None:
                 with session.progress("writing the first values of", parameters.values()):

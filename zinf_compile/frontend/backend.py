@@ -41,6 +41,11 @@ def zinf(
             "verify_store=True needs parameters that observe writes, and with backend='zinf' they keep their class; call "
             "zinf_compile.optimize(model, verify_store=True), or leave it out"
         )
+    if options is not None and options.get("frozen_dtype") is not None:
+        raise ConfigError(
+            "frozen_dtype needs to know which modules have which parameters, and with backend='zinf' graphs have only "
+            "parameters; call zinf_compile.optimize(model, frozen_dtype='int8'), or leave it out"
+        )
     found = parameter_placeholders(graph_module, inputs)
     parameters = {name: parameter for name, parameter in found.items() if not has_own_bytes(parameter)}
     guard_placeholders(graph_module, parameters)

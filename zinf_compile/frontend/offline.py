@@ -24,16 +24,17 @@ from zinf_compile.ir.errors import ConfigError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.ir.hardware import Hardware, TierSize, count_ranks_of_replica
-from zinf_compile.passes.analysis.parameters import analyze_parameter
+from zinf_compile.passes.analysis.parameters import analyze_parameter, find_linear_weights
 from zinf_compile.passes.capture.offline.optimizer_state import StatesOfOptimizer
 from zinf_compile.passes.capture.offline.trace import Inputs
-from zinf_compile.runtime.calibration.calibrate import with_coded_states
+from zinf_compile.runtime.calibration.calibrate import with_coded_states, with_rows
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.model.accessors import refuse_optimized
+from zinf_compile.runtime.model.quantised import has_own_bytes
 from zinf_compile.runtime.optim.block_wise import is_block_wise
 from zinf_compile.runtime.optim.supported import check_supported
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
-from zinf_compile.runtime.ranks.find_ranks import refuse_coded_states
+from zinf_compile.runtime.ranks.find_ranks import refuse_codes
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -105,15 +106,17 @@ def plan(
     hardware = _find_hardware(hardware, nvme, options).with_world(num_ranks, replicas)
     config = _make_config(options, hardware)
     if num_ranks > 1:
-        refuse_coded_states(config)
+        refuse_codes(config)
     if config.state_dtype is not None:
         update = with_coded_states if is_here else assume_coded_states
         hardware = update(hardware, config.state_dtype)
+    if config.frozen_dtype is not None and is_here:
+        hardware = with_rows(hardware)
     called = replace(make_inputs(inputs), loss=loss)
     parameters = _parameter_facts(model, config, optimizer if train else None)
     named = dict(model.named_parameters())
     check_tiles(config, named, num_ranks)
-    config.check_exact_state(named)
+    config.check_exact(named)
     catalog = PaperCatalog(config, parameters, num_ranks)
     subject = Subject(model=model, name=type(model).__name__, inputs=called, train=train, dynamic=dynamic)
     return OfflinePlanner(
@@ -212,6 +215,7 @@ def _check_plannable(optimizer: Optimizer) -> None:
 
 
 def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimizer | None) -> tuple[ParameterFact, ...]:
+    linear = find_linear_weights(model) if config.frozen_dtype is not None else frozenset()
     states = StatesOfOptimizer(make_optimizer, check=_check_plannable) if make_optimizer is not None else None
     return tuple(
         analyze_parameter(
@@ -220,6 +224,7 @@ def _parameter_facts(model: Module, config: Config, make_optimizer: MakeOptimize
             compute_dtype=config.compute_dtype,
             states=states.of(parameter) if states is not None and parameter.requires_grad else (),
             state_code=config.state_code_of(name),
+            is_encoded=parameter in linear and not has_own_bytes(parameter) and config.encodes_frozen(name),
             memory=config.memory,
         )
         for name, parameter in model.named_parameters()

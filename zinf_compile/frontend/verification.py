@@ -35,6 +35,7 @@ _REFUSED = {
     "mesh": "one process is compared with one",
     "step_in_backward": "gradients, which are compared, are never stored then",
     "state_dtype": "it rounds optimizer state, so results are not those of plain PyTorch",
+    "frozen_dtype": "it rounds frozen weights, so results are not those of plain PyTorch",
 }
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from zinf_compile.ir.copies import NOT_DECODED, Decoded
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware, Route, route_name
 from zinf_compile.ir.plan import Plan
@@ -27,11 +28,12 @@ class Leg(NamedTuple):
 
     route: Route
     nbytes: int
+    decode_seconds: float = 0.0  # behind the bytes, on the processors that move them
 
     @property
     def seconds(self) -> float:
         """Return how long it takes its lanes."""
-        return self.route.latency_seconds + self.nbytes / self.route.bytes_per_second
+        return self.route.latency_seconds + self.nbytes / self.route.bytes_per_second + self.decode_seconds
 
 
 # Not slotted: what is asked for again and again is worked out once.
@@ -64,7 +66,7 @@ class World:
     # Blocks repeat, so cache the legs per tier and size.
 
     @cached_property
-    def _gathers(self) -> dict[tuple[Tier, int], tuple[Leg, ...]]:
+    def _gathers(self) -> dict[tuple[Tier, int, Decoded], tuple[Leg, ...]]:
         return {}
 
     @cached_property
@@ -84,18 +86,22 @@ class World:
     def legs(self, transfer: Transfer, *, is_resident: bool = False) -> tuple[Leg, ...]:
         """Return the legs of a transfer, () if no bytes move. ``is_resident`` says where a gradient's parameter is."""
         if transfer.what is Moved.PARAMETERS:
-            return self.gather_legs(transfer.source, transfer.moved_nbytes)
+            return self.gather_legs(transfer.source, transfer.moved_nbytes, transfer.decoded)
         if transfer.what is Moved.GRADIENT:
             return self.gradient_legs(transfer.destination, transfer.moved_nbytes, is_resident=is_resident)
         return (Leg(self.routes[transfer.source, transfer.destination], transfer.nbytes),)
 
-    def gather_legs(self, source: Tier, nbytes: int) -> tuple[Leg, ...]:
-        """Return the legs of gathering a full value: a read of the shard, and with several ranks an all-gather."""
-        legs = self._gathers.get((source, nbytes))
+    def gather_legs(self, source: Tier, nbytes: int, decoded: Decoded = NOT_DECODED) -> tuple[Leg, ...]:
+        """Return the legs of gathering a full value: a read of the shard, and with several ranks an all-gather.
+
+        ``nbytes`` move. ``decoded`` says what of them is decoded on arrival, which takes time, too.
+        """
+        legs = self._gathers.get((source, nbytes, decoded))
         if legs is None:
-            shard = Leg(self.routes[source, Tier.DEVICE], shard_size(nbytes, self.num_ranks))
+            seconds, moved = self.hardware.decode_seconds(decoded.nbytes), shard_size(nbytes, self.num_ranks)
+            shard = Leg(self.routes[source, Tier.DEVICE], moved, seconds)
             legs = (shard,) if self.num_ranks == 1 else (shard, Leg(self.links, nbytes))
-            self._gathers[source, nbytes] = legs
+            self._gathers[source, nbytes, decoded] = legs
         return legs
 
     def gradient_legs(self, home: Tier, nbytes: int, *, is_resident: bool) -> tuple[Leg, ...]:

@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from zinf_compile.hardware.world import Leg, World
-from zinf_compile.inspect.printing import tell_codes
+from zinf_compile.inspect.printing import tell_codes, tell_rows
+from zinf_compile.ir.copies import Role
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.facts import GraphFacts, OpFact, ValueFact
 from zinf_compile.ir.glossary import Tier, format_bytes, printable
@@ -52,6 +53,7 @@ def _explain_parameter(plan: Plan, placement: Placement) -> Iterator[str]:
         home, nbytes = copies[0].tier, placement.nbytes_of(role)
         yield f"  {role.label}: {format_bytes(nbytes)} on {home}{_elsewhere(plan, home, nbytes)}"
     yield from (f"  optimizer state as {told}" for told in tell_codes([placement]))
+    yield from (f"  frozen weight as {told}" for told in tell_rows([placement]))
     timeline = simulate(plan)
     gathers = plan.by_tick.gathers_of(placement.parameter)
     for gather in gathers:
@@ -63,7 +65,9 @@ def _explain_parameter(plan: Plan, placement: Placement) -> Iterator[str]:
     if not any(use.parameter == placement.parameter for use in plan.uses):
         yield "  this graph does not read it"
     elif not gathers:
-        legs = World.of_plan(plan).gather_legs(Tier.HOST, placement.compute_nbytes)
+        away = placement.moved({Role.COMPUTE: Tier.HOST})
+        nbytes, decoded = away.nbytes_of(Role.COMPUTE), away.decoded(away.compute_dtype)
+        legs = World.of_plan(plan).gather_legs(Tier.HOST, nbytes, decoded)
         saved = sum(leg.seconds for leg in legs)
         yield f"  it is resident, so nothing moves; each gather from host would take {saved:.3g} s"
 

@@ -88,6 +88,19 @@ def _dump_tiers(plan: Plan, width: int) -> list[str]:
     return make_table(("tiers", "capacity", "peak", "used", "made of"), rows, align="<>>><", width=width, flexible=4)
 
 
+def tell_rows(placements: Iterable[Placement]) -> Iterator[str]:
+    """Yield what storing frozen weights as rows of int8 saves, outside of the device."""
+    rows = [
+        copy
+        for place in placements
+        for copy in place.copies
+        if copy.encoding.rows is not None and copy.tier is not Tier.DEVICE
+    ]
+    if rows:
+        exact = sum(copy.gathered_nbytes for copy in rows)
+        yield f"int8: {format_bytes(sum(copy.nbytes for copy in rows))}, exactly {format_bytes(exact)}"
+
+
 def tell_codes(placements: Iterable[Placement]) -> Iterator[str]:
     """Yield how optimizer state is stored in fewer bits, what it takes, and what it would take exactly."""
     coded = [copy for place in placements for copy in place.copies if copy.encoding.code is not None]
@@ -117,6 +130,7 @@ def _dump_placements(plan: Plan, width: int) -> list[str]:
         lines.append(
             f"  {format_bytes(plan.in_place_nbytes)} of {len(in_place)} frozen parameters stay in the files of their weights"
         )
+    lines += (f"  frozen weights as {told}" for told in tell_rows(plan.placements))
     unread = [placement.parameter for placement in plan.placements if placement.parameter not in read]
     if unread:
         lines.append(f"  {len(unread)} not read by this graph: {', '.join(unread)}")
@@ -128,7 +142,7 @@ def _dump_transfers(plan: Plan, width: int) -> list[str]:
         return ["transfers  none: every parameter this graph reads is resident"]
     unit = offset_unit(plan)
     digits = len(str(plan.arena_nbytes // unit.nbytes))
-    total = format_bytes(sum(transfer.nbytes for transfer in plan.gathers))
+    total = format_bytes(sum(transfer.moved_nbytes for transfer in plan.gathers))
     rows: list[tuple[str, ...] | str] = []
     for row in fold_rows(
         _fold_tiles(plan),

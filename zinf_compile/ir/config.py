@@ -101,6 +101,8 @@ class Config:
     )
     state_dtype: Code | None = None  # how optimizer state is encoded in fewer bits; None: it is exact
     exact_state: tuple[str, ...] = ()  # patterns of names of parameters whose state is exact all the same
+    frozen_dtype: str | None = None  # "int8": how frozen weights of linear layers are stored; None: they are exact
+    exact_frozen: tuple[str, ...] = ()  # patterns of names of those that are exact all the same
     nvme_write_budget: int | None = None  # bytes per day; None: plans write whatever makes steps short
     # Whether of experts only those that have rows are gathered, once that is known. None: where that is faster.
     gather_by_expert: bool | None = None
@@ -137,13 +139,21 @@ class Config:
         """Return how the optimizer state of a parameter is encoded, where it can be; None: it is exact."""
         return None if any(fnmatchcase(parameter, pattern) for pattern in self.exact_state) else self.state_dtype
 
-    def check_exact_state(self, parameters: Collection[str]) -> None:
-        """Raise ConfigError for a pattern of ``exact_state`` that no name of these parameters matches."""
-        for pattern in self.exact_state:
-            if not any(fnmatchcase(name, pattern) for name in parameters):
-                near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else "a pattern such as '*embed*' matches a part of a name"
-                raise ConfigError(f"exact_state={pattern!r} matches no parameter of the model; {hint}")
+    def encodes_frozen(self, parameter: str) -> bool:
+        """Return whether a frozen weight of a linear layer is stored in fewer bits, where it can be."""
+        is_exact = any(fnmatchcase(parameter, pattern) for pattern in self.exact_frozen)
+        return self.frozen_dtype is not None and not is_exact
+
+    def check_exact(self, parameters: Collection[str]) -> None:
+        """Raise ConfigError for a pattern of ``exact_state`` or ``exact_frozen`` that no name of a parameter matches."""
+        for option, patterns in (("exact_state", self.exact_state), ("exact_frozen", self.exact_frozen)):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in parameters):
+                    near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.5)
+                    hint = (
+                        f"did you mean {near[0]!r}?" if near else "a pattern such as '*embed*' matches a part of a name"
+                    )
+                    raise ConfigError(f"{option}={pattern!r} matches no parameter of the model; {hint}")
 
 
 OPTIONS = frozenset(each.name for each in fields(Config) if each.metadata.get("is_option", True))
@@ -195,6 +205,7 @@ def make_config(
     if reserve == MEASURED and found is not None and sizes["device_memory"] >= LEAST_MEASURED:
         sizes["reserve_memory"] = found.libraries_nbytes
     stage, state_dtype = _check_stage(given.get("stage", 3)), _check_state_dtype(given.get("state_dtype"))
+    frozen_dtype = _check_frozen_dtype(given.get("frozen_dtype"), unified=unified)
     if stage == 1 and given.get("step_in_backward") is True:
         raise ConfigError(
             "stage=1 reduces gradients once per step, and step_in_backward=True updates parameters before that; say stage=2"
@@ -223,7 +234,9 @@ def make_config(
         speculate=_check_speculate(given),
         update_on=_check_update_on(given.get("update_on"), unified=unified),
         state_dtype=state_dtype,
-        exact_state=_check_exact_state(given.get("exact_state", ()), state_dtype),
+        exact_state=_check_exact(given, "exact_state", "state_dtype", is_encoded=state_dtype is not None),
+        frozen_dtype=frozen_dtype,
+        exact_frozen=_check_exact(given, "exact_frozen", "frozen_dtype", is_encoded=frozen_dtype is not None),
         nvme_write_budget=_check_write_budget(given.get("nvme_write_budget")),
         gather_by_expert=_check_bool(given.get("gather_by_expert"), option="gather_by_expert"),
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
@@ -311,17 +324,35 @@ def _check_state_dtype(dtype: object) -> Code | None:
     return Code(name)
 
 
-def _check_exact_state(patterns: object, state_dtype: Code | None) -> tuple[str, ...]:
+def _check_frozen_dtype(dtype: object, *, unified: bool) -> str | None:
+    if dtype is None:
+        return None
+    name = dtype_name(dtype)
+    if name != "int8":
+        raise ConfigError(
+            f"frozen_dtype={dtype!r} is no encoding of frozen weights; say 'int8', or leave it out for exact weights"
+        )
+    if not unified:
+        raise ConfigError(
+            f"frozen_dtype={name!r} is decoded in host memory, and a device with memory of its own does not compute there "
+            "yet; leave it out, or say device='cpu'"
+        )
+    return name
+
+
+def _check_exact(given: Mapping[str, object], option: str, needs: str, *, is_encoded: bool) -> tuple[str, ...]:
+    patterns = given.get(option, ())
     listed = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(listed, list | tuple | set | frozenset) or not all(
         isinstance(each, str) and each for each in listed
     ):
         raise ConfigError(
-            f"exact_state={patterns!r} is no name of a parameter; give names, or patterns such as '*embed*', as a string or "
+            f"{option}={patterns!r} is no name of a parameter; give names, or patterns such as '*embed*', as a string or "
             "a list of strings"
         )
-    if listed and state_dtype is None:
-        raise ConfigError(f"exact_state={patterns!r} without state_dtype: all state is exact; leave it out")
+    if listed and not is_encoded:
+        kind = "all state is" if option == "exact_state" else "all weights are"
+        raise ConfigError(f"{option}={patterns!r} without {needs}: {kind} exact; leave it out")
     return tuple(sorted(listed) if isinstance(listed, set | frozenset) else listed)
 
 

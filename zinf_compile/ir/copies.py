@@ -156,7 +156,52 @@ _PAGE_ELEMENTS = {
     Code.BFLOAT16: SECTOR_NBYTES // 2,
     Code.INT8: 15 * 256,  # and their 15 scales
 }
-LEAST_CODED = 4096  # elements: smaller states stay exact
+LEAST_CODED = 4096  # elements: smaller states and weights stay exact
+_OUTLIER_SHARE = 256  # one of so many columns of a row may be an outlier
+_OUTLIER_NBYTES = 4 + 2  # its number, and its value in 16 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCode:
+    """How frozen weights of linear layers are encoded: rows of int8 that have a scale each, and some columns in 16 bits.
+
+    The pages of this code are the rows, whatever bytes they take: each is decoded by itself.
+    """
+
+    columns: int  # the elements of a row
+
+    @property
+    def page_elements(self) -> int:
+        """Return the elements of a row."""
+        return self.columns
+
+    @property
+    def num_outliers(self) -> int:
+        """Return how many columns of a row there is room for in 16 bits."""
+        return max(1, self.columns // _OUTLIER_SHARE)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Return the bytes of a row, a multiple of four: the scale, the outliers, the codes."""
+        return -(-(4 + _OUTLIER_NBYTES * self.num_outliers + self.columns) // 4) * 4
+
+    def nbytes(self, num_elements: int) -> int:
+        """Return the bytes of the rows of so many elements."""
+        return -(-num_elements // self.columns) * self.page_nbytes
+
+    @staticmethod
+    def of_weight(shape: Sequence[int], dtype: str) -> "RowCode | None":
+        """Return the code of a weight of this shape, decoded to ``dtype``; None if it has to stay exact.
+
+        That is so for what is no matrix, has less than ``LEAST_CODED`` elements or rows too short to save anything, and in
+        other dtypes than float32, bfloat16 and float16.
+        """
+        if len(shape) != 2 or math.prod(shape) < LEAST_CODED or dtype not in ("float32", "bfloat16", "float16"):
+            return None
+        code = RowCode(columns=shape[1])
+        return code if code.page_nbytes < shape[1] * _ITEMSIZES[dtype] else None
+
+
 LOW_HALVES = 15 * 128  # float32 values of which a page holds what bfloat16 lacks: 16 bits of each, and a bit for ties
 _CHUNK_MULTIPLE = 4096
 
@@ -182,10 +227,26 @@ def chunk_multiple(page_elements: Collection[int] = (), itemsizes: Collection[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How values are stored: contiguous elements of one dtype, or pages of their codes."""
+    """How values are stored: contiguous elements of one dtype, or pages or rows of their codes."""
 
     dtype: str  # "bfloat16"; of codes, what they are decoded to
     code: AnyCode | None = None
+    columns: int | None = None  # of frozen weights that are stored as rows of int8
+
+    @property
+    def has_values(self) -> bool:
+        """Return whether the stored bytes are those of the values themselves."""
+        return self.code is None and self.columns is None
+
+    @property
+    def rows(self) -> RowCode | None:
+        """Return the code of rows; None where values are stored otherwise."""
+        return None if self.columns is None else RowCode(columns=self.columns)
+
+    @property
+    def decoded(self) -> "Encoding":
+        """Return the encoding of the same values as a gather gives them: elements of a dtype."""
+        return self if self.columns is None else Encoding(dtype=self.dtype)
 
     @property
     def is_known(self) -> bool:
@@ -199,6 +260,8 @@ class Encoding:
 
     def nbytes(self, num_elements: int) -> int:
         """Return the bytes of ``num_elements``."""
+        if self.columns is not None:
+            return RowCode(columns=self.columns).nbytes(num_elements)
         return num_elements * self.itemsize if self.code is None else self.code.nbytes(num_elements)
 
 
@@ -208,6 +271,26 @@ def code_of_state(code: Code | None, *, dtype: str, num_elements: int) -> Code |
     States in other dtypes than float32, and of parameters of less than ``LEAST_CODED`` elements, stay exact.
     """
     return code if dtype == "float32" and num_elements >= LEAST_CODED else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """What a gather brings encoded, and decodes."""
+
+    home_nbytes: int = 0  # that move
+    nbytes: int = 0  # that they become
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Return by how many bytes fewer move than are gathered."""
+        return self.nbytes - self.home_nbytes
+
+    def __add__(self, other: "Decoded") -> "Decoded":
+        """Return both together."""
+        return Decoded(home_nbytes=self.home_nbytes + other.home_nbytes, nbytes=self.nbytes + other.nbytes)
+
+
+NOT_DECODED = Decoded()
 
 
 class Granularity(StrEnum):
@@ -279,6 +362,11 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes it takes."""
+        """Return the bytes it takes. What is stored as rows of int8 is decoded where it lives on the device."""
         elements = self.slice.num_elements if self.state is None else self.state.num_elements_of(self.slice)
-        return self.encoding.nbytes(elements)
+        return (self.encoding.decoded if self.tier is Tier.DEVICE else self.encoding).nbytes(elements)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Return the bytes of a compute or master copy as a gather gives it, decoded."""
+        return self.encoding.decoded.nbytes(self.slice.num_elements)

@@ -57,12 +57,12 @@ class ParameterFact:
 
     @cached_property
     def compute_nbytes(self) -> int:
-        """Return the bytes of the compute copy."""
-        return self.compute.nbytes(self.num_elements)
+        """Return the bytes of the compute copy as a gather gives it, and as it lives on the device."""
+        return self.compute.decoded.nbytes(self.num_elements)
 
     def is_in_weights(self, encoding: Encoding) -> bool:
         """Return whether a weight file has a copy with this encoding, so that it need not be written to nvme."""
-        return not self.trainable and encoding.code is None and encoding.dtype == self.file_dtype
+        return not self.trainable and encoding.has_values and encoding.dtype == self.file_dtype
 
     @property
     def has_compute_copy(self) -> bool:
@@ -115,9 +115,9 @@ class ParameterFact:
         return self.state_nbytes if self.trainable else 0
 
     def nbytes_of(self, role: Role) -> int:
-        """Return the bytes that it keeps of a role; 0 where it has no such copy."""
+        """Return the bytes that it keeps of a role outside of the device; 0 where it has no such copy."""
         if role is Role.COMPUTE:
-            return self.compute_nbytes
+            return self.compute.nbytes(self.num_elements)
         if role is Role.MASTER:
             return self.master_nbytes if self.has_two_copies else 0
         return self.gradient_nbytes if role is Role.GRADIENT else self.optimizer_state_nbytes

@@ -137,6 +137,9 @@ def make_route(
     )
 
 
+_DECODES_SLOWER = 8  # than memory: one thread decodes some 2 GB a second, on CPUs whose memory has 10 to 40
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """What the machine does per second. ``routes`` holds every pair of tiers that bytes move between."""
@@ -160,6 +163,9 @@ class Hardware:
     attention_flops: tuple[Rate, ...] = ()  # of attention kernels, by dtype name; empty: as matrix products
     op_rates: tuple[OpRate, ...] = ()  # empty: all as fast as memory copies
     op_overhead_seconds: float = 0.0  # of calling one op, however small its tensors are
+    decoded_bytes_per_second: float = (
+        0.0  # of rows of int8, counted in what they become, by one thread; 0: not measured
+    )
     sources: tuple[str, ...] = ()  # where the numbers are from
     integrated: bool = False  # not unified, but its devices lie in the host's RAM and read pinned memory in place
 
@@ -167,6 +173,10 @@ class Hardware:
     def memory(self) -> MemorySpace:
         """Return the memory that its devices compute in."""
         return MemorySpace(unified=self.unified, integrated=self.integrated)
+
+    def decode_seconds(self, nbytes: int) -> float:
+        """Return how long it takes to decode frozen weights of so many bytes."""
+        return nbytes / (self.decoded_bytes_per_second or self.memory_bytes_per_second / _DECODES_SLOWER)
 
     def with_world(self, num_ranks: int, num_replicas: int = 1) -> "Hardware":
         """Return the hardware with as many nodes as replicas of so many ranks fill, one rank on each device.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from zinf_compile.ir.copies import SECTOR_NBYTES, Copy, Granularity, Role, low_halves_nbytes
+from zinf_compile.ir.copies import NOT_DECODED, SECTOR_NBYTES, Copy, Decoded, Granularity, Role, low_halves_nbytes
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
 from zinf_compile.ir.hardware import Hardware
@@ -134,8 +134,8 @@ class Placement:
 
     @cached_property
     def compute_nbytes(self) -> int:
-        """Return the bytes of the compute copy."""
-        return self.nbytes_of(Role.COMPUTE)
+        """Return the bytes of the compute copy as a gather gives it."""
+        return self.by_role[Role.COMPUTE][0].gathered_nbytes
 
     @cached_property
     def master_nbytes(self) -> int:
@@ -156,6 +156,13 @@ class Placement:
     def is_narrowed(self) -> bool:
         """Return whether the compute copy is there for graphs that cast what they read; others read the master copy."""
         return Role.MASTER in self.by_role and self.gradient_dtype != self.compute_dtype
+
+    def decoded(self, dtype: str) -> Decoded:
+        """Return what a gather of ``dtype`` brings encoded."""
+        copy = self.by_role[Role.COMPUTE][0]
+        if copy.encoding.rows is None or copy.tier is Tier.DEVICE or dtype != self.compute_dtype:
+            return NOT_DECODED
+        return Decoded(home_nbytes=copy.nbytes, nbytes=copy.gathered_nbytes)
 
     def home_read(self, dtype: str) -> Tier:
         """Return from where a gather of ``dtype`` moves its copy; the device if compute reads it where it is."""

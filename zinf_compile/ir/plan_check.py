@@ -53,7 +53,10 @@ def _bounds_of(name: str, is_whole: bool) -> tuple[float, float]:
     if name in _SHARES:
         return 0, 1
     if name.endswith("per_second"):
-        return (0 if "link" in name else _LEAST_RATE), _MOST_RATE  # 0: there are no such links
+        # 0: there are no such links, or nothing is decoded
+        return (0 if "link" in name or name == "decoded_bytes_per_second" else _LEAST_RATE), _MOST_RATE
+    if name == "columns":
+        return 1, _MOST_NBYTES
     return 0, _MOST_NBYTES if is_whole else _MOST_SECONDS
 
 

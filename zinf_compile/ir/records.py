@@ -89,7 +89,7 @@ def _tuple_items(hint: Hint, length: int) -> tuple[Hint, ...] | None:
 def _encode(value: Any, hint: Hint, path: str) -> Any:
     """Return what JSON holds for a value of a field's type."""
     if _is_union(hint):
-        return None if value is None else _encode(value, _without_none(hint), path)
+        return None if value is None else _encode(value, _member(hint, is_record=is_dataclass(value)), path)
     if _is_tuple(hint):
         items = _tuple_items(hint, len(value)) or ()
         return [
@@ -123,7 +123,7 @@ class Reader:
     def read(self, found: object, hint: Hint, path: str = "") -> Any:
         """Return the value of a type that JSON holds; GAP, and a problem, where it holds another."""
         if _is_union(hint):
-            return None if found is None else self.read(found, _without_none(hint), path)
+            return None if found is None else self.read(found, _member(hint, is_record=isinstance(found, dict)), path)
         if _is_tuple(hint):
             return self._read_tuple(found, hint, path)
         if is_dataclass(hint):
@@ -210,10 +210,10 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _without_none(hint: Hint) -> Hint:
-    """Return ``X`` of ``X | None``, the only unions a record has."""
-    (inner,) = (arg for arg in get_args(hint) if arg is not type(None))
-    return inner
+def _member(hint: Hint, *, is_record: bool) -> Hint:
+    """Return the type of a value in a union beside None: of two, one is a record, and the other is not."""
+    members = [member for member in get_args(hint) if member is not type(None)]
+    return next((member for member in members if is_dataclass(member) == is_record), members[0])
 
 
 def _write(value: object, *, depth: int) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from zinf_compile.ir.copies import NOT_DECODED, Decoded
 from zinf_compile.ir.glossary import LiveRange, Tier
 
 
@@ -47,6 +48,7 @@ class Transfer:
     need_by: int  # tick at which compute waits for its end
     release: int  # tick at which its device bytes are free again
     launch: int | None = None  # of a gather: tick at which several ranks start to exchange shards; None: at need_by
+    decoded: Decoded = NOT_DECODED  # of a gather: what it moves encoded, which takes other bytes on its way
     scratch_nbytes: int = 0  # of the arena behind them: this rank's shards, until all ranks' are gathered
     offsets: tuple[int, ...] = ()  # absolute in the arena, one for each part; () where it takes no arena bytes
     # Of experts: tick of the value that says which have rows. Only these move, a ``share`` of the bytes as expected.
@@ -59,14 +61,15 @@ class Transfer:
         return self.offsets[0]
 
     @property
-    def moved_nbytes(self) -> int:
-        """Return the bytes that are expected to move: all of them, or those of experts that have rows."""
-        return self.nbytes if self.ends is None else math.ceil(self.share * self.nbytes)
-
-    @property
     def launched_at(self) -> int:
         """Return the tick at which several ranks start to exchange shards."""
         return self.need_by if self.launch is None else self.launch
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Return the bytes that are expected to move: those of experts that have rows; of what is decoded, those at home."""
+        asked = self.nbytes if self.ends is None else math.ceil(self.share * self.nbytes)
+        return asked - self.decoded.saved_nbytes
 
     @property
     def arena_nbytes(self) -> int:

@@ -95,7 +95,8 @@ class Placer:
         self._num_ranks, self._num_replicas = num_ranks, num_replicas
         self._nbytes = [role_nbytes(parameter.among(num_ranks)) for parameter in parameters]
         self._full_nbytes = [  # of the copy that is gathered
-            parameter.nbytes_of(ROLES[read]) for parameter, read in zip(parameters, self._read, strict=True)
+            parameter.compute_nbytes if read == COMPUTE else parameter.nbytes_of(ROLES[read])
+            for parameter, read in zip(parameters, self._read, strict=True)
         ]
         everyone = range(len(parameters))
         self._small = [index for index in everyone if parameters[index].compute_nbytes <= RESIDENT_THRESHOLD]

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zinf_compile.hardware.world import World
+from zinf_compile.ir.copies import NOT_DECODED, Decoded
 from zinf_compile.ir.facts import GraphFacts, ParameterFact, Routing, UseFact
 from zinf_compile.ir.glossary import LiveRange, Phase, Tier
 from zinf_compile.ir.plan import Placement
@@ -39,11 +40,13 @@ class Residency:
     release: int
     num_ranks: int = 1
     routing: Routing | None = None  # of experts, of which only those that have rows are gathered
+    decoded: Decoded = NOT_DECODED  # of the full values; nothing of experts, which are stored exactly
 
     @cached_property
     def moved_nbytes(self) -> int:
-        """Return the bytes that are expected to move."""
-        return self.nbytes if self.routing is None else math.ceil(self.routing.share * self.nbytes)
+        """Return the bytes that are expected to move: of what is decoded on arrival, those that it takes at home."""
+        asked = self.nbytes if self.routing is None else math.ceil(self.routing.share * self.nbytes)
+        return asked - self.decoded.saved_nbytes
 
     @cached_property
     def nbytes(self) -> int:
@@ -83,6 +86,7 @@ class TransferPlan:
                 destination=Tier.DEVICE,
                 offsets=tuple(itertools.accumulate(residency.sizes[:-1], initial=offset)),
                 nbytes=residency.nbytes,
+                decoded=residency.decoded,
                 scratch_nbytes=residency.scratch_nbytes,
                 issue=issue,
                 launch=launch if residency.num_ranks > 1 else None,
@@ -136,6 +140,7 @@ class _Streamed(NamedTuple):
     used: _Used
     source: Tier
     nbytes: int
+    decoded: Decoded
 
 
 _Key = tuple[tuple[str, ...], Tier, tuple[int, ...], int, int, Routing | None]
@@ -205,7 +210,7 @@ class ResidencyPlanner:
             source = Tier.DEVICE if placement is None else placement.home_read(used.dtype)
             if placement is not None and source is not Tier.DEVICE:
                 nbytes = align(self._num_ranks * placement.nbytes_read(used.dtype))
-                streamed.append(_Streamed(used, source, nbytes))
+                streamed.append(_Streamed(used, source, nbytes, placement.decoded(used.dtype)))
         return streamed
 
     def _residency(
@@ -225,6 +230,7 @@ class ResidencyPlanner:
                 release=release,
                 num_ranks=self._num_ranks,
                 routing=routing,
+                decoded=sum((item.decoded for item in group), start=NOT_DECODED),
             )
         return self._made[key]
 
@@ -321,7 +327,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
                 if lane in free:
                     free[lane] -= _MARGIN * sinks[num_sinks].seconds
         due = reached[residency.need_by]
-        _, *links = legs = pace.world.gather_legs(residency.source, residency.moved_nbytes)
+        _, *links = legs = pace.world.gather_legs(residency.source, residency.moved_nbytes, residency.decoded)
         for leg in reversed(legs):
             lanes = leg.route.lanes
             due = min(due, *(free.get(lane, math.inf) for lane in lanes)) - _MARGIN * leg.seconds
@@ -334,7 +340,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
 
 def _arrival(residency: Residency, issue: int, pace: Pace) -> int:
     """Return the tick nearest to the arrival of a gather's shards, if compute never waits and their lane is free."""
-    shards, *_ = pace.world.gather_legs(residency.source, residency.nbytes)
+    shards, *_ = pace.world.gather_legs(residency.source, residency.moved_nbytes, residency.decoded)
     reached, arrival = pace.reached_seconds, pace.reached_seconds[issue] + shards.seconds
     tick = bisect.bisect_left(reached, arrival, lo=issue)
     if tick > issue and (tick == len(reached) or arrival - reached[tick - 1] < reached[tick] - arrival):

@@ -234,6 +234,7 @@ def test_a_result_without_a_loss_is_refused(output: Any) -> None:
     [
         ({"steps": 0}, "steps is 0"),
         ({"state_dtype": "int8"}, "state_dtype cannot be verified"),
+        ({"frozen_dtype": "int8"}, "frozen_dtype cannot be verified"),
         ({"init": "reset"}, "init cannot be verified"),
         ({"step_in_backward": True}, "step_in_backward cannot be verified"),
         ({"device_memry": 1}, "did you mean 'device_memory'"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from zinf_compile.ir import plan_io
+from zinf_compile.ir.copies import AnyCode, BlockKind, Blocks, Code
 from zinf_compile.ir.errors import ConfigError, PlanFileError
 from zinf_compile.ir.plan import PLAN_VERSION, Plan
 from zinf_compile.ir.plan_io import load_plan, plan_from_json, plan_schema, plan_schema_text, plan_to_json, save_plan
@@ -68,6 +69,14 @@ def test_hand_made_plans_survive_the_round_trip(small_plan: Plan, layered_plan: 
         assert load_plan(path) == plan
         assert hash(load_plan(path)) == hash(plan)
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("code", [Code.INT8, Blocks(kind=BlockKind.BITS_4, block=128, signed=True), None])
+def test_either_kind_of_code_is_read_as_it_was_written(small_plan: Plan, code: AnyCode | None) -> None:
+    first, *others = small_plan.placements
+    copies = tuple(replace(each, encoding=replace(each.encoding, code=code)) for each in first.copies)
+    plan = replace(small_plan, placements=(replace(first, copies=copies), *others))
+    assert plan_from_json(plan_to_json(plan)) == plan
 
 
 def test_equal_plans_are_equal_bytes(small_plan: Plan) -> None:
