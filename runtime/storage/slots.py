@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.layout import Extent, FileLayout
-from zinf_compile.runtime.storage.nvme.mapping import has_private_pages
-from zinf_compile.runtime.storage.nvme.weight_file import WeightSpan
 from zinf_compile.runtime.storage.row_memory import Rows
 from zinf_compile.runtime.storage.state_codes import Paged
+
+if TYPE_CHECKING:
+    from zinf_compile.runtime.storage.nvme.weight_file import WeightSpan
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -30,7 +32,7 @@ class Slot:
     tier: Tier
     tensor: Tensor  # the home tensor, for the runtime, whose callers make sure that nothing is in flight for it
     extent: Extent | None = None
-    weights: WeightSpan | None = None  # in place: where it lies in a weight file
+    weights: "WeightSpan | None" = None  # in place: where it lies in a weight file
     coded: Paged | None = None  # what it holds, if that is codes, in pages
     per_element: bool = True  # False: state of a shape of its own, which belongs to the whole parameter and moves whole
     row_code: RowCode | None = None  # of a frozen weight: its values are those that rows of int8 can have
@@ -63,7 +65,7 @@ class Slot:
     @property
     def is_written_in_place(self) -> bool:
         """Return whether somebody has written to the mapping of a weight file, so that the value is in memory only."""
-        return self.weights is not None and has_private_pages(self.tensor.data_ptr(), self.nbytes)
+        return self.weights is not None and self.weights.is_written(self.tensor)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -258,7 +260,7 @@ class SlotPart:
         return self.whole.byte_range(part)
 
 
-def weights_of(moved: object) -> WeightSpan | None:
+def weights_of(moved: object) -> "WeightSpan | None":
     """Return where in a weight file something lies that is moved; None of all but slots in place, and parts of these."""
     return moved.whole.weights if isinstance(moved, Slot | SlotPart) else None
 

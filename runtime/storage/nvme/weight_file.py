@@ -22,11 +22,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from zinf_compile.ir.errors import DamageError, StoreError
 from zinf_compile.ir.user_files import open_regular
 from zinf_compile.runtime.storage.engine import ALIGN, Gate, check_transfer
-from zinf_compile.runtime.storage.nvme.mapping import FileMappings
+from zinf_compile.runtime.storage.nvme.mapping import FileMappings, has_private_pages
 
 Digest = Callable[[memoryview], int]
 
@@ -177,6 +178,10 @@ class WeightSpan:
     file: WeightFile
     start: int
     dtype: torch.dtype
+
+    def is_written(self, mapped: Tensor) -> bool:
+        """Return whether somebody has written to a mapping of it, so that the value is in memory only."""
+        return has_private_pages(mapped.data_ptr(), mapped.nbytes)
 
 
 def _behind(pieces: list[memoryview], done: int) -> list[memoryview]:
