@@ -94,7 +94,7 @@ def routed(report, what: Moved = Moved.PARAMETERS) -> set[Phase]:
                 (qwen3, "nvme"),
             )
         ),
-        *(pytest.param(*each, marks=long) for each in ((frozen, "nvme"), (differing, "nvme"), (mixtral, "mixed"))),
+        *(pytest.param(*each, marks=long) for each in ((frozen, "nvme"), (differing, "nvme"))),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )

@@ -234,7 +234,8 @@ BLOCK_WISE = [
     "AdEMAMix8bit",
     "PagedAdEMAMix8bit",
 ]
-IN_FULL = ["AdamW32bit", "PagedAdamW32bit", "PagedAdamW", "Lion32bit", "PagedAdEMAMix32bit", "RMSprop32bit", "SGD32bit"]
+# Without AdEMAMix32bit, which raises in bitsandbytes itself on a CPU.
+IN_FULL = ["AdamW32bit", "PagedAdamW32bit", "PagedAdamW", "Lion32bit", "RMSprop32bit", "SGD32bit"]
 SOME = ["AdamW8bit", "PagedAdamW32bit"]
 
 
