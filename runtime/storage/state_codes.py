@@ -21,6 +21,7 @@ both, and takes their place where there is no compiler.
 
 import ctypes
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ _MOST_PAGES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paged:
+class Paged(ABC):
     """What a slot of pages holds: the codes of a slice of a parameter. A subclass says what they are decoded to."""
 
     code: AnyCode
@@ -66,30 +67,31 @@ class Paged:
         first, last = (index // SECTOR_NBYTES * self.code.page_elements for index in (pages.start, pages.stop))
         return self.slice.flat.part(first, min(last, self.slice.num_elements))
 
+    @abstractmethod
     def room(self, num_elements: int, device: torch.device) -> Tensor:
         """Return memory for so many values, flat, whatever the user's defaults are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def first_of(self, values: Tensor, num_elements: int) -> Tensor:
         """Return the first of some values that ``room`` has made, in the same memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shaped(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Return flat values in a shape, in the same memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flat(self, value: Tensor) -> Tensor:
         """Return all values, which a user has in some shape, flat."""
-        raise NotImplementedError
 
+    @abstractmethod
     def piece_of(self, values: Tensor, part: Slice) -> Tensor:
         """Return a part of all flat values, on the CPU."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, pages: Tensor, values: Tensor, *, num_threads: int = 1) -> Tensor:
         """Fill flat ``values`` from the uint8 pages of as many elements; return them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(
         self,
         values: Tensor,
@@ -101,7 +103,6 @@ class Paged:
         num_threads: int = 1,
     ) -> None:
         """Fill uint8 pages from as many flat values; see ``encode`` below."""
-        raise NotImplementedError
 
     def value(self, pages: Tensor) -> Tensor:
         """Return all values, from all pages, in new memory and in the shape of the slice."""
