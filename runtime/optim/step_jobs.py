@@ -744,8 +744,18 @@ def _tier_of_unplanned(record: StoredParameter, tier: Tier, nbytes: int, *, is_o
     staged = whole_sectors(nbytes) + sum(whole_sectors(slot.nbytes) for slot in slots if not slot.in_memory)
     if store.config.nvme is None or (is_odd and staged > store.staging.capacity):
         return Tier.HOST
-    is_full = nbytes > store.held.host_room_nbytes
-    return Tier.NVME if tier is Tier.NVME or is_full else Tier.HOST
+    room = store.held.host_room_nbytes
+    has_room = tier is not Tier.NVME and nbytes <= room and nbytes <= room - _host_state_to_come(store)
+    return Tier.HOST if has_room else Tier.NVME
+
+
+def _host_state_to_come(store: Store) -> int:
+    """Return the bytes of state that are planned on the host and have no slots yet: those of the first step."""
+    return sum(
+        max(0, placement.optimizer_state_nbytes - sum(slot.nbytes for slot in record.copies.states.values()))
+        for name, record in store.records.items()
+        if (placement := store.placements[name]).optimizer_state is Tier.HOST
+    )
 
 
 def take_state_home(record: StoredParameter, optimizer: Optimizer, state: dict[str, Any], key: str) -> None:

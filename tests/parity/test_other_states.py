@@ -228,6 +228,20 @@ def test_what_staging_cannot_hold_at_once_stays_in_host_memory(optimize: Callabl
     assert "whose updates staging cannot hold" in sentence
 
 
+def test_unplanned_state_leaves_planned_state_its_room(optimize: Callable[..., nn.Module]) -> None:
+    plain, model = make_model(), optimize(make_model(), device_memory="4MiB", host_memory="3MiB")
+    for each in (plain, model):
+        train(each, SOAP(each.parameters()), range(1))
+    assert_same("model", plain.state_dict(), model.state_dict())
+    zinf_compile.synchronize(model)
+    (plan,) = (each.plan for each in zinf_compile.report(model).plans)
+    planned = {item.parameter for item in plan.placements if item.optimizer_state is Tier.HOST}
+    assert sum(name.endswith("weight") for name in planned) > 1
+    records = [record for parameter in model.parameters() if (record := record_of(parameter)) is not None]
+    assert any(not slot.per_element for record in records for slot in record.copies.states.values())
+    assert store_of(records[0]).held.host_room_nbytes >= 0
+
+
 def test_a_third_moment_goes_where_the_others_are(optimize: Callable[..., nn.Module]) -> None:
     """More than was planned, of an optimizer whose updates are cut: staging need not hold all of a parameter."""
     plain, model = make_model(), optimize(make_model(), device_memory="2MiB", host_memory="512KiB")
