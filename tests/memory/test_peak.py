@@ -108,6 +108,10 @@ def measure(case):
     (plan,) = report.plans
     placements = {placement.parameter: placement for placement in plan.placements}
     record["losses"] = losses
+    # Of updates ahead of their step, those that have not begun by then are not reloaded.
+    record["reloaded"] = sum(
+        placements[name].reloaded_nbytes(plan.plan.shadow_tier) for name in plan.step.ahead
+    ) if plan.plan.shadow_tier is zinf_compile.ir.glossary.Tier.NVME else 0
     record["planned read"] = plan.step.nbytes_read + sum(
         transfer.nbytes for transfer in plan.gathers if transfer.source == "nvme"
     ) + plan.swapped_nbytes(zinf_compile.ir.glossary.Tier.NVME)
@@ -152,9 +156,8 @@ def test_mapped_files_do_not_stay_resident_either(index: int, measured: dict[str
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_disk_moves_what_the_plan_says(index: int, measured: dict[str, Any]) -> None:
-    read, written = measured[f"step {index}"]["moved"]
-    assert 0.9 * measured["planned read"] <= read <= 1.1 * measured["planned read"]
-    assert 0.9 * measured["planned write"] <= written <= 1.1 * measured["planned write"]
+    for moved, planned in zip(measured[f"step {index}"]["moved"], ("planned read", "planned write"), strict=True):
+        assert 0.9 * (measured[planned] - measured["reloaded"]) <= moved <= 1.1 * measured[planned]
 
 
 def test_it_learns(measured: dict[str, Any]) -> None:

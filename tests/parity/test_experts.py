@@ -10,6 +10,7 @@ from tests.support.traces import Workload, plain_loss, train
 from zinf_compile.driver import session as session_module
 from zinf_compile.ir.glossary import Phase
 from zinf_compile.ir.transfers import Moved
+from zinf_compile.runtime.storage.engine import whole_sectors
 
 transformers = pytest.importorskip("transformers")
 STEPS = 4
@@ -42,8 +43,8 @@ def make(
 ) -> Workload:
     def workload() -> Any:
         torch.manual_seed(0)
-        if kind == "shaped":  # as the published one: products of experts are 3.5 times as wide as the model
-            shape = {**SHAPE, "hidden_size": 32, "vocab_size": VOCAB, "intermediate_size": 112}
+        if kind == "shaped":  # nearly as the published one, 4 instead of 3.5 times as wide: experts end where sectors do
+            shape = {**SHAPE, "hidden_size": 32, "vocab_size": VOCAB, "intermediate_size": 128}
             config = transformers.MixtralConfig(**shape, num_local_experts=NUM_EXPERTS)
             model = transformers.MixtralForCausalLM(config)
         elif kind == "mixtral":
@@ -195,9 +196,13 @@ def test_bytes(parity, placement) -> None:
         after = dict(meter.moved)
         gathered.append(sum(between[route] - before[route] for route in before if route.endswith("device")))
         stored.append(after.get("device -> host", 0) - between.get("device -> host", 0))
-    assert gathered[1] <= 0.35 * gathered[0], gathered
+    experts = sum(each.nbytes for name, each in model.named_parameters() if ".experts." in name)
+    assert gathered[0] - gathered[1] == experts * 3 // 4
+    # From nvme whole sectors are read; of small weights, of which the published model has none, most of what is read.
+    sizes = [each.nbytes for each in model.parameters()]
+    padding = sum(whole_sectors(each) - each for each in sizes) if placement == "nvme" else 0
+    assert gathered[1] - padding <= 0.35 * (gathered[0] - padding), gathered
     if placement == "host":
-        experts = sum(each.nbytes for name, each in model.named_parameters() if ".experts." in name)
         assert stored[0] - stored[1] == experts * 3 // 4
 
 
