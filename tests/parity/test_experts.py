@@ -43,7 +43,7 @@ def make(
 ) -> Workload:
     def workload() -> Any:
         torch.manual_seed(0)
-        if kind == "shaped":  # nearly as the published one, 4 instead of 3.5 times as wide: experts end where sectors do
+        if kind == "shaped":  # as the published one, but 4 instead of 3.5 times as wide: experts fill sectors
             shape = {**SHAPE, "hidden_size": 32, "vocab_size": VOCAB, "intermediate_size": 128}
             config = transformers.MixtralConfig(**shape, num_local_experts=NUM_EXPERTS)
             model = transformers.MixtralForCausalLM(config)
