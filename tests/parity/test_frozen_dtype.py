@@ -21,6 +21,8 @@ from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.row_codes import encode_rows, round_to_rows
 
+pytestmark = pytest.mark.of_a_cpu(reason="frozen_dtype is refused beside a device that does not compute in host memory")
+
 WIDTH = 192
 BUDGETS: dict[str, dict[str, Any]] = {
     "resident": {"device_memory": "64MiB", "host_memory": "64MiB"},

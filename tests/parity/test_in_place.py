@@ -469,6 +469,7 @@ def test_what_stays_is_not_counted_in_the_budget_of_the_disk(plain, source):
     assert name in names_in_place(model)
 
 
+@pytest.mark.of_a_cpu(reason="a child of a process that uses a GPU cannot use it")
 def test_a_forked_child_sees_and_writes_its_own(plain, source):
     model = optimized(source)
     weight, name = model.layers[5].base.weight, "layers.5.base.weight"

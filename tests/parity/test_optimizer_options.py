@@ -222,6 +222,7 @@ def test_state_of_other_shapes(optimize: Callable[..., nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Rprop])
+@pytest.mark.of_a_cpu(reason="on a GPU capturable is not refused")
 def test_capturable_is_refused_as_plain_pytorch_does(cls: type[Any], optimize: Callable[..., nn.Module]) -> None:
     plain = make_model()
     model = optimize(copy.deepcopy(plain))

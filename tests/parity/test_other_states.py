@@ -228,6 +228,7 @@ def test_what_staging_cannot_hold_at_once_stays_in_host_memory(optimize: Callabl
     assert "whose updates staging cannot hold" in sentence
 
 
+@pytest.mark.of_a_cpu(reason="its budgets are those with which a plan keeps the state of some weights on the host")
 def test_unplanned_state_leaves_planned_state_its_room(optimize: Callable[..., nn.Module]) -> None:
     plain, model = make_model(), optimize(make_model(), device_memory="4MiB", host_memory="3MiB")
     for each in (plain, model):
@@ -242,6 +243,7 @@ def test_unplanned_state_leaves_planned_state_its_room(optimize: Callable[..., n
     assert store_of(records[0]).held.host_room_nbytes >= 0
 
 
+@pytest.mark.needs_more_on_streams(host_memory=1.3)
 def test_a_third_moment_goes_where_the_others_are(optimize: Callable[..., nn.Module]) -> None:
     """More than was planned, of an optimizer whose updates are cut: staging need not hold all of a parameter."""
     plain, model = make_model(), optimize(make_model(), device_memory="2MiB", host_memory="512KiB")

@@ -121,6 +121,7 @@ SLOW = pytest.param(True, marks=pytest.mark.long)  # captures all layers twice
 @pytest.mark.parametrize("make_base", BASES)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("capture", [SLOW, False], ids=["captured", "eager"])
+@pytest.mark.needs_more_on_streams(device_memory=3, host_memory=1.25)  # where these weights stay on the device
 def test_adapters_train_on_quantised_layers(
     make_base: Callable[[], nn.Module], place: str, capture: bool, tmp_path: Path
 ) -> None:
@@ -177,6 +178,7 @@ def test_by_default_as_close_as_compiled_code() -> None:
     zinf_compile.close(model)
 
 
+@pytest.mark.of_a_cpu(reason="a device with memory of its own keeps these weights whole")
 def test_what_is_small_stays_and_counts_against_the_device_budget() -> None:
     model = adapted(four_bit)
     found = find_quantised(model, may_store=True)
@@ -212,6 +214,7 @@ def test_checked_stores_leave_them_where_they_are(tmp_path: Path) -> None:
     zinf_compile.close(model)
 
 
+@pytest.mark.of_a_cpu(reason="a device with memory of its own keeps these weights whole")
 def test_weights_with_other_memory_are_refused_by_name() -> None:
     model = zinf_compile.optimize(adapted(four_bit), **BUDGETS)
     model(torch.ones(8, WIDTH))
@@ -236,6 +239,7 @@ def test_a_replaced_weight_is_captured_again() -> None:
 
 
 @pytest.mark.parametrize("make_base", BASES)
+@pytest.mark.needs_more_on_streams(device_memory=3, host_memory=1.25)  # where these weights stay on the device
 def test_state_is_what_it_was(make_base: Callable[[], nn.Module], tmp_path: Path) -> None:
     """``state_dict``, full parameters, ``to`` and checkpoints, of a base on disk."""
     plain, options = adapted(make_base, LAYERS), PLACES["nvme"] | {"nvme": tmp_path, "capture": False}

@@ -100,6 +100,7 @@ def test_it_gives_the_same_bits(capture: bool, name: str, optimize: Callable[...
             assert torch.equal(one, other), (step, index)
 
 
+@pytest.mark.of_a_cpu(reason="from other devices gradients go to nvme by way of the host, which is another route")
 def test_gradients_do_not_move(optimize: Callable[..., nn.Module]) -> None:
     model = optimize(make_model())
     optimizer = torch.optim.AdamW(model.parameters())

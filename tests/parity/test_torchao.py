@@ -24,6 +24,7 @@ from zinf_compile.runtime.storage.state_blocks import Blocked, blocks_of
 from zinf_compile.runtime.store.store import store_of
 
 optim = pytest.importorskip("torchao.optim")
+pytestmark = pytest.mark.of_a_cpu(reason="torchao's optimizers are refused beside a device with memory of its own")
 
 NAMES = ["AdamW8bit", "AdamW4bit", "AdamWFp8"]
 MOSTLY_8BIT = [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:])]

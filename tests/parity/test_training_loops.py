@@ -337,6 +337,7 @@ def test_optimizer_state_goes_through_a_checkpoint(parity, way):
 
 
 @pytest.mark.needs_more_on_streams(device_memory=4)
+@pytest.mark.of_a_cpu(reason="with the larger budget of streams one of its graphs gathers nothing")
 def test_graph_break(parity):
     report = parity.check_loop(step_simply, broken_net, captured=True, device_memory=64 * 2**10)
     lines = Path(__file__).read_text().splitlines()

@@ -67,6 +67,7 @@ def grads(model: nn.Module) -> list[Tensor | None]:
     ],
     ids=str,
 )
+@pytest.mark.needs_more_on_streams(device_memory=2, host_memory=2)
 def test_the_first_call_of_all_may_be_one_without_gradients(tmp_path: Path, options: dict[str, Any], mode: Any) -> None:
     """Training follows it, on an unmeasured machine, with parameters that stream."""
     plain, model = Net().double(), optimized(tmp_path, Net().double(), **{"device_memory": "3MiB", **options})
