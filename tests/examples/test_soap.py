@@ -1,5 +1,6 @@
 """The example of SOAP trains, within its budgets."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,5 +18,9 @@ def test_soap_trains_within_its_budgets(
     assert len(losses) == 10
     assert losses[-1] < 0.9 * losses[0]
     assert "planned again" in printed
-    assert "host: exceeded" not in printed
+    # Of the host: the first plan does not know what SOAP keeps, so what is held may be more than predicted.
+    budget, _, measured = re.findall(
+        r"([\d.]+) MiB", next(line for line in printed.splitlines() if line.startswith("host "))
+    )
+    assert 0 < float(measured) <= float(budget)
     assert not list(tmp_path.iterdir())
