@@ -297,7 +297,7 @@ class FakeDevice:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory. CapacityError if there is too little."""
         try:
-            return self.own_memory.make(torch.empty(tuple(shape), dtype=dtype), self._pool())
+            return self.own_memory.make(torch.empty(tuple(shape), dtype=dtype, device="cpu"), self._pool())
         except torch.OutOfMemoryError as error:
             raise CapacityError(str(error)) from error
 

@@ -131,7 +131,9 @@ class DeviceMemory:
             made.counted = allocator.allocate(made.nbytes, pool.name)
         alias = torch._C._construct_storage_from_data_pointer(made.start, value.device, made.nbytes)
         self._add(made, alias)
-        return torch.empty(0, dtype=value.dtype).set_(alias, value.storage_offset(), value.shape, value.stride())
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(
+            alias, value.storage_offset(), value.shape, value.stride()
+        )
 
     def add(self, tensor: Tensor) -> None:
         """Count the user's memory of a tensor as the device's until it is freed."""
