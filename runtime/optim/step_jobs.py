@@ -737,20 +737,22 @@ def _new_state_slot(
 def _tier_of_unplanned(record: StoredParameter, tier: Tier, nbytes: int, *, is_odd: bool) -> Tier:
     """Return where more state than was planned goes, until there is a plan that knows of it.
 
-    Where other state is, or to nvme if host memory is full. State of a shape of its own that staging could not hold beside
-    all else that an update of the parameter moves goes to host memory, which it may exceed; the report says so.
+    Where other state is, or to nvme if host memory has no room for it beside the state that is planned there. State of a
+    shape of its own that staging could not hold beside all else that an update of the parameter moves goes to host memory,
+    which it may exceed; the report says so.
     """
     store, slots = store_of(record), record.slots
     staged = whole_sectors(nbytes) + sum(whole_sectors(slot.nbytes) for slot in slots if not slot.in_memory)
     if store.config.nvme is None or (is_odd and staged > store.staging.capacity):
         return Tier.HOST
     room = store.held.host_room_nbytes
-    has_room = tier is not Tier.NVME and nbytes <= room and nbytes <= room - _host_state_to_come(store)
-    return Tier.HOST if has_room else Tier.NVME
+    if tier is Tier.NVME or nbytes > room:  # without looking at all parameters
+        return Tier.NVME
+    return Tier.HOST if nbytes <= room - _host_state_to_come(store) else Tier.NVME
 
 
 def _host_state_to_come(store: Store) -> int:
-    """Return the bytes of state that are planned on the host and have no slots yet: those of the first step."""
+    """Return the bytes of state that are planned on the host and have no slots yet, as most have none in the first step."""
     return sum(
         max(0, placement.optimizer_state_nbytes - sum(slot.nbytes for slot in record.copies.states.values()))
         for name, record in store.records.items()
