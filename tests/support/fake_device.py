@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.support.late_compute import DeviceMemory, Enqueue, LateCompute, below_autograd, current_stream
 from zinf_compile.ir.errors import CapacityError
@@ -296,8 +297,10 @@ class FakeDevice:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory. CapacityError if there is too little."""
+        with _disable_current_modes():  # that of ``updating`` would count it a second time
+            memory = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         try:
-            return self.own_memory.make(torch.empty(tuple(shape), dtype=dtype, device="cpu"), self._pool())
+            return self.own_memory.make(memory, self._pool())
         except torch.OutOfMemoryError as error:
             raise CapacityError(str(error)) from error
 
