@@ -17,6 +17,7 @@ from zinf_compile.runtime.optim.step_jobs import Job
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store
+from zinf_compile.runtime.transfer.device_updates import ChunkForm
 from zinf_compile.runtime.transfer.link import EnqueuedCopy
 
 
@@ -41,7 +42,8 @@ class DeviceChunks:
         self._gradient_itemsize = gradient_dtype.itemsize
         self._here = _places_of(job, job.device_slots)
         self._written = _places_of(job, {key: job.shadows.get(key, job.home_slots[key]) for key in away})
-        self._sizes: tuple[int, int] | None = None  # the elements of the last chunk, and the bytes of its buffers
+        self._length, self._nbytes = -1, 0  # elements of the last chunk, and bytes of its buffers
+        self._form: ChunkForm | None = None  # of the last chunk, once it was updated
         instead = [key for key in away if key in job.shadows and job.reads(key)]
         self._instead = _places_of(job, {key: job.home_slots[key] for key in instead})
         self._gradient = _places_of(job, {} if job.home_gradient is None else {GRADIENT: job.home_gradient})
@@ -54,21 +56,27 @@ class DeviceChunks:
     def make_room(self, chunk: Chunk) -> None:
         """Prepare buffers for a chunk. CapacityError if the device has no room."""
         length = chunk.slice.length
-        if self._sizes is None or self._sizes[0] != length:
+        if length != self._length:
             away = sum(whole_sectors(slot.staged_nbytes(length)) for slot in self._away)
-            self._sizes = length, away + whole_sectors(self._gradient_itemsize * length)
-        self._updates.make_room(self._sizes[1])
+            self._length, self._nbytes = length, away + whole_sectors(self._gradient_itemsize * length)
+            self._form = None
+        self._updates.make_room(self._nbytes)
 
     def update(self, chunk: Chunk) -> EnqueuedCopy | None:
-        """Enqueue the update of a chunk whose reads are done; return the copies of what comes back to host memory."""
+        """Enqueue the update of a chunk whose reads are done; return the copies of what comes back to host memory.
+
+        Call ``make_room`` for it first.
+        """
         written = _tensors_at(self._written, chunk)
         host = written.copy()
         if self._instead:
             host |= _tensors_at(self._instead, chunk)
         host |= _tensors_at(self._gradient, chunk) if self._gradient else {GRADIENT: chunk.raw_gradient()}
         here = _tensors_at(self._here, chunk) if self._here else {}
+        if self._form is None:
+            self._form = self._updates.form_of(host, self._read, written)
         change = partial(self._change, chunk)
-        return self._updates.run(self._name, host, self._read, written, change, here=here, before=self._before)
+        return self._updates.run(self._name, host, self._form, written, change, here=here, before=self._before)
 
     def _change(self, chunk: Chunk, there: Mapping[CopyKey, Tensor]) -> None:
         """Update a chunk that is on the device."""

@@ -24,6 +24,16 @@ from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkForm:
+    """What chunks have in common whose tensors are alike: chunks of one length, of parameters that are updated alike."""
+
+    layout: Sequence[tuple[CopyKey, torch.dtype, int]]  # keys, dtypes and lengths of what is in buffers
+    read: Collection[CopyKey]  # what is copied to the device
+    nbytes_read: int
+    nbytes_written: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Buffers:
     """Device memory of one chunk, and the event after which it may be overwritten."""
@@ -31,18 +41,17 @@ class _Buffers:
     memory: Tensor
     nbytes: int
     free: Event
-    layout: Sequence[tuple[CopyKey, torch.dtype, int]] = ()  # keys, dtypes and lengths of what it was last cut into
+    form: ChunkForm | None = None  # of the chunk for which it was last cut into tensors
     tensors: Mapping[CopyKey, Tensor] = field(default_factory=dict)
 
-    def cut_like(self, host: Mapping[CopyKey, Tensor]) -> Mapping[CopyKey, Tensor]:
-        """Return flat tensors in the memory, as those on the host are, each from a sector on."""
-        layout = [(key, each.dtype, each.numel()) for key, each in host.items()]
-        if layout != self.layout:  # most chunks are alike, and a view costs as much as enqueueing a copy
+    def cut(self, form: ChunkForm) -> Mapping[CopyKey, Tensor]:
+        """Return flat tensors in the memory for a chunk, each from a sector on."""
+        if form is not self.form:  # most chunks are alike, and a view costs as much as enqueueing a copy
             tensors, cursor = {}, 0
-            for key, dtype, length in layout:
+            for key, dtype, length in form.layout:
                 tensors[key] = self.memory[cursor : cursor + length * dtype.itemsize].view(dtype)
                 cursor += whole_sectors(length * dtype.itemsize)
-            self.layout, self.tensors = layout, tensors
+            self.form, self.tensors = form, tensors
         return self.tensors
 
 
@@ -56,12 +65,28 @@ class DeviceUpdates:
         self._large: deque[_Buffers] = deque()
         self._small: deque[_Buffers] = deque()  # each at most a small part of a large one
         self._sets = self._large  # those of the next chunk
+        self._forms: dict[tuple[object, ...], ChunkForm] = {}  # by all that they are made of
+
+    def form_of(
+        self, host: Mapping[CopyKey, Tensor], read: Collection[CopyKey], written: Mapping[CopyKey, Tensor]
+    ) -> ChunkForm:
+        """Return the form of a chunk with these tensors, the same object for all that are alike: see ``run``."""
+        layout = tuple((key, each.dtype, each.numel()) for key, each in host.items())
+        key = layout, tuple(read), tuple(written)
+        if key not in self._forms:
+            self._forms[key] = ChunkForm(
+                layout=layout,
+                read=read,
+                nbytes_read=sum(host[each].nbytes for each in read),
+                nbytes_written=sum(each.nbytes for each in written.values()),
+            )
+        return self._forms[key]
 
     def run(
         self,
         name: str,
         host: Mapping[CopyKey, Tensor],
-        read: Collection[CopyKey],
+        form: ChunkForm,
         written: Mapping[CopyKey, Tensor],
         update: Callable[[Mapping[CopyKey, Tensor]], object],
         *,
@@ -70,13 +95,13 @@ class DeviceUpdates:
     ) -> EnqueuedCopy | None:
         """Start updating the flat ``host`` tensors of ``name``; call ``make_room`` first.
 
-        Those in ``read`` are copied to the device, and ``written`` is where they are copied back: the same tensors, or
-        others. ``here`` are tensors on the device, updated in place after the event ``before``. ``update`` receives all of
-        them on the device, and enqueues ops that change them in place. Returns the copies of what is written back to host
-        memory, None if nothing is. Until they are done no host tensor may be read or written by others.
+        ``form`` says which of them are copied to the device, and ``written`` is where they are copied back: the same
+        tensors, or others. ``here`` are tensors on the device, updated in place after the event ``before``. ``update``
+        receives all of them on the device, and enqueues ops that change them in place. Returns the copies of what is written
+        back to host memory, None if nothing is. Until they are done no host tensor may be read or written by others.
         """
-        buffers = self._sets.popleft()
-        there = buffers.cut_like(host)
+        buffers, read = self._sets.popleft(), form.read
+        there = buffers.cut(form)
         if here:
             # Hazard: compute enqueued earlier may still read a resident copy that is updated in place.
             self._device.update.wait(before)
@@ -84,7 +109,7 @@ class DeviceUpdates:
         arrived = buffers.free
         if read:
             arriving = [(host[key], there[key]) for key in read]
-            timings = self._count(name, read, arriving, Tier.HOST, Tier.DEVICE)
+            timings = self._count(name, read, arriving, form.nbytes_read, Tier.HOST, Tier.DEVICE)
             arrived = self._link.bring_all(arriving, behind=buffers.free, timings=timings).event
         # Hazard: the update reads the copied tensors, and writes others that are not copied.
         self._device.update.wait(arrived)
@@ -100,7 +125,7 @@ class DeviceUpdates:
         copies: EnqueuedCopy | None = None
         if written:
             leaving = [(there[key], home) for key, home in written.items()]
-            timings = self._count(name, written, leaving, Tier.DEVICE, Tier.HOST)
+            timings = self._count(name, written, leaving, form.nbytes_written, Tier.DEVICE, Tier.HOST)
             copies = self._link.take_all(leaving, behind=done, timings=timings)
             buffers.free = copies.event
         self._sets.append(buffers)
@@ -109,15 +134,15 @@ class DeviceUpdates:
     def copy_there(self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], *, before: Event) -> EnqueuedCopy:
         """Start copying flat host tensors to flat tensors on the device, behind ``before``."""
         pairs = list(copies.values())
-        return self._link.bring_all(
-            pairs, behind=before, timings=self._count(name, copies, pairs, Tier.HOST, Tier.DEVICE)
-        )
+        nbytes = sum(start.nbytes for start, _ in pairs)
+        timings = self._count(name, copies, pairs, nbytes, Tier.HOST, Tier.DEVICE)
+        return self._link.bring_all(pairs, behind=before, timings=timings)
 
     def _count(
-        self, name: str, keys: Iterable[CopyKey], pairs: Sequence[Pair], source: Tier, destination: Tier
+        self, name: str, keys: Iterable[CopyKey], pairs: Sequence[Pair], nbytes: int, source: Tier, destination: Tier
     ) -> Sequence[Timing | None]:
-        """Count copies from one tier to another; return how they are timed, while something is recorded."""
-        self._meter.add_moved(source, destination, sum([start.nbytes for start, _ in pairs]))
+        """Count copies of ``nbytes`` in all from one tier to another; return how they are timed, while something is."""
+        self._meter.add_moved(source, destination, nbytes)
         if self._meter.recorder is None:
             return ()
         return [
@@ -150,6 +175,7 @@ class DeviceUpdates:
 
     def drop(self) -> None:
         """Free the buffers, once nothing uses them."""
+        self._forms.clear()
         for sets in (self._large, self._small):
             while sets:
                 _free_first(sets)

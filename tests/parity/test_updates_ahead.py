@@ -549,7 +549,7 @@ class _FailingGpu:
         self,
         name: str,
         host: Mapping[CopyKey, Tensor],
-        read: Any,
+        form: Any,
         written: Mapping[CopyKey, Tensor],
         *of: Any,
         **by: Any,
@@ -557,7 +557,7 @@ class _FailingGpu:
         if name == "layers.4.weight" and host[MASTER].data_ptr() != written[MASTER].data_ptr():
             self.num_failed += 1
             raise CapacityError("the GPU has no memory left")
-        return self._run(name, host, read, written, *of, **by)
+        return self._run(name, host, form, written, *of, **by)
 
 
 @WITH_GPU

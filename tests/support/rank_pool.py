@@ -144,6 +144,7 @@ class RankPool:
 def _serve(rank: int, size: int, port: int, pipe: Connection, folder: str) -> None:
     stack = open(f"{folder}/{rank}", "w")  # noqa: SIM115  # faulthandler writes to it until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.enable()  # what a rank that crashes was doing, to the captured stderr
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "ZINF_QUIET": "1"}
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -179,7 +179,7 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
             updates: DeviceUpdates,
             name: str,
             host: Any,
-            read: Any,
+            form: Any,
             written: Any,
             change: Any,
             *,
@@ -197,7 +197,7 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
                         touch_tensor_of(races, tensor, what, write=key in here or key in written)
                 return change(there)
 
-            return original(updates, name, host, read, written, touch_and_change, here=here, before=before)
+            return original(updates, name, host, form, written, touch_and_change, here=here, before=before)
 
         return call
 

@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import Tier
@@ -110,6 +111,7 @@ def _check_count(number: int, what: str) -> None:
         raise ConfigError(f"a world of {number!r} {what} is none; give a whole number, 1 or more")
 
 
+@cache
 def route_name(source: Tier, destination: Tier) -> str:
     """Return how a route is written everywhere: ``"nvme -> device"``."""
     return f"{source} -> {destination}"

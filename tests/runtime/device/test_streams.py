@@ -526,7 +526,7 @@ def test_small_updates_do_not_take_the_turns_of_large_ones() -> None:
             back = updates.run(
                 "weight",
                 host,
-                host.keys(),
+                updates.form_of(host, host.keys(), {MASTER: host[MASTER]}),
                 {MASTER: host[MASTER]},
                 lambda there: there[MASTER].add_(1),
                 here={},

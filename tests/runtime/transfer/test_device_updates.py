@@ -18,7 +18,7 @@ def test_buffers_that_are_too_small_are_freed_after_their_copies() -> None:
         updates.run(
             "weight",
             {MASTER: home},
-            [MASTER],
+            updates.form_of({MASTER: home}, [MASTER], {MASTER: home}),
             {MASTER: home},
             lambda there: there[MASTER].add_(1.0),
             here={},
