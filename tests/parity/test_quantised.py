@@ -284,23 +284,34 @@ def test_plain_subclasses_move_home() -> None:
     zinf_compile.close(model)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+def _config_of(quantisation: str) -> Any:
+    """Return how transformers quantises a base while it loads it."""
+    transformers = pytest.importorskip("transformers")
+    if quantisation == "torchao":
+        quantization = pytest.importorskip("torchao.quantization")
+        return transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    pytest.importorskip("bitsandbytes")
+    bits = {"nf4": 4, "int8": 8}[quantisation]
+    return transformers.BitsAndBytesConfig(
+        **{f"load_in_{bits}bit": True}, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+
+
+@pytest.mark.parametrize("quantisation", ["nf4", "int8", "torchao"])
 @pytest.mark.parametrize(
     "capture", [False, pytest.param(True, marks=[pytest.mark.long, pytest.mark.slow])], ids=["eager", "captured"]
 )
-def test_qlora_of_a_llama_as_people_write_it(bits: int, capture: bool, tmp_path: Path) -> None:
-    """Load the base quantised, prepare it, add adapters, optimize: bitwise plain PEFT."""
-    pytest.importorskip("bitsandbytes")
+def test_qlora_of_a_llama_as_people_write_it(quantisation: str, capture: bool, tmp_path: Path) -> None:
+    """Load the base quantised, prepare it, add adapters, optimize; save the adapters and merge them: as plain PEFT."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    safetensors = pytest.importorskip("safetensors.torch")
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=96, use_cache=False,
+        intermediate_size=128, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    quantised = transformers.BitsAndBytesConfig(
-        **{f"load_in_{bits}bit": True}, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    )
+    quantised = _config_of(quantisation)
 
     def prepared() -> nn.Module:
         model = transformers.LlamaForCausalLM.from_pretrained(
@@ -324,11 +335,25 @@ def test_qlora_of_a_llama_as_people_write_it(bits: int, capture: bool, tmp_path:
             losses.append(loss.detach())
         return [*losses, *(parameter.detach().clone() for parameter in trained)]
 
+    def saved_and_merged(model: Any, folder: str) -> list[Tensor]:
+        """Return the saved adapters, and the logits of the base with the adapters merged into its weights.
+
+        In training mode: else bitsandbytes packs the weights of a plain model anew, for a product in bfloat16.
+        """
+        model.save_pretrained(tmp_path / folder)
+        saved = safetensors.load_file(tmp_path / folder / "adapter_model.safetensors")
+        merged = model.merge_and_unload()
+        assert not any("lora" in name for name, _ in merged.named_parameters())
+        with torch.no_grad():
+            return [*(saved[name] for name in sorted(saved)), merged.train()(input_ids=torch.arange(4, 12)[None]).logits]
+
     model = prepared().train()
     expected = losses_of(model, torch.compile(model, backend="aot_eager") if capture else model)
+    expected_merged = saved_and_merged(model, "plain")
     torch._dynamo.reset()
     model = zinf_compile.optimize(prepared().train(), capture=capture, **BUDGETS)
     ours = losses_of(model, model)
     assert equal(ours, expected)
     assert not torch.equal(ours[0], ours[STEPS - 1])
+    assert equal(saved_and_merged(model, "ours"), expected_merged)
     zinf_compile.close(model)
