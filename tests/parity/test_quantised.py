@@ -345,7 +345,10 @@ def test_qlora_of_a_llama_as_people_write_it(quantisation: str, capture: bool, t
         merged = model.merge_and_unload()
         assert not any("lora" in name for name, _ in merged.named_parameters())
         with torch.no_grad():
-            return [*(saved[name] for name in sorted(saved)), merged.train()(input_ids=torch.arange(4, 12)[None]).logits]
+            return [
+                *(saved[name] for name in sorted(saved)),
+                merged.train()(input_ids=torch.arange(4, 12)[None]).logits,
+            ]
 
     model = prepared().train()
     expected = losses_of(model, torch.compile(model, backend="aot_eager") if capture else model)
