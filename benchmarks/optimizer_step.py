@@ -7,10 +7,11 @@ alternate, each on its own memory; a line has the median over rounds, and the be
 ``step``: the streamed AdamW step of a model in a store, against two lower bounds measured in the same rounds. ``update``
 is the compiled kernel over plain tensors of the same sizes. ``disk``, for states on nvme, is four threads that only call
 the engine with the blocks of the streamed step, in its mix of reads and writes. ``ratio`` is the longer of the bounds
-over the seconds of the step; its target is at least 0.9. Bytes are as counted by the operating system.
+over the seconds of the step; its target is at least 0.9. Bytes are as counted by the operating system. With
+``--state-dtype`` moments are kept in codes, which ``update`` decodes and encodes.
 
     python -m benchmarks.optimizer_step --only kernel
-    python -m benchmarks.optimizer_step --only step --nvme DIR
+    python -m benchmarks.optimizer_step --only step --nvme DIR [--state-dtype int8]
 
 print one JSON line per case. Rates are 10^9 parameters per second.
 """
@@ -22,7 +23,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -35,13 +36,13 @@ import zinf_compile
 from benchmarks.io import NUM_THREADS
 from benchmarks.json_lines import command_line
 from benchmarks.out_of_core import disk_bytes
+from zinf_compile.ir.copies import Code
 from zinf_compile.runtime.optim.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.optim.shadow import shadow_step
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.staging import StagingPool
 
 _MIB = 2**20
-_CHUNK_BLOCKS = (4 * _MIB, 4 * _MIB, 4 * _MIB, 2 * _MIB)  # of 2^20 parameters: master copy, moments, and bfloat16
 
 Answer = dict[str, object]
 
@@ -56,6 +57,13 @@ class Settings:
     layers: int
     width: int
     nvme: str
+    code: Code | None  # of moments
+
+    @property
+    def chunk_blocks(self) -> tuple[int, ...]:
+        """The bytes of 2^20 parameters: master copy, moments, and bfloat16."""
+        moment = 4 * _MIB if self.code is None else self.code.nbytes(_MIB)
+        return (4 * _MIB, moment, moment, 2 * _MIB)
 
 
 def measure_kernel(settings: Settings) -> Iterator[Answer]:
@@ -165,6 +173,7 @@ def measure_step(settings: Settings) -> Iterator[Answer]:
             "states_on": home,
             "num_parameters": num_parameters,
             "threads": threads,
+            "state_dtype": settings.code,
             **moved,
             **{f"{name}_seconds": taken for name, taken in medians.items()},
             **{f"{name}_seconds_best": min(taken) for name, taken in seconds.items()},
@@ -175,10 +184,17 @@ def measure_step(settings: Settings) -> Iterator[Answer]:
         zinf_compile.close(model)
 
 
+class _Layer(nn.Linear):
+    """A linear layer that keeps the variance: of many plain ones, the squares of gradients would be denormal, and slow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 3**0.5
+
+
 def _train_once(settings: Settings, home: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model whose states are at ``home``, with gradients, and an optimizer that has stepped once."""
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(settings.width, settings.width, bias=False) for _ in range(settings.layers)))
+        model = nn.Sequential(*(_Layer(settings.width, settings.width, bias=False) for _ in range(settings.layers)))
     one = settings.width**2
     # Staging of 96 MiB is enough for full chunks. The rest of host_memory is for homes.
     host = 2 * 96 * 2**20 if home == "nvme" else 18 * one * settings.layers + 2 * 192 * 2**20
@@ -190,6 +206,7 @@ def _train_once(settings: Settings, home: str) -> tuple[nn.Module, torch.optim.O
         device_memory=32 * one,
         host_memory=host,
         nvme=settings.nvme,
+        state_dtype=None if settings.code is None else str(settings.code),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model(torch.randn(32, settings.width, dtype=torch.bfloat16)).float().square().mean().backward()
@@ -209,6 +226,8 @@ def _make_update(settings: Settings, threads: int) -> Callable[[], None]:
         for _ in range(settings.layers)
     ]
     states: list[dict[str, Any]] = [{"exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)} for _ in parameters]
+    if settings.code is not None:
+        return _make_coded_update(settings.code, kernel, group, parameters, threads)
 
     def update() -> None:
         for index, (master, gradient, compute) in enumerate(parameters):
@@ -217,17 +236,40 @@ def _make_update(settings: Settings, threads: int) -> Callable[[], None]:
     return update
 
 
+def _make_coded_update(
+    code: Code,
+    kernel: Kernel,
+    group: dict[str, Any],
+    parameters: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    threads: int,
+) -> Callable[[], None]:
+    """Return the compiled update with moments in codes."""
+    names, size = ("exp_avg", "exp_avg_sq"), parameters[0][0].numel()
+    pages = [{name: torch.empty(code.nbytes(size), dtype=torch.uint8) for name in names} for _ in parameters]
+    seeds, num_steps = dict.fromkeys(names, 0), 0
+
+    def update() -> None:
+        nonlocal num_steps
+        for tensors, states in zip(parameters, pages, strict=True):
+            step = num_steps or None
+            kernel.update_coded(group, step, states, code, *tensors, first=0, seeds=seeds, num_threads=threads)
+        num_steps += 1
+
+    return update
+
+
 def _make_disk_side(settings: Settings, read: int, written: int) -> Callable[[], None]:
     """Return a function that only moves the bytes of a step through an engine, in the block sizes of its chunks."""
     engine = PosixEngine(settings.nvme)
-    num_chunks = -(-max(read, written) // sum(_CHUNK_BLOCKS))
-    engine.reserve(num_chunks * sum(_CHUNK_BLOCKS))
+    chunk_blocks = settings.chunk_blocks
+    num_chunks = -(-max(read, written) // sum(chunk_blocks))
+    engine.reserve(num_chunks * sum(chunk_blocks))
     blocks = [
-        (chunk * sum(_CHUNK_BLOCKS) + sum(_CHUNK_BLOCKS[:index]), nbytes)
+        (chunk * sum(chunk_blocks) + sum(chunk_blocks[:index]), nbytes)
         for chunk in range(num_chunks)
-        for index, nbytes in enumerate(_CHUNK_BLOCKS)
+        for index, nbytes in enumerate(chunk_blocks)
     ]
-    pool = StagingPool(NUM_THREADS * max(_CHUNK_BLOCKS))
+    pool = StagingPool(NUM_THREADS * max(chunk_blocks))
 
     def move(reads_until: int, writes_until: int) -> None:
         """Alternate reads and writes of blocks, each from the start of the file up to an offset."""
@@ -240,7 +282,7 @@ def _make_disk_side(settings: Settings, read: int, written: int) -> Callable[[],
         lock = threading.Lock()
 
         def work() -> None:
-            with pool.lease(max(_CHUNK_BLOCKS)) as lease:
+            with pool.lease(max(chunk_blocks)) as lease:
                 while True:
                     with lock:
                         following = next(calls, None)
@@ -269,6 +311,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32, help="of the model that steps")
     parser.add_argument("--width", type=int, default=2048, help="of a layer, which has width * width parameters")
     parser.add_argument("--nvme", default=".", help="folder on a local disk")
+    parser.add_argument("--state-dtype", choices=tuple(Code), type=Code, help="of moments, in a whole step")
     args = parser.parse_args()
     command = command_line("optimizer_step")
     for name in QUESTIONS if args.only is None else (args.only,):
@@ -279,6 +322,7 @@ def main() -> None:
             layers=args.layers,
             width=args.width,
             nvme=args.nvme,
+            code=args.state_dtype,
         )
         for answer in QUESTIONS[name](settings):
             print(json.dumps({"command": command, **answer}), flush=True)

@@ -5,7 +5,8 @@
 // fused kernel uses the processor's, and rounds another product in what its vectors leave over.
 //
 // The chunk goes through the first-level cache in blocks: join the master copy where it is split, widen the gradient, update
-// the moments, take roots, update the master copy, round it to the compute copy, split it.
+// the moments, take roots, update the master copy, round it to the compute copy, split it. Moments in codes are decoded and
+// encoded around that, a page at a time.
 
 #include <algorithm>
 #include <cmath>
@@ -13,6 +14,7 @@
 #include <cstring>
 
 #include "low_halves.h"
+#include "state_codes.h"
 #include "threads.h"
 
 extern "C" {
@@ -22,6 +24,8 @@ using VectorRoot = void (*)(int32_t count, const float* values, float* roots, in
 using SetLocalThreads = int32_t (*)(int32_t count);
 
 enum Decay : int32_t { kNoDecay = 0, kAddToGradient = 1, kShrinkParameter = 2 };
+enum Codes : int32_t { kNoCodes = 0, kInt8 = 1, kBfloat16 = 2 };
+constexpr int kMoments = 3;
 
 // Mirrored by ctypes in fused_adamw.py.
 struct Update {
@@ -32,9 +36,12 @@ struct Update {
   float* max_square;       // max_exp_avg_sq, or null without amsgrad
   const void* gradient;    // float32 or bfloat16
   uint16_t* compute;       // bfloat16, or null
+  uint8_t* pages[kMoments];  // of mean, square and max_square, or null; with codes, in the place of those
+  const state_codes::Map* maps;  // of int8
   VectorRoot vector_root;  // or null: correctly rounded roots
   SetLocalThreads set_local_threads;
   int64_t num_elements;
+  int64_t first;      // with codes: the number of the first element in its parameter
   float decay;        // weight_decay, or the factor 1 - lr * weight_decay
   float mean_weight;  // 1 - beta1
   float beta2;
@@ -47,6 +54,9 @@ struct Update {
   int32_t maximize;
   int32_t as_fused;  // round as torch's fused kernel does
   int32_t num_threads;
+  int32_t codes;
+  int32_t is_zeroed;         // with codes: moments are zero before the update, whatever pages hold
+  uint32_t seeds[kMoments];  // of bfloat16
 };
 }
 
@@ -123,7 +133,9 @@ void update_master(const Update u, float* __restrict master, const float* mean, 
   }
 }
 
-void update_range(const Update& u, int64_t start, int64_t stop) {
+// Updates elements ``start`` to ``stop``. If these are not null, ``moments`` are decoded ones of these elements, and the
+// master copy is also written to ``masters``.
+void update_range(const Update& u, int64_t start, int64_t stop, float* const* moments, float* masters) {
   float wide[kBlock], roots[kBlock], joined[kBlock];
   const int64_t tail = u.as_fused ? u.num_elements / kFusedVector * kFusedVector : u.num_elements;
   for (int64_t block = start; block < stop; block += kBlock) {
@@ -136,26 +148,65 @@ void update_range(const Update& u, int64_t start, int64_t stop) {
     float* master = u.low_halves ? joined : u.master + block;
     auto* bits = reinterpret_cast<low_halves::Bits*>(master);
     if (u.low_halves) low_halves::join(u.low_halves, u.compute + block, bits, block, count);
-    float* mean = u.mean + block;
-    float* square = u.square + block;
+    float* mean = moments ? moments[0] + (block - start) : u.mean + block;
+    float* square = moments ? moments[1] + (block - start) : u.square + block;
+    float* max_square = moments ? moments[2] : u.max_square;
+    if (max_square) max_square += moments ? block - start : block;
     const int64_t body = std::min(tail - block, count);
     update_moments<false>(u, gradient, master, mean, square, body);
     update_moments<true>(u, gradient + body, master + body, mean + body, square + body, count - body);
-    if (u.max_square) raise_maxima(u.max_square + block, square, count);
-    take_roots(u, u.max_square ? u.max_square + block : square, roots, count);
+    if (max_square) raise_maxima(max_square, square, count);
+    take_roots(u, max_square ? max_square : square, roots, count);
     update_master(u, master, mean, roots, count);
+    if (masters) std::memcpy(masters + (block - start), master, count * sizeof(float));
     if (u.compute) round_to_bfloat16(master, u.compute + block, count);
     if (u.low_halves) low_halves::split(bits, u.compute + block, u.low_halves, block, count, u.num_elements);
+  }
+}
+
+void update_page(const Update& u, int64_t number) {
+  float values[kMoments][state_codes::kInt8Elements], joined[state_codes::kInt8Elements];
+  float* moments[kMoments];
+  const int64_t elements = u.codes == kInt8 ? state_codes::kInt8Elements : state_codes::kBfloat16Elements;
+  const int64_t start = number * elements, count = std::min(u.num_elements - start, elements);
+  for (int moment = 0; moment < kMoments; ++moment) {
+    moments[moment] = u.pages[moment] ? values[moment] : nullptr;
+    if (!u.pages[moment]) continue;
+    const uint8_t* page = u.pages[moment] + number * state_codes::kPage;
+    if (u.is_zeroed) {
+      std::fill_n(values[moment], count, 0.0f);
+    } else if (u.codes == kInt8) {
+      state_codes::decode_int8(page, values[moment], count, u.maps);
+    } else {
+      state_codes::decode_bfloat16(page, values[moment], count);
+    }
+  }
+  update_range(u, start, start + count, moments, u.low_halves ? joined : nullptr);
+  const float* master = u.low_halves ? joined : u.master + start;
+  for (int moment = 0; moment < kMoments; ++moment) {
+    if (!u.pages[moment]) continue;
+    uint8_t* page = u.pages[moment] + number * state_codes::kPage;
+    if (u.codes == kInt8) {
+      state_codes::encode_int8(values[moment], page, count, u.maps);
+    } else {
+      state_codes::encode_bfloat16(values[moment], page, count, u.first + start, u.seeds[moment], master);
+    }
   }
 }
 
 }  // namespace
 
 extern "C" void zinf_update_adam(const Update* update) {
-  on_threads(update->num_elements, kPiece, update->num_threads, [update](int64_t first, int64_t end) {
+  const int64_t page = update->codes == kInt8 ? state_codes::kInt8Elements : state_codes::kBfloat16Elements;
+  const int64_t unit = update->codes == kNoCodes ? 1 : page;
+  on_threads((update->num_elements + unit - 1) / unit, kPiece / unit, update->num_threads, [=](int64_t first, int64_t end) {
     // Without this MKL would start threads of its own in each of ours.
     const int32_t outer = update->vector_root ? update->set_local_threads(1) : 0;
-    update_range(*update, first, end);
+    if (update->codes == kNoCodes) {
+      update_range(*update, first, end, nullptr, nullptr);
+    } else {
+      for (int64_t number = first; number < end; ++number) update_page(*update, number);
+    }
     if (update->vector_root) update->set_local_threads(outer);
   });
 }

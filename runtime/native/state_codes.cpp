@@ -1,141 +1,53 @@
-// Optimizer state in pages of codes: decoded to float32, and encoded again. ``storage/state_codes.py`` has the format and
-// the same in torch, bit for bit.
+// Optimizer state in pages of codes: decoded to float32, and encoded again.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <limits>
 
+#include "state_codes.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int64_t kPage = 4096;                       // bytes
-constexpr int64_t kBlock = 256;                       // elements that share a scale
-constexpr int64_t kBlocks = 15;                       // of a page of int8
-constexpr int64_t kInt8Elements = kBlocks * kBlock;   // of a page; then come scales, then a byte for each block
-constexpr int64_t kBfloat16Elements = kPage / 2;      // of a page
-constexpr int64_t kPagesAtOnce = 16;                  // that a thread takes
+constexpr int64_t kPagesAtOnce = 16;  // that a thread takes
 
-uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
+// Calls work(page, first element, number of elements) for the pages of so many elements.
 template <typename Work>
-void for_pages(int64_t num_pages, int32_t num_threads, const Work& work) {
+void for_pages(uint8_t* pages, int64_t num_elements, int64_t page_elements, int32_t num_threads, const Work& work) {
+  const int64_t num_pages = (num_elements + page_elements - 1) / page_elements;
   on_threads(num_pages, kPagesAtOnce, num_threads, [&](int64_t first, int64_t end) {
-    for (int64_t page = first; page < end; ++page) work(page);
+    for (int64_t number = first; number < end; ++number) {
+      const int64_t start = number * page_elements;
+      work(pages + number * state_codes::kPage, start, std::min(num_elements - start, page_elements));
+    }
   });
-}
-
-// What values from -1 to 1 are rounded to. Mirrored by ctypes in state_codes.py.
-constexpr int kDropped = 14;  // bits of a float that do not count
-struct Map {
-  float values[256];                    // ascending
-  uint8_t codes[1 << (32 - kDropped)];  // by the upper bits of a float
-};
-
-// Scaled by the element of largest magnitude, with its sign: it is stored exactly, and values that were decoded are
-// encoded to the same codes again.
-void encode_block(const float* values, int64_t count, const Map* maps, uint8_t* codes, float* scale, uint8_t* which) {
-  uint32_t largest = 0, most = 0;  // bits: those of magnitudes are in the order of the values, and negative ones above
-  for (int64_t i = 0; i < count; ++i) {
-    largest = std::max(largest, bits_of(values[i]) & 0x7fffffff);
-    most = std::max(most, bits_of(values[i]));
-  }
-  const bool is_finite = largest < 0x7f800000;
-  *which = most > 0x80000000 && is_finite ? 0 : 1;
-  *scale = is_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
-  const Map& map = maps[*which];
-  if (!is_finite || largest == 0) {
-    std::memset(codes, map.codes[0], kBlock);
-    return;
-  }
-  int64_t extreme = 0;
-  while ((bits_of(values[extreme]) & 0x7fffffff) != largest) ++extreme;
-  const float by = *scale = values[extreme];
-  uint32_t upper[kBlock];
-  for (int64_t i = 0; i < count; ++i) upper[i] = bits_of(values[i] / by) >> kDropped;
-  for (int64_t i = 0; i < count; ++i) codes[i] = map.codes[upper[i]];
-  std::memset(codes + count, map.codes[0], kBlock - count);
-}
-
-// A mix of all bits of a number and of a seed.
-inline uint32_t draw(uint32_t number, uint32_t seed) {
-  uint32_t mixed = number * 0x9E3779B1u ^ seed;
-  mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6Bu;
-  mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35u;
-  return mixed ^ (mixed >> 16);
 }
 
 }  // namespace
 
-extern "C" void zinf_decode_int8(const uint8_t* pages, float* values, int64_t num_elements, const Map* maps,
+extern "C" void zinf_decode_int8(uint8_t* pages, float* values, int64_t num_elements, const state_codes::Map* maps,
                                  int32_t num_threads) {
-  for_pages((num_elements + kInt8Elements - 1) / kInt8Elements, num_threads, [=](int64_t number) {
-    const uint8_t* page = pages + number * kPage;
-    float* out = values + number * kInt8Elements;
-    const int64_t count = std::min(num_elements - number * kInt8Elements, kInt8Elements);
-    float scales[kBlocks];
-    std::memcpy(scales, page + kInt8Elements, sizeof scales);
-    for (int64_t block = 0; block * kBlock < count; ++block) {
-      const float* map = maps[page[kInt8Elements + sizeof scales + block] & 1].values;
-      const float scale = scales[block];
-      const int64_t stop = std::min(count, (block + 1) * kBlock);
-      for (int64_t i = block * kBlock; i < stop; ++i) out[i] = map[page[i]] * scale;
-    }
+  for_pages(pages, num_elements, state_codes::kInt8Elements, num_threads, [=](uint8_t* page, int64_t start, int64_t count) {
+    state_codes::decode_int8(page, values + start, count, maps);
   });
 }
 
-extern "C" void zinf_encode_int8(const float* values, uint8_t* pages, int64_t num_elements, const Map* maps,
+extern "C" void zinf_encode_int8(const float* values, uint8_t* pages, int64_t num_elements, const state_codes::Map* maps,
                                  int32_t num_threads) {
-  for_pages((num_elements + kInt8Elements - 1) / kInt8Elements, num_threads, [=](int64_t number) {
-    uint8_t* page = pages + number * kPage;
-    const float* in = values + number * kInt8Elements;
-    const int64_t count = std::min(num_elements - number * kInt8Elements, kInt8Elements);
-    std::memset(page + kInt8Elements, 0, kPage - kInt8Elements);
-    for (int64_t block = 0; block < kBlocks; ++block) {
-      const int64_t first = block * kBlock;
-      float scale = 0.0f;
-      uint8_t which = 1;
-      encode_block(in + std::min(first, count), std::clamp<int64_t>(count - first, 0, kBlock), maps, page + first, &scale,
-                   &which);
-      std::memcpy(page + kInt8Elements + block * sizeof scale, &scale, sizeof scale);
-      page[kInt8Elements + kBlocks * sizeof scale + block] = which;
-    }
+  for_pages(pages, num_elements, state_codes::kInt8Elements, num_threads, [=](uint8_t* page, int64_t start, int64_t count) {
+    state_codes::encode_int8(values + start, page, count, maps);
   });
 }
 
-extern "C" void zinf_decode_bfloat16(const uint8_t* pages, float* values, int64_t num_elements, int32_t num_threads) {
-  for_pages((num_elements + kBfloat16Elements - 1) / kBfloat16Elements, num_threads, [=](int64_t number) {
-    const uint16_t* page = reinterpret_cast<const uint16_t*>(pages + number * kPage);
-    float* out = values + number * kBfloat16Elements;
-    const int64_t count = std::min(num_elements - number * kBfloat16Elements, kBfloat16Elements);
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = static_cast<uint32_t>(page[i]) << 16;
-      std::memcpy(&out[i], &bits, sizeof bits);
-    }
-  });
+extern "C" void zinf_decode_bfloat16(uint8_t* pages, float* values, int64_t num_elements, int32_t num_threads) {
+  for_pages(pages, num_elements, state_codes::kBfloat16Elements, num_threads,
+            [=](uint8_t* page, int64_t start, int64_t count) { state_codes::decode_bfloat16(page, values + start, count); });
 }
 
-// Rounded up as often as the bits that are dropped say. A value that bfloat16 has stays as it is.
 extern "C" void zinf_encode_bfloat16(const float* values, uint8_t* pages, int64_t num_elements, int64_t first,
                                      uint32_t seed, const float* drawn_from, int32_t num_threads) {
-  for_pages((num_elements + kBfloat16Elements - 1) / kBfloat16Elements, num_threads, [=](int64_t number) {
-    uint16_t* page = reinterpret_cast<uint16_t*>(pages + number * kPage);
-    const int64_t start = number * kBfloat16Elements;
-    const int64_t count = std::min(num_elements - start, kBfloat16Elements);
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = bits_of(values[start + i]);
-      const uint32_t changing = drawn_from ? bits_of(drawn_from[start + i]) * 0xC2B2AE3Du : 0;
-      const uint32_t random = draw(static_cast<uint32_t>(first + start + i) + changing, seed) & 0xffff;
-      const bool is_finite = (bits & 0x7f800000) != 0x7f800000;
-      const uint32_t quiet = (bits & 0x7fffff) ? 0x40 : 0;  // NaN stays NaN
-      page[i] = static_cast<uint16_t>(is_finite ? (bits + random) >> 16 : bits >> 16 | quiet);
-    }
-    std::memset(page + count, 0, (kBfloat16Elements - count) * sizeof(uint16_t));
-  });
+  for_pages(pages, num_elements, state_codes::kBfloat16Elements, num_threads,
+            [=](uint8_t* page, int64_t start, int64_t count) {
+              state_codes::encode_bfloat16(values + start, page, count, first + start, seed,
+                                           drawn_from ? drawn_from + start : nullptr);
+            });
 }

@@ -20,13 +20,17 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from zinf_compile.ir.copies import Code
 from zinf_compile.runtime.native.compiled import load_compiled
 from zinf_compile.runtime.optim.shadow import SCALER_ATTRIBUTES, shadow_step
+from zinf_compile.runtime.storage.state_codes import c_maps
 
 _NARROW = torch.bfloat16
 # Sizes of the self-check: shorter than a vector, with every length of tail, and several blocks over two threads.
 _CHECKED_SIZES = (1, 7, 16, 61, 1024, 4096 + 13)
 _CHECKED_STEPS = 3
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_CODES = {Code.INT8: 1, Code.BFLOAT16: 2}  # ``Codes`` in the C++ source
 _NO_DECAY, _ADD_TO_GRADIENT, _SHRINK_PARAMETER = range(3)
 
 _lock = threading.Lock()
@@ -42,12 +46,11 @@ class _Update(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in (
-                *("master", "low_halves", "mean", "square", "max_square", "gradient", "compute"),
-                *("vector_root", "set_local_threads"),
-            )
+            for name in (*("master", "low_halves", "mean", "square", "max_square", "gradient", "compute"),)
         ),
-        ("num_elements", ctypes.c_int64),
+        ("pages", ctypes.c_void_p * len(_MOMENTS)),
+        *((name, ctypes.c_void_p) for name in ("maps", "vector_root", "set_local_threads")),
+        *((name, ctypes.c_int64) for name in ("num_elements", "first")),
         *(
             (name, ctypes.c_float)
             for name in (
@@ -57,8 +60,12 @@ class _Update(ctypes.Structure):
         ),
         *(
             (name, ctypes.c_int32)
-            for name in ("decay_mode", "gradient_is_bfloat16", "maximize", "as_fused", "num_threads")
+            for name in (
+                *("decay_mode", "gradient_is_bfloat16", "maximize", "as_fused", "num_threads"),
+                *("codes", "is_zeroed"),
+            )
         ),
+        ("seeds", ctypes.c_uint32 * len(_MOMENTS)),
     )
 
 
@@ -99,6 +106,41 @@ class Kernel:
             new_state = {"step": torch.zeros((), dtype=torch.float32 if group["fused"] else dtype), **moments}
         new_state["step"] += 1
         update = _scalars(group, new_state["step"].item())
+        update.mean, update.square = new_state["exp_avg"].data_ptr(), new_state["exp_avg_sq"].data_ptr()
+        update.max_square = new_state["max_exp_avg_sq"].data_ptr() if group["amsgrad"] else None
+        self._run(update, master, gradient, compute, num_threads)
+        return new_state
+
+    def update_coded(
+        self,
+        group: Mapping[str, Any],
+        step: float | None,
+        pages: Mapping[str, Tensor],
+        code: Code,
+        master: Tensor,
+        gradient: Tensor,
+        compute: Tensor | None,
+        *,
+        first: int,
+        seeds: Mapping[str, int],
+        num_threads: int = 1,
+    ) -> None:
+        """Do the same with moments in uint8 ``pages`` of codes, in one pass: they are decoded, updated and encoded.
+
+        ``step`` is the count of updates before. At the first one it is None, and moments are zero whatever pages hold.
+        ``first`` is the number of the first element in its parameter, and ``seeds`` are those of each moment, for which see
+        ``state_codes.encode``.
+        """
+        update = _scalars(group, 1 if step is None else step + 1)
+        update.codes, update.is_zeroed, update.first = _CODES[code], step is None, first
+        update.maps = ctypes.cast(c_maps(), ctypes.c_void_p) if code is Code.INT8 else None
+        for index, name in enumerate(_MOMENTS[: 3 if group["amsgrad"] else 2]):
+            update.pages[index], update.seeds[index] = pages[name].data_ptr(), seeds[name]
+        self._run(update, master, gradient, compute, num_threads)
+
+    def _run(
+        self, update: "_Update", master: Tensor, gradient: Tensor, compute: Tensor | None, num_threads: int
+    ) -> None:
         update.num_elements = gradient.numel()
         update.num_threads = num_threads
         if not update.as_fused:
@@ -108,13 +150,10 @@ class Kernel:
         else:
             update.master = master.data_ptr()
         update.gradient = gradient.data_ptr()
-        update.mean, update.square = new_state["exp_avg"].data_ptr(), new_state["exp_avg_sq"].data_ptr()
-        update.max_square = new_state["max_exp_avg_sq"].data_ptr() if group["amsgrad"] else None
         update.compute = None if compute is None else compute.data_ptr()
         update.gradient_is_bfloat16 = gradient.dtype == _NARROW
         self.run(ctypes.byref(update))
         increment_version(master if compute is None else compute)  # so that autograd notices if a forward has saved it
-        return new_state
 
 
 def find_kernel(

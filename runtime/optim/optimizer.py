@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, state_key
+from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, Code, state_key
 from zinf_compile.ir.errors import CapacityError, RankError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import UPDATE_NBYTES
@@ -34,6 +34,8 @@ from zinf_compile.runtime.optim.step_chunks import (
     decoding,
     elements_at_once,
     find_job_kernel,
+    number_of,
+    seed_of,
     update_slice,
 )
 from zinf_compile.runtime.optim.step_jobs import (
@@ -514,13 +516,41 @@ class StreamedStep:
         )
         # The kernel joins what is split and splits it again by itself.
         is_kernels = job.reads_split and self._kernels[job] is not None
-        if job.coded_states or (job.splits and not is_kernels):
+        if (code := self._code_of_kernel(job)) is not None:
+            self._update_codes(job, operands, code)
+        elif job.coded_states or (job.splits and not is_kernels):
             low_halves = chunk.low_halves() if job.splits else None
             whole = {} if self._element_wise else {"at_once": None}
             for decoded in decoding(job, operands, low_halves, num_threads=self._num_threads, **whole):
                 self._update_operands(job, decoded)
         else:
             self._update_operands(job, operands)
+
+    def _code_of_kernel(self, job: Job) -> Code | None:
+        """Return the code of a job's state if its kernel decodes and encodes that in its own pass, and there is any."""
+        if not job.coded_states or self._kernels[job] is None or job.splits != job.reads_split:
+            return None
+        states, codes = job.record.copies.states.keys(), {slot.code for slot in job.coded_states.values()}
+        is_complete = job.coded_states.keys() == states and len(codes) == 1
+        knows_all = (job.kept_states, "step" in job.scalars) in ((frozenset(), False), (states, True))
+        code = codes.pop()
+        return code if is_complete and knows_all and isinstance(code, Code) else None
+
+    def _update_codes(self, job: Job, operands: Operands, code: Code) -> None:
+        kernel, step = self._kernels[job], job.scalars.get("step")
+        assert kernel is not None
+        kernel.update_coded(
+            job.group,
+            None if step is None else number_of(step),
+            operands.states,
+            code,
+            operands.master,
+            operands.gradient,
+            operands.compute,
+            first=operands.slice.start,
+            seeds={name: seed_of(operands.slice, name, number_of(step)) for name in operands.states},
+            num_threads=self._num_threads,
+        )
 
     def _update_operands(self, job: Job, operands: Operands) -> None:
         if self._element_wise:

@@ -174,7 +174,7 @@ def decoding(
     master copy that is whole: a part is read before its pages are written, and they end no later.
     """
     coded = {name: slot.coded for name, slot in job.coded_states.items() if slot.coded is not None}
-    whole, step = operands.slice, _number_of(job.scalars.get("step"))
+    whole, step = operands.slice, number_of(job.scalars.get("step"))
     exact = replace(operands, states={name: each for name, each in operands.states.items() if name not in coded})
     itemsizes = [each.dtype.itemsize for each in coded.values()] + [_MASTER.itemsize] * (low_halves is not None)
     size = max(1, whole.length)
@@ -205,15 +205,19 @@ def decoding(
             assert decoded.compute is not None
             split(decoded.master, decoded.compute, _pages_of(low_halves, whole, part), num_threads=num_threads)
         for name, each in coded.items():
-            seed = zlib.crc32(f"{part.parameter}/{name}/{step}".encode())
             each.encode(
                 states[name],
                 pages[name],
                 first=part.start,
-                seed=seed,
+                seed=seed_of(part, name, step),
                 drawn_from=decoded.master if decoded.master.dtype == torch.float32 else None,
                 num_threads=num_threads,
             )
+
+
+def seed_of(part: Slice, state: str, step: float) -> int:
+    """Return the seed by which a state of a parameter is rounded after so many steps."""
+    return zlib.crc32(f"{part.parameter}/{state}/{step}".encode())
 
 
 def elements_at_once(job: Job) -> int:
@@ -234,7 +238,7 @@ def _joined(operands: Operands, room: Tensor, *, num_threads: int) -> Tensor:
     return room
 
 
-def _number_of(step: object) -> float:
+def number_of(step: object) -> float:
     """Return the step count in a state; 0 where there is none, or none that is a number."""
     if isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
         return float(step)

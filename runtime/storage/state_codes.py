@@ -167,7 +167,7 @@ def decode(code: Code, pages: Tensor, values: Tensor, *, num_threads: int = 1) -
         return
     if (library := _library_on(values.device)) is not None:
         if code is Code.INT8:
-            library.zinf_decode_int8(pages.data_ptr(), values.data_ptr(), values.numel(), _c_maps(), num_threads)
+            library.zinf_decode_int8(pages.data_ptr(), values.data_ptr(), values.numel(), c_maps(), num_threads)
         else:
             library.zinf_decode_bfloat16(pages.data_ptr(), values.data_ptr(), values.numel(), num_threads)
         return
@@ -201,7 +201,7 @@ def encode(
         return
     if (library := _library_on(values.device)) is not None:
         if code is Code.INT8:
-            library.zinf_encode_int8(values.data_ptr(), pages.data_ptr(), values.numel(), _c_maps(), num_threads)
+            library.zinf_encode_int8(values.data_ptr(), pages.data_ptr(), values.numel(), c_maps(), num_threads)
         else:
             others = None if drawn_from is None else drawn_from.data_ptr()
             library.zinf_encode_bfloat16(
@@ -269,8 +269,8 @@ class _Map(ctypes.Structure):
 
 
 @functools.cache
-def _c_maps() -> Any:
-    """Return the maps with and without negative values, as the C++ code reads them."""
+def c_maps() -> Any:
+    """Return the maps with and without negative values, as C++ reads them: ``Map`` in ``native/state_codes.h``."""
     maps = (_Map * 2)()
     for made, signed in zip(maps, (True, False), strict=True):
         made.values[:] = dynamic_values(signed=signed).tolist()

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from zinf_compile.ir.copies import low_halves_nbytes
+from zinf_compile.ir.copies import Code, low_halves_nbytes
 from zinf_compile.runtime.native.compiled import load_compiled
 from zinf_compile.runtime.optim import fused_adamw
 from zinf_compile.runtime.optim.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.optim.shadow import shadow_step
 from zinf_compile.runtime.storage.low_halves import join, split
+from zinf_compile.runtime.storage.state_codes import decode, encode
 
 NUM_STEPS = 3
 
@@ -120,6 +121,54 @@ def test_chunks_and_threads_change_nothing(fused: bool) -> None:
         kernel.update(group, state, master[cut], gradient[cut], compute[cut], num_threads=1 + start // chunk)
     assert torch.equal(master, whole)
     assert torch.equal(compute, whole.bfloat16())
+
+
+@pytest.mark.parametrize("code", Code)
+@pytest.mark.parametrize(("fused", "amsgrad"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_moments_in_codes(code: Code, fused: bool, amsgrad: bool, is_split: bool) -> None:
+    """One pass has the bits of decoding, updating and encoding apart; so do pieces of whole pages, on any threads."""
+    size, first = 5 * code.page_elements + 333, 17 * code.page_elements
+    optimizer = make_optimizer(lr=1e-2, fused=fused, amsgrad=amsgrad)
+    (group,), kernel = optimizer.param_groups, find(optimizer)
+    assert kernel is not None
+    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+    generator = torch.Generator().manual_seed(0)
+    plain = make_numbers(size, generator)
+    compute, pages = plain.bfloat16(), {name: torch.full((code.nbytes(size),), 7, dtype=torch.uint8) for name in names}
+    low_halves = torch.empty(low_halves_nbytes(size), dtype=torch.uint8)
+    ours_compute = compute.clone()
+    split(plain, ours_compute, low_halves, num_threads=1)
+    ours = plain.clone()
+    state: dict[str, Any] = {name: torch.empty(size) for name in names}
+    expected = {name: torch.empty(code.nbytes(size), dtype=torch.uint8) for name in names}
+    for step in range(NUM_STEPS):
+        gradient = make_numbers(size, generator).bfloat16()
+        seeds = {name: 1000 * step + number for number, name in enumerate(names)}
+        state = kernel.update(group, state, plain, gradient, compute)
+        for name in names:
+            encode(code, state[name], expected[name], first=first, seed=seeds[name], drawn_from=plain)
+            decode(code, expected[name], state[name])
+        cut = 2 * code.page_elements
+        pieces = [(0, cut), (cut, size)] if step == 1 and not is_split else [(0, size)]  # lower halves have other pages
+        for start, stop in pieces:
+            kernel.update_coded(
+                group,
+                None if step == 0 else float(step),
+                {name: pages[name][code.nbytes(start) :][: code.nbytes(stop - start)] for name in names},
+                code,
+                low_halves if is_split else ours[start:stop],
+                gradient[start:stop],
+                ours_compute[start:stop],
+                first=first + start,
+                seeds=seeds,
+                num_threads=2,
+            )
+        if is_split:
+            join(low_halves, ours_compute, ours, num_threads=1)
+        assert torch.equal(bits(ours), bits(plain))
+        assert torch.equal(bits(ours_compute), bits(compute))
+        assert all(torch.equal(pages[name], expected[name]) for name in names)
 
 
 def test_gradients_that_are_not_finite() -> None:
