@@ -36,7 +36,7 @@ import zinf_compile
 from benchmarks.io import NUM_THREADS
 from benchmarks.json_lines import command_line
 from benchmarks.out_of_core import disk_bytes
-from zinf_compile.ir.copies import Code
+from zinf_compile.ir.copies import Code, low_halves_nbytes
 from zinf_compile.runtime.optim.fused_adamw import Kernel, find_kernel
 from zinf_compile.runtime.optim.shadow import shadow_step
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
@@ -61,9 +61,9 @@ class Settings:
 
     @property
     def chunk_blocks(self) -> tuple[int, ...]:
-        """The bytes of 2^20 parameters: master copy, moments, and bfloat16."""
+        """The bytes of 2^20 parameters: what bfloat16 lacks of a master copy, moments, and bfloat16."""
         moment = 4 * _MIB if self.code is None else self.code.nbytes(_MIB)
-        return (4 * _MIB, moment, moment, 2 * _MIB)
+        return (low_halves_nbytes(_MIB), moment, moment, 2 * _MIB)
 
 
 def measure_kernel(settings: Settings) -> Iterator[Answer]:
