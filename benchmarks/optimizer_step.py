@@ -205,6 +205,7 @@ def _train_once(settings: Settings, home: str) -> tuple[nn.Module, torch.optim.O
         compute_dtype=torch.bfloat16,
         device_memory=32 * one,
         host_memory=host,
+        reserve_memory=0,  # where homes are is the question, not what the process takes
         nvme=settings.nvme,
         state_dtype=None if settings.code is None else str(settings.code),
     )
