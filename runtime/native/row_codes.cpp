@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "threads.h"
@@ -92,6 +93,7 @@ void decode_row(const uint8_t* row, T* out, int64_t columns, int64_t num_outlier
 // Of each thread, while it encodes.
 struct Scratch {
   std::vector<float> values, magnitudes, sorted;
+  std::vector<std::pair<float, float>> top;  // of the elements that can be outliers and the next: magnitudes, and of values
 };
 
 inline int8_t code_of(float value, float scale) {
@@ -101,12 +103,11 @@ inline int8_t code_of(float value, float scale) {
 inline float decoded_as(float value, const float*) { return value; }
 inline float decoded_as(float value, const uint16_t*) { return widen(half_of(value)); }
 
-// The magnitude of the largest element that is no outlier, where those with magnitudes above ``bound`` are.
+// The magnitude of the largest element that is no outlier, where those with magnitudes above ``bound`` are. That has an
+// element of the top, and rounding to 16 bits changes no order.
 float largest_within(const Scratch& scratch, float bound) {
   float largest = 0.0f;
-  for (size_t i = 0; i < scratch.values.size(); ++i) {
-    largest = std::max(largest, scratch.magnitudes[i] > bound ? 0.0f : std::fabs(scratch.values[i]));
-  }
+  for (const auto& [magnitude, value] : scratch.top) largest = std::max(largest, magnitude > bound ? 0.0f : value);
   return largest;
 }
 
@@ -146,6 +147,11 @@ void encode_row(const T* in, uint8_t* row, int64_t columns, int64_t num_outliers
   std::partial_sort_copy(scratch.magnitudes.begin(), scratch.magnitudes.end(), scratch.sorted.begin(), scratch.sorted.end(),
                          std::greater<float>());
   const std::vector<float>& sorted = scratch.sorted;
+  scratch.top.clear();
+  for (int64_t i = 0; i < columns; ++i) {
+    const float magnitude = scratch.magnitudes[i];
+    if (magnitude >= sorted[num_outliers]) scratch.top.emplace_back(magnitude, std::fabs(scratch.values[i]));
+  }
   double sums[kLanes] = {}, sum = 0.0;  // of the squares of what can be no outlier
   for (int64_t i = 0; i < columns; ++i) {
     const double value = scratch.magnitudes[i] > sorted[num_outliers] ? 0.0 : scratch.values[i];

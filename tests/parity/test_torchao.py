@@ -365,6 +365,19 @@ def test_a_checkpoint_in_codes_of_torchao_is_refused_for_another_class_of_that_n
         zinf_compile.load(tmp_path / "saved", other, named)
 
 
+def test_a_checkpoint_of_bitsandbytes_is_refused_for_the_class_of_torchao_with_that_name(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = make_model()
+    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())
+    train(model, optimizer)
+    zinf_compile.save(tmp_path / "saved", model, optimizer)
+    other = make_model()
+    before = [parameter.detach().clone() for parameter in other.parameters()]
+    with pytest.raises(ConfigError, match=r"state of bitsandbytes in the checkpoint, such as .* here is torchao's"):
+        zinf_compile.load(tmp_path / "saved", other, make_optimizer("AdamW8bit", other))
+    assert all(torch.equal(old, new.detach()) for old, new in zip(before, other.parameters(), strict=True))
+
+
 def test_offline_plans_do_not_count_codes_of_torchao() -> None:
     with pytest.raises(
         UnsupportedError, match=r"torchao's AdamW8bit .*; plan with torch.optim.AdamW and state_dtype='int8'"

@@ -14,6 +14,8 @@ from zinf_compile.runtime.model.model_state import gradient_dtype, model_tensors
 from zinf_compile.runtime.optim.block_wise import is_block_wise
 from zinf_compile.runtime.params.records import record_of
 
+_OF_BITSANDBYTES = {"state1", "state2"}  # keys of its optimizers, some of which torchao's have the names of
+
 
 def group_names(model: Module, optimizer: Optimizer | None) -> tuple[tuple[str, ...], ...]:
     """Return the names of the parameters in each group; ConfigError for a parameter that is not the model's."""
@@ -103,6 +105,9 @@ def _optimizer_differences(manifest: Manifest, objects: Objects, model: Module, 
     coded = [tensor for tensor in manifest.tensors if isinstance(tensor.code, Blocks)]
     if coded and not is_block_wise(optimizer):
         yield f"state in torchao's codes in the checkpoint, such as '{coded[0].name}', and {name} here is not torchao's"
+    of_others = [name for name in _saved_forms(manifest, OPTIMIZER) if split_state_name(name)[1] in _OF_BITSANDBYTES]
+    if of_others and is_block_wise(optimizer):
+        yield f"state of bitsandbytes in the checkpoint, such as '{of_others[0]}', and {name} here is torchao's"
     if coded and not ranks_of(model).is_alone:
         yield f"state in torchao's codes in the checkpoint, such as '{coded[0].name}', which is for one process"
     here, there = group_names(model, optimizer), manifest.groups
