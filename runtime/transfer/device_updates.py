@@ -26,7 +26,7 @@ from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkForm:
-    """What chunks have in common whose tensors are alike: chunks of one length, of parameters that are updated alike."""
+    """What is the same for all chunks of one length, of parameters whose copies have the same dtypes and homes."""
 
     layout: Sequence[tuple[CopyKey, torch.dtype, int]]  # keys, dtypes and lengths of what is in buffers
     read: Collection[CopyKey]  # what is copied to the device
@@ -141,7 +141,7 @@ class DeviceUpdates:
     def _count(
         self, name: str, keys: Iterable[CopyKey], pairs: Sequence[Pair], nbytes: int, source: Tier, destination: Tier
     ) -> Sequence[Timing | None]:
-        """Count copies of ``nbytes`` in all from one tier to another; return how they are timed, while something is."""
+        """Count copies of ``nbytes`` in all between two tiers; return how they are timed, while something is recorded."""
         self._meter.add_moved(source, destination, nbytes)
         if self._meter.recorder is None:
             return ()

@@ -24,6 +24,8 @@ from zinf_compile.ir.errors import ConfigError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import TierPart
 from zinf_compile.ir.plan_io import load_plan
+from zinf_compile.runtime.native.compiled import load_compiled
+from zinf_compile.runtime.optim import optimizer as optimizer_module
 from zinf_compile.runtime.optim.device_chunks import DeviceChunks
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.step_chunks import Chunk
@@ -176,6 +178,19 @@ def test_every_budget_and_timing(code: Code, budgets: str, timing: str, optimize
 @pytest.mark.parametrize("code", MOSTLY_INT8)
 def test_every_optimizer(code: Code, name: str, optimize: Callable[..., nn.Sequential]) -> None:
     check(Loop(make_optimizer=OPTIMIZERS[name]), optimize(code), code)
+
+
+@pytest.mark.of_a_cpu(reason="updates on a device decode there")
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize("code", Code)
+def test_adam_takes_one_pass(
+    code: Code, budgets: str, optimize: Callable[..., nn.Sequential], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel decodes and encodes, at the first step and later: what does so for other optimizers is not called."""
+    if load_compiled("fused_adamw.cpp") is None:
+        pytest.skip("this machine has no C++ compiler")
+    monkeypatch.setattr(optimizer_module, "decoding", lambda *args, **options: pytest.fail("decoded apart"))
+    check(Loop(), optimize(code, budgets), code)
 
 
 @pytest.mark.parametrize("code", MOSTLY_INT8)
