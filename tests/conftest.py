@@ -102,14 +102,14 @@ def _op_by_op() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _measured_once(_op_by_op: None) -> Iterator[None]:
-    """Measure each kind of device and disk only once."""
+def _fixed_rates(_op_by_op: None) -> Iterator[None]:
+    """Plan for an ordinary machine with the routes of this one: plans depend on rates, and these on load and machine."""
     if "zinf_compile.driver.session" not in sys.modules:  # planner tests do not import it
         yield
         return
-    from tests.support.measured_once import measured_once
+    from tests.support.fixed_rates import fixed_rates
 
-    with measured_once():
+    with fixed_rates():
         yield
 
 

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
-from tests.support.fixed_rates import with_fixed_rates
 from tests.support.races import watching_races
-from zinf_compile.driver import session
 from zinf_compile.ir.copies import LOW_HALVES, CopyKey, Role
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.model.moving import move_homes
@@ -135,9 +133,8 @@ Make = Callable[..., Ours]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(tmp_path: Path) -> Iterator[Make]:
     """Return a function that makes a model whose masters are split; afterwards each store is checked and closed."""
-    monkeypatch.setattr(session, "measure_hardware", with_fixed_rates)  # plans depend on rates
     made: list[Ours] = []
 
     def call(**options: Any) -> Ours:

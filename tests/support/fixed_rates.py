@@ -1,6 +1,9 @@
 """Rates of an ordinary machine, whatever the load is: plans are the same in every run, and measuring is done once."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
@@ -32,6 +35,19 @@ def with_fixed_rates(store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
         op_overhead_seconds=5e-5,
         optimizer_elements_per_second=5e8,
     )
+
+
+@contextmanager
+def fixed_rates() -> Iterator[None]:
+    """Plan models by these rates inside the block, except on a GPU: there, measuring also chooses the path from the disk."""
+    from zinf_compile.driver import session
+
+    def rates(store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
+        on_cpu = store.device.torch_device.type == "cpu"
+        return with_fixed_rates(store, dtypes) if on_cpu else measure_hardware(store, dtypes)
+
+    with mock.patch.object(session, "measure_hardware", rates):
+        yield
 
 
 def _with_fixed_rate(route: Route) -> Route:

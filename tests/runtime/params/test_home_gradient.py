@@ -10,8 +10,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zinf_compile
 from tests.support.fake_device import on_fake_device
-from tests.support.fixed_rates import with_fixed_rates
-from zinf_compile.driver import session
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.optim.step_chunks import Chunk
 from zinf_compile.runtime.params.home import HomeTensor
@@ -98,11 +96,8 @@ def test_clipping(clip: str, num_backwards: int, pair: tuple[nn.Module, nn.Modul
 
 
 @pytest.mark.parametrize("num_backwards", [1, 3])
-def test_clipping_by_norm_reads_and_writes_nothing(
-    num_backwards: int, optimize: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clipping_by_norm_reads_and_writes_nothing(num_backwards: int, optimize: Callable[..., nn.Module]) -> None:
     """From the second clip on: backward then keeps norms. In eager mode autograd adds gradients up itself, without norms."""
-    monkeypatch.setattr(session, "measure_hardware", with_fixed_rates)
     sizes = {"device_memory": "4608KiB", "host_memory": "4MiB"}
     model = optimize(make_model(512, 3), tiny=True, capture=num_backwards > 1, **sizes)
     store = weight_record(model).store
