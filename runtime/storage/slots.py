@@ -33,6 +33,7 @@ class Slot:
     tensor: Tensor  # the home tensor, for the runtime, whose callers make sure that nothing is in flight for it
     extent: Extent | None = None
     weights: "WeightSpan | None" = None  # in place: where it lies in a weight file
+    is_mapped: bool = False  # in host memory that the mapping of a weight file has become, which is never pinned
     coded: Paged | None = None  # what it holds, if that is codes, in pages
     per_element: bool = True  # False: state of a shape of its own, which belongs to the whole parameter and moves whole
     row_code: RowCode | None = None  # of a frozen weight: its values are those that rows of int8 can have
@@ -184,7 +185,7 @@ class Slot:
 
     def stay_in_memory(self) -> None:
         """Let the mapping of a weight file, which was written, be a home in host memory."""
-        self.weights, self.tier = None, Tier.HOST
+        self.weights, self.tier, self.is_mapped = None, Tier.HOST, True
 
     def give_back(self, layout: FileLayout) -> None:
         """Free its extent, now that its value is elsewhere or not needed any more.

@@ -199,16 +199,14 @@ class Parity:
         if placement == "nvme":
             tiers = {"host_memory": _STAGING, "nvme": self._folder}
             return {"device_memory": self.smallest_device_memory(workload, tiers, **mode), **tiers, **_EVERY_BIT}
-        device = self.smallest_device_memory(workload, **mode)
         if placement == "host":
+            device = self.smallest_device_memory(workload, **mode)
             return {"device_memory": device, "host_memory": _STAGING + _PLENTY, **_EVERY_BIT}
         assert placement == "mixed"
-        return {
-            **_EVERY_BIT,
-            "device_memory": device + nbytes // 4,
-            "host_memory": _STAGING + nbytes // 2,
-            "nvme": self._folder,
-        }
+        tiers = {"host_memory": _STAGING + nbytes // 2, "nvme": self._folder}
+        # An integrated device reads what is in host memory there, but not what is on nvme.
+        device = self.smallest_device_memory(workload, tiers if self.is_integrated else None, **mode)
+        return {"device_memory": device + nbytes // 4, **tiers, **_EVERY_BIT}
 
     def smallest_device_memory(
         self,
@@ -226,7 +224,8 @@ class Parity:
         """
         is_of_host = tiers is None or (captured and not self.is_integrated)
         device = self.has_streams, self.is_integrated
-        key = ("device_memory", workload, is_of_host, captured, loss, device, *sorted(options.items()))
+        host_memory = None if tiers is None or is_of_host else tiers["host_memory"]
+        key = ("device_memory", workload, host_memory, captured, loss, device, *sorted(options.items()))
         if key not in self._cache:
             host = {
                 **(tiers if tiers is not None and not is_of_host else {"host_memory": _STAGING + _PLENTY}),
