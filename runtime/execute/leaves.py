@@ -94,7 +94,7 @@ def take_handed(record: StoredParameter) -> Tensor | None:
     if handed is None:
         return None
     record.store.await_gradient(record)  # autograd will add to it
-    return record.store.views.of_shard(handed, record)
+    return record.views.of_shard(handed)
 
 
 def choose_delivery(record: StoredParameter) -> Delivery:

@@ -1,7 +1,7 @@
 """Bounds memory in eager mode: autograd saves the name of a gathered weight instead of its value; backward regathers."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.storage.slots import local_of
 
 
 class GatheredStorages:
@@ -39,13 +40,15 @@ GATHERED = GatheredStorages()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    """A view of a gathered weight, by name."""
+    """A view of a gathered weight, by name; of one that the model's own code has as a DTensor, with its class and spec."""
 
     record: StoredParameter
     update_count: int
     size: torch.Size
     stride: tuple[int, ...]
     storage_offset: int | torch.SymInt
+    kind: Callable[..., Tensor]
+    spec: object
 
     def unpack(self) -> Tensor:
         """Gather again; RuntimeError if the parameter was updated since, as for any saved tensor in PyTorch."""
@@ -56,22 +59,26 @@ class PackedWeight:
                 "call backward() before step()"
             )
         value = store.gather_value(self.record, self.record.dtype)
-        return value.as_strided(self.size, self.stride, self.storage_offset)
+        value = value.as_strided(self.size, self.stride, self.storage_offset)
+        return value if self.spec is None else self.kind(value, self.spec, requires_grad=False)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's annotation is partial
 def _pack(tensor: Tensor) -> Tensor | PackedWeight:
-    if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
+    local = local_of(tensor)
+    if type(local) is not Tensor and not isinstance(local, torch.nn.Parameter):
         return tensor
-    record = GATHERED.find(tensor)
-    if record is None or tensor.dtype != record.dtype:
+    record = GATHERED.find(local)
+    if record is None or local.dtype != record.dtype:
         return tensor
     return PackedWeight(
         record=record,
         update_count=record.update.count,
-        size=tensor.shape,
-        stride=tensor.stride(),
-        storage_offset=tensor.storage_offset(),
+        size=local.shape,
+        stride=local.stride(),
+        storage_offset=local.storage_offset(),
+        kind=type(tensor),
+        spec=getattr(tensor, "_spec", None),
     )
 
 

@@ -29,6 +29,7 @@ from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.interrupts import interruptible, uninterrupted
+from zinf_compile.runtime.storage.slots import local_of
 
 _GATHERED_WEIGHTS = "_zinf_gathered_weights"  # of an RNN, while its forward runs
 _DO_BEFORE = "prune, reparametrize or replace parameters before zinf_compile.optimize(model)"
@@ -381,9 +382,14 @@ def gather_eagerly(record: StoredParameter, leaves: dict[int, Tensor]) -> Tensor
     if not is_transformed and (
         record.gradient.slot is None or not torch.is_grad_enabled() or not record.parameter.requires_grad
     ):
-        return record.store.gather_value(record, record.dtype)
+        return record.views.of_whole(record.store.gather_value(record, record.dtype))
     leaf: Tensor = record.parameter
     apply: Callable[..., Tensor] = TransformedGather.apply if is_transformed else EagerGather.apply
+    if is_transformed and record.views.distribution is not None:
+        raise UnsupportedError(
+            f"'{record.name}' is a DTensor, and transforms of torch.func need it whole; apply them to a model that is not "
+            "parallelised"
+        )
     if not record.store.ranks.is_alone:
         if is_transformed:
             raise UnsupportedError(
@@ -394,10 +400,10 @@ def gather_eagerly(record: StoredParameter, leaves: dict[int, Tensor]) -> Tensor
             make_leaf: Callable[..., Tensor] = WholeLeaf.apply
             leaves[record.param] = make_leaf(record.parameter, record)
         leaf, apply = leaves[record.param], GatherOfLeaf.apply
-    value = apply(leaf, lambda: record.store.gather_value(record, record.dtype))
+    value = record.views.of_whole(apply(leaf, lambda: record.store.gather_value(record, record.dtype)))
     if is_transformed:
         return value
-    GATHERED.note(value, record)
+    GATHERED.note(local_of(value), record)
     return value
 
 

@@ -14,6 +14,7 @@ from zinf_compile.runtime.execute.gradients import take_gradient_home
 from zinf_compile.runtime.params.copies import Copies, Seat
 from zinf_compile.runtime.params.numbers import new_id
 from zinf_compile.runtime.params.records import RECORD, StoredParameter, give_memory, holders_of
+from zinf_compile.runtime.params.views import make_views
 from zinf_compile.runtime.process.interrupts import check_interrupt, without_interrupts
 from zinf_compile.runtime.process.ram import return_freed_memory
 from zinf_compile.runtime.storage.nvme.weight_file import WeightSpan
@@ -84,6 +85,8 @@ def _adopt(
         param=new_id(),
         name=fact.name,
         parameter=parameter,
+        shape=parameter.shape,
+        views=make_views(store.ranks, parameter),
         store=store,
         dtype=compute.tensor.dtype,
         copies=Copies(compute=compute, master=master, seat=Seat(store.frozen_anchor), weights=compute.weights),
@@ -91,7 +94,7 @@ def _adopt(
     if parameter.is_meta and store.ranks.is_alone:
         give_memory(parameter, master.tensor)
     is_component = bool(holders_of(parameter))
-    record.parameter = store.views.seat(parameter, record.home, as_home=as_home and not is_component)
+    record.parameter = record.views.seat(parameter, record.home, as_home=as_home and not is_component)
     setattr(record.parameter, RECORD, record)
     if gradient is not None:
         train_parameter(store, record, master, gradient)
@@ -105,7 +108,7 @@ def train_parameter(store: Store, record: StoredParameter, master: Slot, gradien
     parameter = record.parameter
     record.copies.train(master, store.anchor)
     record.gradient.train(gradient)
-    store.views.move(parameter, record.home)
+    record.views.move(parameter, record.home)
     with torch._C.DisableTorchFunctionSubclass():
         parameter.requires_grad_(True)
         if gradient.tensor.dtype != parameter.dtype:

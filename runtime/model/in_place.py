@@ -42,7 +42,7 @@ def _copy_out(store: Store, record: StoredParameter, slot: Slot, *, is_written: 
                 store.tensor_io.write_value(moved.part(part), piece)
         store.tensor_io.wait_writes()
     record.copies.replace(slot, moved)
-    store.views.move(record.parameter, record.home)
+    record.views.move(record.parameter, record.home)
 
 
 def is_still_in(weights: WeightSpan, slot: Slot, store: Store) -> bool:

@@ -55,14 +55,18 @@ class HomedTensor:
 
 def stores_of(model: Module) -> tuple[Store, ...]:
     """Return the stores in which parameters of a model live; none for a plain model."""
+    return tuple({record.store.store_id: store_of(record) for record in records_of(model)}.values())
+
+
+def records_of(model: Module) -> list[StoredParameter]:
+    """Return the parameters of a model that live in a store, whichever."""
     records = (record_of(parameter) for parameter in model.parameters())
-    return tuple({record.store.store_id: store_of(record) for record in records if record is not None}.values())
+    return [record for record in records if record is not None]
 
 
 def records_in(store: Store, model: Module) -> list[StoredParameter]:
     """Return the parameters of a model that live in a store; it may have those of other models too."""
-    records = (record_of(parameter) for parameter in model.parameters())
-    return [record for record in records if record is not None and record.store is store]
+    return [record for record in records_of(model) if record.store is store]
 
 
 def model_tensors(model: Module) -> dict[str, HomedTensor]:

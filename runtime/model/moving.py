@@ -166,7 +166,7 @@ def _move_copy(store: Store, record: StoredParameter, role: Role, tier: Tier, nu
     is_master = slot is record.copies.master
     record.copies.replace(slot, moved)
     if is_master:
-        store.views.move(record.parameter, record.home)
+        record.views.move(record.parameter, record.home)
     slot.give_back(store.layout)
 
 

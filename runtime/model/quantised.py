@@ -5,7 +5,7 @@ A quantised weight is an object of its library that has plain tensors: codes, sc
 its home. So its code finds the bytes where it left them, and captured graphs gather them. What is small stays.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,9 +68,13 @@ class Quantised:
         )
 
 
-def find_quantised(model: Module, *, may_store: bool) -> Quantised:
-    """Return the parameters of special classes of a model; without ``may_store`` they have no components."""
-    parameters = {name: parameter for name, parameter in model.named_parameters() if has_own_bytes(parameter)}
+def find_quantised(model: Module, *, may_store: bool, but: Container[str] = ()) -> Quantised:
+    """Return the parameters of special classes of a model, ``but`` for some by name.
+
+    Without ``may_store`` they have no components.
+    """
+    named = ((name, parameter) for name, parameter in model.named_parameters() if name not in but)
+    parameters = {name: parameter for name, parameter in named if has_own_bytes(parameter)}
     _settle_modules(model, parameters)
     inner = {name: list(_tensors_of(model, name, parameter)) for name, parameter in parameters.items()}
     holders: dict[int, dict[int, Tensor]] = {}  # all tensors over a piece of memory, once each

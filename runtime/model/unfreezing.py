@@ -51,5 +51,5 @@ def _decode_home(store: Store, record: StoredParameter, tier: Tier) -> None:
             store.tensor_io.write_value(exact.part(part), piece)
         store.tensor_io.wait_writes()
     record.copies.replace(rounded, exact)
-    store.views.move(record.parameter, record.home)
+    record.views.move(record.parameter, record.home)
     rounded.give_back(store.layout)

@@ -128,9 +128,9 @@ def _find_obstacle(
             continue
         dtype = record.copies.master.tensor.dtype
         state = optimizer.state.get(parameter, {})
-        if (obstacle := find_odd_state(state, record.shape)) is not None:  # before anything of it is copied
+        if (obstacle := find_odd_state(state, parameter.shape)) is not None:  # before anything of it is copied
             return obstacle
-        scalars = copy_scalars(state, record.shape)
+        scalars = copy_scalars(state, parameter.shape)
         per_element = {key: value.dtype for key, value in state.items() if key not in scalars}
         kind = (dtype, per_element, scalars)
         if not tells_parameters_apart(group) and any(is_same_value(kind, other) for other in asked):

@@ -341,6 +341,8 @@ class JobCollector:
         self.is_block_wise = is_block_wise(optimizer)
         if self.is_block_wise:
             _check_block_wise(store, optimizer)
+        if self.is_block_wise or not self.is_element_wise:
+            _refuse_distributed(optimizer)
         if (code := store.config.state_dtype) is not None and not self.is_element_wise:
             raise UnsupportedError(
                 f"state_dtype='{code}' encodes the state of optimizers that update element by element, and "
@@ -567,13 +569,25 @@ class JobCollector:
         for key, value in state.items():
             if not isinstance(value, Tensor) or _is_shown(record, key, value):
                 continue
-            if not has_slot(record, self._optimizer, value.shape):
+            if not has_slot(record, self._optimizer, record.stored_shape(value.shape)):
                 continue
-            if value.shape != record.shape and not (is_plain(value) or isinstance(value, HomeTensor)):
+            if value.shape != record.parameter.shape and not (is_plain(value) or isinstance(value, HomeTensor)):
                 continue
             if value.dim() == 0 and key not in record.copies.states:  # a step count, and no moment of a 0-dim parameter
                 continue
             take_state_home(record, self._optimizer, state, key)
+
+
+def _refuse_distributed(optimizer: Optimizer) -> None:
+    """Raise UnsupportedError if an optimizer that needs more than elements has a DTensor of the user's."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (record := record_of(parameter)) is not None and record.views.distribution is not None:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} does not update element by element, and of '{record.name}', a DTensor "
+                    f"({record.views.distribution}), a store has the local tensor only; use an optimizer that does, such as "
+                    "AdamW"
+                )
 
 
 def _check_block_wise(store: Store, optimizer: Optimizer) -> None:
@@ -764,9 +778,14 @@ def take_state_home(record: StoredParameter, optimizer: Optimizer, state: dict[s
     """Write an entry of a parameter's state to its slot, and let the state show the slot."""
     store, value = record.store, state[key]
     code = blocks_of(value) if is_block_wise(optimizer) else None
-    slot = state_slot(record, optimizer, key, value.dtype, value.shape, code=code)
+    slot = state_slot(record, optimizer, key, value.dtype, record.stored_shape(value.shape), code=code)
     if slot.is_home_of(value):
         return
+    if record.views.distribution is not None and own_rows(slot, value).shape != slot.tensor.shape:
+        raise UnsupportedError(
+            f"'{key}' of '{record.name}' is not divided among ranks as the parameter is, a DTensor; load DTensors with the "
+            " mesh and placements of the parameter, as torch.distributed.checkpoint does"
+        )
     with store.failing_on_error():
         if slot.coded is None:
             store.tensor_io.write_value(slot, own_rows(slot, value))

@@ -373,7 +373,7 @@ class UpdatesAhead:
         return left
 
     def _exchange(self, record: StoredParameter, key: CopyKey, shadow: Slot) -> None:
-        copies, views = record.copies, record.store.views
+        copies, views = record.copies, record.views
         slot = copies.slot_of(key)
         slot.exchange(shadow)
         if slot is copies.master:
@@ -437,7 +437,7 @@ def _find_difference(begun: Begun, optimizer: Optimizer, habit: _Habit, jobs: Jo
     if jobs.place_of(record) != job.place or not _are_same_options(jobs.options_of(index), job.group):
         return "options of its group were changed"
     state = optimizer.state.get(record.parameter, {})
-    scalars = copy_scalars(state, record.shape)
+    scalars = copy_scalars(state, record.parameter.shape)
     if not is_same_value(scalars, job.scalars) or not all(
         _is_shown(optimizer, record, key) for key in record.copies.states
     ):

@@ -92,7 +92,7 @@ class HomeTensor(AnyTensor):
     def show(cls, slot: Slot, record: StoredParameter) -> Tensor:
         """Return the home tensor of a slot for users; always the same object."""
         if slot.shown is None:
-            shown = record.store.views.show(cls, slot.tensor, record, coded=slot.coded)
+            shown = record.views.show(cls, slot.tensor, record, coded=slot.coded)
             assert isinstance(shown, cls)
             shown.record = weakref.ref(record)
             slot.shown = shown
@@ -274,7 +274,7 @@ def _can_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     parameter, value = args
     return (
-        record.store.ranks.is_alone
+        local_of(parameter) is parameter
         and not record.copies.master.in_memory
         and record.store.is_open
         and not (torch.is_grad_enabled() and parameter.requires_grad)  # torch refuses that
@@ -330,9 +330,11 @@ class EagerGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient where its parameter is, once nothing is in flight for the one it may be added to."""
-        if (record := record_of(ctx.parameter)) is not None:
-            record.store.await_gradient(record)
-        return grad.to(ctx.parameter.device), None
+        grad = grad.to(ctx.parameter.device)
+        if (record := record_of(ctx.parameter)) is None:
+            return grad, None
+        record.store.await_gradient(record)
+        return record.views.of_shard(grad), None
 
 
 class WholeLeaf(torch.autograd.Function):
@@ -354,7 +356,7 @@ class WholeLeaf(torch.autograd.Function):
         record = ctx.record
         record.store.await_gradient(record)
         shard = record.store.reductions.reduced(Slice.of_whole(record.name, record.shape), grad)
-        return record.store.views.of_shard(shard, record), None
+        return record.views.of_shard(shard), None
 
 
 class GatherOfLeaf(torch.autograd.Function):

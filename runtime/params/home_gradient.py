@@ -77,13 +77,16 @@ class HomeGradient(HomeTensor):
             if func is _UNSCALE and homes and (record := homes[0].record()) is not None:
                 record.store.await_compute()  # the scale comes from the device, by an asynchronous copy
             if func is _UNSCALE and all(map(_streamed_record, args[0])):
-                return _unscale(*args)
+                _unscale(*args)
+                return _spread_infinities(homes, args[1])
             for home in homes:
                 if (record := _streamed_record(home)) is not None or (record := _deferred_record(home)) is not None:
                     settle_gradient(record)
             result = super().__torch_function__(func, types, args, kwargs)
             for home in homes:
                 home.note_what_is_handed_out(func, result)
+            if func is _UNSCALE:
+                _spread_infinities(homes, args[1])
             return result
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -242,7 +245,7 @@ def _find_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | Non
             record.store.tensor_io.read_value(slot, value)
         record.gradient.note_norm(order, _VECTOR_NORM(value, order))
     norm = record.gradient.norms[order].to(slot.tensor.device, copy=True)  # the device of the gradient that users see
-    return record.store.views.of_norm(norm, order)
+    return record.views.of_norm(norm, order)
 
 
 @without_interrupts
@@ -281,6 +284,14 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
     record = _streamed_record(gradients[0]) if gradients else None
     if record is not None and not record.store.ranks.is_alone:  # each rank has seen its own rows only
         found_inf.fill_(record.store.ranks.largest("infinities in gradients", int(found_inf.item()))[0])
+
+
+def _spread_infinities(gradients: Sequence[HomeGradient], found_inf: Tensor) -> None:
+    """Let all ranks know of infinities in gradients of DTensors of the user's: torch asks only where one is divided."""
+    records = (gradient.record() for gradient in gradients)
+    distributed = [record for record in records if record is not None and record.views.distribution is not None]
+    if distributed:
+        distributed[0].views.spread_largest(found_inf)
 
 
 def _rewrite(record: StoredParameter, change: Callable[[Tensor], object]) -> None:

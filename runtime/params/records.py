@@ -97,7 +97,11 @@ class Stored(Protocol):
 
 
 class Views(Protocol):
-    """What users see of stored parameters: tensors over the bytes of their slots."""
+    """What users, and the model's own code, see of a stored parameter: tensors over the bytes of its slots."""
+
+    @property
+    def distribution(self) -> str | None:
+        """Return how the user has distributed it, as a DTensor whose local tensor is stored; None if it is a plain one."""
 
     def show(
         self, kind: type[Tensor], home: Tensor, record: "StoredParameter", *, coded: Paged | None = None
@@ -110,11 +114,17 @@ class Views(Protocol):
     def move(self, shown: Tensor, home: Tensor) -> None:
         """Let a parameter that was seated, or a home tensor that is shown, show the bytes of another home."""
 
-    def of_shard(self, shard: Tensor, record: "StoredParameter") -> Tensor:
+    def of_whole(self, value: Tensor) -> Tensor:
+        """Return a gathered value as the model's own code computes with it."""
+
+    def of_shard(self, shard: Tensor) -> Tensor:
         """Return this rank's part of a gradient as autograd expects it for the parameter."""
 
     def of_norm(self, norm: Tensor, order: float) -> Tensor:
         """Return the norm of a gradient, given that of what this rank has of it."""
+
+    def spread_largest(self, number: Tensor) -> None:
+        """Let a number be the largest of all ranks among which the user has distributed the parameter, in place."""
 
 
 class RecordStore(Protocol):
@@ -134,7 +144,6 @@ class RecordStore(Protocol):
     tensor_io: TensorIO
     ranks: Ranks
     reductions: Reductions
-    views: Views
 
     @property
     def is_open(self) -> bool:
@@ -210,6 +219,8 @@ class StoredParameter:
     param: int  # the id in the graph
     name: str
     parameter: torch.nn.Parameter
+    shape: torch.Size  # of what the ranks of the store have together: of a DTensor of the user's, its local tensor
+    views: Views
     store: RecordStore
     dtype: torch.dtype  # that the model's own code computes with, and of the gradient
     copies: Copies
@@ -225,10 +236,9 @@ class StoredParameter:
         """Return the copy that a gather of ``dtype`` moves."""
         return self.copies.of_dtype(dtype)
 
-    @property
-    def shape(self) -> torch.Size:
-        """Return the shape of the whole parameter."""
-        return self.parameter.shape
+    def stored_shape(self, shown: torch.Size) -> torch.Size:
+        """Return the shape in which a tensor is stored, such as optimizer state, that users see in this one."""
+        return self.shape if shown == self.parameter.shape else shown
 
     @property
     def shard(self) -> Slice:
@@ -308,7 +318,22 @@ def holders_of(parameter: Tensor) -> tuple[Tensor, ...]:
     return holders
 
 
-_REPLACED = "_zinf_replaced_by"  # the attribute of a plain parameter in whose place a DTensor is registered
+_DISTRIBUTED = "_zinf_distributed"  # the attribute of a plain parameter with the DTensor whose local tensor it is
+
+
+def mark_local(parameter: torch.nn.Parameter, of: torch.nn.Parameter) -> None:
+    """Let a plain parameter stand for the local tensor of a DTensor of the user's, to which it leads."""
+    setattr(parameter, _DISTRIBUTED, of)
+
+
+def distributed_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
+    """Return the DTensor whose local tensor a parameter stands for; None for any other parameter."""
+    of = getattr(parameter, _DISTRIBUTED, None)
+    assert of is None or isinstance(of, torch.nn.Parameter)
+    return of
+
+
+_REPLACED = "_zinf_replaced_by"  # the attribute of a parameter in whose place a DTensor is registered
 
 
 def mark_replaced(parameter: torch.nn.Parameter, by: torch.nn.Parameter) -> None:

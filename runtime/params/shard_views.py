@@ -4,18 +4,26 @@
 for any DTensor. The local tensor is this rank's home tensor, and its values are waited for as those of any home tensor.
 """
 
+import copy
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.runtime.params.home import HomeParameter, HomeTensor, await_home
 from zinf_compile.runtime.params.home_gradient import HomeGradient
-from zinf_compile.runtime.params.records import StoredParameter, mark_replaced, record_of
+from zinf_compile.runtime.params.records import StoredParameter, distributed_of, mark_replaced, record_of
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.state_codes import Paged
 
@@ -85,31 +93,51 @@ _KINDS: dict[type[Tensor], type[DTensor]] = {HomeTensor: HomeTensorShard, HomeGr
 
 
 class ShardViews:
-    """See ``Views``."""
+    """See ``Views``. Of one parameter, as DTensors over the ranks that have a shard of it.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    Of a DTensor of the user's, as of tensor parallelism, the store has the local tensor, and divides its rows among the
+    ranks of the store. Its placements come behind those of the store, as under FSDP2::
+
+        of the user     mesh ("tp",)        [Shard(0)]                                     [Shard(1)]
+        shown           mesh ("dp", "tp")   [_StridedShard(0, split_factor=tp), Shard(0)]  [Shard(0), Shard(1)]
+    """
+
+    def __init__(self, ranks: Ranks, parameter: Parameter) -> None:
+        given = distributed_of(parameter)
+        assert given is None or isinstance(given, DTensor)
+        self._given = None if given is None else given._spec
+        self._spec = _spec_of(ranks, parameter, self._given)
+
+    @property
+    def distribution(self) -> str | None:
+        """See Views.distribution."""
+        return None if self._given is None else describe_placements(self._given)
 
     def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter, *, coded: Paged | None = None) -> Tensor:
         """See Views.show."""
         assert coded is None, "state of several ranks is exact"
-        shown = self._dtensor(home.detach(), record.parameter.shape)
+        shown = _dtensor(home.detach(), self._spec)
         shown.__class__ = _KINDS[kind]
         return shown
 
     def seat(self, parameter: Parameter, home: Tensor, *, as_home: bool) -> Parameter:
         """See Views.seat. Return a new parameter: a plain one cannot become a DTensor. The old one loses its memory."""
-        seated = Parameter(self._dtensor(home.detach(), parameter.shape), parameter.requires_grad)
-        seated.__dict__.update(parameter.__dict__)
-        seated.__class__ = HomeParameterShard
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        given = distributed_of(parameter)
+        registered = parameter if given is None else given
+        if registered._backward_hooks or registered._post_accumulate_grad_hooks:
             raise UnsupportedError(
-                f"a parameter of {tuple(parameter.shape)} has hooks, which the DTensor in its place would not have; "
+                f"a parameter of {tuple(registered.shape)} has hooks, which the DTensor in its place would not have; "
                 "register them after zinf_compile.optimize(model)"
             )
-        mark_replaced(parameter, seated)
+        seated = Parameter(_dtensor(home.detach(), self._spec), parameter.requires_grad)
+        own = {name: value for name, value in registered.__dict__.items() if name not in _OF_A_DTENSOR}
+        seated.__dict__.update(own)
+        seated.__class__ = HomeParameterShard
+        mark_replaced(registered, seated)
         if not parameter.is_meta:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
+        if isinstance(registered, DTensor):
+            registered._local_tensor = parameter.detach()
         return seated
 
     def move(self, shown: Tensor, home: Tensor) -> None:
@@ -117,20 +145,73 @@ class ShardViews:
         assert isinstance(shown, DTensor)
         shown._local_tensor = home.detach()
 
-    def of_shard(self, shard: Tensor, record: StoredParameter) -> Tensor:
+    def of_whole(self, value: Tensor) -> Tensor:
+        """See Views.of_whole. Of a DTensor of the user's it is one with the same placements."""
+        if self._given is None:
+            return value
+        if value.requires_grad:
+            value.register_hook(_await_collective)
+        mesh, placements, shape = self._given.mesh, self._given.placements, self._given.shape
+        return DTensor.from_local(
+            value, mesh, placements, run_check=False, shape=shape, stride=make_contiguous_strides_for(shape)
+        )
+
+    def of_shard(self, shard: Tensor) -> Tensor:
         """See Views.of_shard."""
-        return self._dtensor(shard, record.parameter.shape)
+        return _dtensor(shard, self._spec)
 
     def of_norm(self, norm: Tensor, order: float) -> Tensor:
         """See Views.of_norm. It is the norm of the norms of all shards; of order 0, which counts elements, their sum."""
-        norms = self._dtensor(norm.view(1), torch.Size([self._ranks.size]))
+        placements = [placement if placement.is_replicate() else Shard(0) for placement in self._spec.placements]
+        sizes = [self._spec.mesh.size(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
+        norms = DTensor.from_local(
+            norm.view(1),
+            self._spec.mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size([math.prod(sizes)]),
+            stride=(1,),
+        )
         whole: Tensor = torch.linalg.vector_norm(norms, order) if order else norms.sum()
         return whole
 
-    def _dtensor(self, local: Tensor, shape: torch.Size) -> DTensor:
-        stride = torch.empty(shape, device="meta").stride()
-        mesh = self._ranks.mesh
-        placements = [Shard(0)] if mesh is None or mesh.ndim == 1 else [Replicate(), Shard(0)]
-        made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-        made._local_tensor = local  # from_local makes a view, whose base would count as an alias that a user holds
-        return made
+    def spread_largest(self, number: Tensor) -> None:
+        """See Views.spread_largest."""
+        for dim in range(0 if self._given is None else self._given.mesh.ndim):
+            assert self._given is not None
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self._given.mesh.get_group(dim))
+
+
+def describe_placements(spec: DTensorSpec) -> str:
+    """Return how a DTensor lies over ranks, as text: "Shard(dim=0) over 'tp'"."""
+    names = spec.mesh.mesh_dim_names or [f"dimension {dim}" for dim in range(spec.mesh.ndim)]
+    return ", ".join(f"{placement!r} over '{name}'" for placement, name in zip(spec.placements, names, strict=True))
+
+
+_OF_A_DTENSOR = frozenset({"_local_tensor", "_spec"})  # attributes that make a DTensor what it is
+
+
+def _spec_of(ranks: Ranks, parameter: Parameter, given: DTensorSpec | None) -> DTensorSpec:
+    """Return how a parameter that ranks store lies over them and over the ranks of the user's placements, if it has some."""
+    shape = parameter.shape if given is None else given.shape
+    meta = TensorMeta(shape, make_contiguous_strides_for(shape), parameter.dtype)
+    if ranks.is_alone:
+        assert given is not None
+        return DTensorSpec(given.mesh, given.placements, tensor_meta=meta)
+    assert ranks.mesh is not None
+    replicated = [Replicate()] * (ranks.mesh.ndim - 1)
+    if given is None:
+        return DTensorSpec(ranks.mesh, (*replicated, Shard(0)), tensor_meta=meta)
+    num_shards = given.num_shards_map[0]
+    rows = _StridedShard(0, split_factor=num_shards) if num_shards > 1 else Shard(0)
+    mesh = DeviceMesh._concatenate([ranks.mesh, given.mesh])
+    return DTensorSpec(mesh, (*replicated, rows, *given.placements), tensor_meta=meta)
+
+
+def _dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    return DTensor(local, copy.copy(spec), requires_grad=False)  # torch may change the specs of tensors
+
+
+def _await_collective(grad: Tensor) -> Tensor:
+    """Return a gradient whose last collective is done."""
+    return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad

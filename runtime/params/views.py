@@ -8,7 +8,7 @@ from zinf_compile.runtime.params.block_state import show_pages
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.home import HomeTensor, PlainHomeParameter, PlainHomeTensor
 from zinf_compile.runtime.params.home_gradient import HomeGradient, PlainHomeGradient
-from zinf_compile.runtime.params.records import StoredParameter, Views, holders_of
+from zinf_compile.runtime.params.records import StoredParameter, Views, distributed_of, holders_of
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.state_codes import Paged
 
@@ -16,7 +16,12 @@ _KINDS: dict[type[Tensor], type[Tensor]] = {HomeTensor: PlainHomeTensor, HomeGra
 
 
 class PlainViews:
-    """What users see in a process that trains alone."""
+    """What users see of a plain parameter in a process that trains alone."""
+
+    @property
+    def distribution(self) -> str | None:
+        """See Views.distribution."""
+        return None
 
     def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter, *, coded: Paged | None = None) -> Tensor:
         """See Views.show."""
@@ -38,7 +43,11 @@ class PlainViews:
             for tensor in (shown, *holders_of(shown)):
                 tensor.data = home
 
-    def of_shard(self, shard: Tensor, record: StoredParameter) -> Tensor:
+    def of_whole(self, value: Tensor) -> Tensor:
+        """See Views.of_whole."""
+        return value
+
+    def of_shard(self, shard: Tensor) -> Tensor:
         """See Views.of_shard."""
         return shard
 
@@ -46,11 +55,14 @@ class PlainViews:
         """See Views.of_norm."""
         return norm
 
+    def spread_largest(self, number: Tensor) -> None:
+        """See Views.spread_largest."""
 
-def make_views(ranks: Ranks) -> Views:
-    """Return what shows parameters to the users of one of some ranks."""
-    if ranks.is_alone:
+
+def make_views(ranks: Ranks, parameter: Parameter) -> Views:
+    """Return what shows a parameter, which is about to be stored, to the users of one of some ranks."""
+    if ranks.is_alone and distributed_of(parameter) is None:
         return PlainViews()
     from zinf_compile.runtime.params.shard_views import ShardViews  # DTensor takes half a second to import
 
-    return ShardViews(ranks)
+    return ShardViews(ranks, parameter)

@@ -28,7 +28,6 @@ from zinf_compile.runtime.params.home_gradient import drop_unreduced, settle_gra
 from zinf_compile.runtime.params.numbers import new_id, register_stored
 from zinf_compile.runtime.params.records import EarlyStep, Owner, Stored, StoredParameter, UpdatesAhead
 from zinf_compile.runtime.params.tiles import StoredTile
-from zinf_compile.runtime.params.views import make_views
 from zinf_compile.runtime.process.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.process.forking import has_ended, leave_when_forked, touch_pages
 from zinf_compile.runtime.process.interrupts import uninterrupted, without_interrupts
@@ -88,7 +87,6 @@ class Store:
         """``ranks`` train the model together: this store holds the shards of one of them."""
         self.config = config
         self.ranks = ranks
-        self.views = make_views(ranks)
         self.store_id = new_id()
         self.session: Owner | None = None
         self.anchor, self.frozen_anchor = make_anchor(requires_grad=True), make_anchor(requires_grad=False)

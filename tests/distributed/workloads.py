@@ -197,10 +197,10 @@ def train_alone(loop: Loop, num_ranks: int, *, reduces_once: bool = False) -> Tr
 def optimize(model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     """Optimize a model on this rank. With the option ``streams`` nothing is resident for being small, as all of it is.
 
-    The option ``mesh`` is the shape of one, as (2, 2).
+    The option ``mesh`` may be the shape of one, as (2, 2).
     """
     given = dict(options)
-    if "mesh" in given:
+    if isinstance(given.get("mesh"), tuple):
         names = ("replicate", "shard")[-len(given["mesh"]) :]
         given["mesh"] = init_device_mesh("cpu", given["mesh"], mesh_dim_names=names)
     homes.RESIDENT_THRESHOLD = 0 if given.pop("streams", False) else _THRESHOLD

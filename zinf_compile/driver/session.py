@@ -87,6 +87,7 @@ class Session:
         self.programs: list[Program] = []
         self._captured: list[_Captured] = []  # in the order of ``programs``
         self.graph_breaks: list[str] = []
+        self.fallbacks: list[str] = []  # why a model is not captured, for reports
         self._has_warned = False  # of a slow dtype
         self.catalog = StoreCatalog(self.store)
 

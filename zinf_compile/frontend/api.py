@@ -47,11 +47,19 @@ from zinf_compile.runtime.model.accessors import (
 )
 from zinf_compile.runtime.model.full_parameters import Site, check_room, hold_full_values
 from zinf_compile.runtime.model.quantised import find_quantised
+from zinf_compile.runtime.model.tensor_parallel import (
+    check_distributed,
+    check_meshes,
+    find_data_ranks,
+    find_distributed,
+    refuse_distributed,
+    with_locals,
+)
 from zinf_compile.runtime.observe.recorder import Recorder
 from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.params.records import owner_of, record_of, replacement_of
 from zinf_compile.runtime.ranks.agreement import agree_on_config
-from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, find_ranks, folder_of_rank, refuse_shared_devices
+from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, folder_of_rank, refuse_shared_devices
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.weights.file_values import FileValues
@@ -84,6 +92,9 @@ def optimize(
     (ZeRO stage 3): each keeps its rows of every parameter, gradient and optimizer state. ``mesh`` is a DeviceMesh of other
     ranks. One of two dimensions, (replicate, shard), divides everything over the second and replicates it over the
     first, as FSDP2's HSDP. Registered parameters are then DTensors: create the optimizer after ``optimize``.
+
+    Of parameters that are DTensors, as after ``parallelize_module``, each rank stores its local tensors. ``mesh`` is then
+    the dimension along which these are the same. Such a model is not captured.
 
     Options, all with defaults:
         device: where compute runs: "cpu", "cuda" or "cuda:1". By default the GPU that the model is on, else the CPU.
@@ -174,19 +185,25 @@ def optimize(
     parameters = dict(model.named_parameters())
     if options.get("device") is None and (found := _own_device(parameters)) is not None:
         options["device"] = found
-    ranks = find_ranks(mesh) if shared is None else shared.store.ranks
+    distributed = find_distributed(parameters)
+    ranks = find_data_ranks(mesh, distributed) if shared is None else shared.store.ranks
     if shared is None:
         options["nvme"] = folder_of_rank(options.get("nvme"), ranks)
         config = agree_on_config(ranks, make_config(options, find_device=find_device))
         if not ranks.is_alone:
             config = check_for_ranks(config, parameters)
     else:
+        check_meshes(ranks.mesh, distributed)
         config = shared.config
+    check_distributed(distributed, config, has_init=init is not None)
+    if distributed:
+        config = replace(config, capture=False)
     for name, parameter in parameters.items():
         if (record := record_of(parameter)) is not None:
             raise ConfigError(f"parameter '{name}' is already in the store of another model, as '{record.name}'")
     check_devices(parameters, config.device, may_be_meta=True)
-    quantised = find_quantised(model, may_store=_can_store_components(config, ranks))
+    parameters = with_locals(parameters, distributed)
+    quantised = find_quantised(model, may_store=_can_store_components(config, ranks), but=distributed)
     if quantised.parameters:
         _check_quantised(quantised.parameters, init, share)
         parameters = {
@@ -227,6 +244,12 @@ def optimize(
         raise
     if quantised.parameters:
         session.catalog.notes.append(quantised.describe())
+    if distributed:
+        session.fallbacks.append(
+            f"{type(model).__name__} runs eagerly, gathering as it goes: {len(distributed)} of its parameters, such as "
+            f"'{next(iter(distributed))}', are DTensors, and graphs of these are not captured yet"
+        )
+        _log.warning("%s", printable(session.fallbacks[-1]))
     forward = Forward(session.store.memory.torch_device)
     session.forwards.append(forward)
     install_accessors(model, forward)
@@ -382,7 +405,10 @@ def report(model: Module, *, all_ranks: bool = False) -> Report:
         graph_breaks=tuple(session.graph_breaks),
         replanned=tuple(sentence for program in session.programs for sentence in program.replanned),
         num_eager_gathers=meter.num_eager_gathers,
-        fallbacks=tuple(sentence for program in session.programs for sentence in program.fallbacks),
+        fallbacks=(
+            *session.fallbacks,
+            *(sentence for program in session.programs for sentence in program.fallbacks),
+        ),
     )
 
 
@@ -484,6 +510,7 @@ def full_parameters(module: Module) -> Iterator[None]:
     }
     # All places in the model, not only in this module, so that a tied parameter is one tensor inside the block too.
     sites = [Site(part, name, record) for part, name, record in all_sites if record.name in records]
+    refuse_distributed(records.values(), f"full_parameters({type(module).__name__})")
     check_room(session.store, list(records.values()), f"full_parameters({type(module).__name__})")
     with hold_full_values(sites):
         yield

@@ -18,7 +18,8 @@ from zinf_compile.checkpoint.checkpoint_folder import locked
 from zinf_compile.checkpoint.own_folder import MARKER, make_own_folder, new_identity, remove_own_folder
 from zinf_compile.ir.config import parse_size
 from zinf_compile.ir.errors import ConfigError, StoreError, UnsupportedError
-from zinf_compile.runtime.model.model_state import stores_of
+from zinf_compile.runtime.model.model_state import records_of, stores_of
+from zinf_compile.runtime.model.tensor_parallel import refuse_distributed
 from zinf_compile.runtime.params.full_values import read_pieces
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.weights.weight_files import INDEX_FILE, SINGLE_FILE, write_file
@@ -51,6 +52,7 @@ def export(
     limit = parse_size(max_shard_size, option="max_shard_size")
     if limit == 0:
         raise ConfigError("max_shard_size is 0; a shard holds at least one tensor, such as '5GB'")
+    refuse_distributed(records_of(model), "export")
     for store in stores_of(model):
         store.check_whole()
         if not store.ranks.is_alone:

@@ -102,7 +102,7 @@ def test_seat_fields_are_known() -> None:
 
 def test_a_record_has_its_owners_and_nothing_else_that_changes() -> None:
     assert {each.name for each in fields(StoredParameter)} == {
-        *("param", "name", "parameter", "store", "dtype"),
+        *("param", "name", "parameter", "shape", "views", "store", "dtype"),
         *("copies", "gradient", "update"),
     }
 

@@ -15,6 +15,7 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.params.copies import Copies, Seat
 from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.params.views import PlainViews
 from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.slots import Slot, map_tensor
 from zinf_compile.runtime.transfer.transfers import Transfers
@@ -38,6 +39,8 @@ class Bench(TransferBench):
             param=0,
             name=slot.name,
             parameter=parameter,
+            shape=parameter.shape,
+            views=PlainViews(),
             store=None,  # type: ignore[arg-type]  # transfers do not use it
             dtype=slot.tensor.dtype,
             copies=Copies(compute=slot, master=slot, seat=Seat(torch.empty(0))),

@@ -1,0 +1,537 @@
+"""Models that ``parallelize_module`` has divided over one dimension of a mesh, optimized over another, and over none."""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional
+
+import zinf_compile
+from tests.distributed.workloads import KIB, check_at_rest, full, optimize
+from tests.support.rank_pool import RankPool
+from tests.support.traces import Trace, assert_same
+from zinf_compile.ir.errors import ConfigError, UnsupportedError
+from zinf_compile.runtime.execute.saved_tensors import GATHERED
+from zinf_compile.runtime.params.records import record_of
+
+WIDTH = 14  # 7 rows of a layer on each of two ranks, which two others divide unevenly
+HIDDEN = 3002
+
+
+class MLP(nn.Module):
+    """Layers that are divided by columns and by rows, in turn; ``scaled`` by a parameter that stays plain."""
+
+    def __init__(self, *, scaled: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.widen, self.narrow = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5)) if scaled else 1.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output for a batch."""
+        hidden = self.down(functional.gelu(self.up(x * self.scale)))
+        output: Tensor = self.narrow(functional.gelu(self.widen(hidden)))
+        return output
+
+
+def build_mlp(seed: int = 0, *, scaled: bool = False) -> MLP:
+    """Return an MLP, the same on every rank."""
+    torch.manual_seed(seed)
+    return MLP(scaled=scaled)
+
+
+def divide_mlp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Divide an MLP over the ranks of a mesh."""
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "widen": ColwiseParallel(), "narrow": RowwiseParallel()}
+    return parallelize_module(model, mesh, plan)
+
+
+def loss_of(model: nn.Module, step: int, replica: int) -> Tensor:
+    """Return the loss of the batch of a replica at a step."""
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + replica))
+    return (model(x) - x).square().mean()
+
+
+def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an AdamW that does not take rounding of a gradient that is nearly zero for the sign of one."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def train(
+    model: nn.Module,
+    replicas: list[int],
+    clip: float | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Trace:
+    """Return the full numbers of some steps, each over the batches of some replicas, averaged."""
+    optimizer, trace = optimizer or make_adamw(model), Trace()
+    for step in range(3):
+        for replica in replicas:
+            loss = loss_of(model, step, replica)
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+        for parameter in model.parameters():
+            if len(replicas) > 1 and parameter.grad is not None:
+                parameter.grad.div_(len(replicas))
+        if clip is not None:
+            trace.losses.append(full(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        trace.gradients.append({name: full(each.grad) for name, each in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.parameters.append({name: full(each) for name, each in model.named_parameters()})
+        trace.buffers.append({})
+        states = optimizer.state_dict()["state"]
+        trace.states.append({f"{index} {key}": full(each) for index, of in states.items() for key, each in of.items()})
+    return trace
+
+
+def placements_of(model: nn.Module) -> dict[str, Any]:
+    """Return the names of the mesh, and the placements of each parameter, and the tiers that they are on."""
+    records = [record for each in model.parameters() if (record := record_of(each)) is not None]
+    tiers = {slot.tier for record in records for slot in record.slots}
+    return {
+        **{name: (each.device_mesh.mesh_dim_names, each.placements) for name, each in model.named_parameters()},
+        "tiers": {str(tier) for tier in tiers},
+    }
+
+
+def train_parts(options: Mapping[str, Any], clip: float | None) -> tuple[Trace, Trace, dict[str, Any]]:
+    """Return what two ranks that divide an MLP get with a store each and in plain PyTorch, and how they see parameters."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plain = train(divide_mlp(build_mlp(), mesh), [0], clip)
+    model = optimize(divide_mlp(build_mlp(), mesh), options)
+    ours = train(model, [0], clip)
+    seen = placements_of(model)
+    check_at_rest(model)
+    zinf_compile.close(model)
+    return ours, plain, seen
+
+
+def mesh_of(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh, int]:
+    """Return meshes of replicas, of a shape, and of the two ranks that divide each, and which replica this rank is in."""
+    names = ("replicate", "dp", "tp")[-len(shape) - 1 :]
+    mesh = init_device_mesh("cpu", (*shape, 2), mesh_dim_names=names)
+    number = torch.arange(math.prod(shape)).view(shape)
+    replicas = mesh[names[:-1]]
+    return replicas, mesh["tp"], int(number[tuple(replicas.get_coordinate() or ())])
+
+
+def train_replicas(options: Mapping[str, Any], shape: tuple[int, ...], clip: float | None) -> list[Any]:
+    """Return what replicas of two such ranks get, and two ranks that accumulate the batches of all in plain PyTorch.
+
+    Also how parameters are seen. A plain parameter is among them unless gradients are clipped, which torch does in one mesh.
+    """
+    of_data, of_parts, replica = mesh_of(shape)
+    is_scaled, replicas = clip is None, [*range(math.prod(shape))]
+    plain = train(divide_mlp(build_mlp(scaled=is_scaled), of_parts), replicas, clip)
+    runs = []
+    for _ in range(2):
+        model = optimize(divide_mlp(build_mlp(scaled=is_scaled), of_parts), {**options, "mesh": of_data})
+        runs.append(train(model, [replica], clip))
+        seen = placements_of(model)
+        check_at_rest(model)
+        zinf_compile.close(model)
+    assert_same(*runs)
+    return [runs[0], plain, seen]
+
+
+def options_in(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Return budgets that put parameters on each tier."""
+    streamed = {"streams": True, "nvme": str(folder), "device_memory": 256 * KIB, "host_memory": 520 * KIB}
+    resident = {"device_memory": 4096 * KIB, "host_memory": 4096 * KIB}
+    return {"nvme": {**streamed, "reserve_memory": 0}, "resident": {**resident, "reserve_memory": 0}}
+
+
+def assert_close(ours: Trace, plain: Trace) -> None:
+    """Assert that losses, gradients and parameters of two runs agree to 1e-6."""
+    torch.testing.assert_close(ours.losses, plain.losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours.gradients, plain.gradients, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours.parameters, plain.parameters, rtol=1e-6, atol=1e-6)
+
+
+PLACEMENTS = ["nvme", "resident"]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_each_rank_stores_its_part(placement: str, clip: float | None, two: RankPool, tmp_path: Path) -> None:
+    for ours, plain, seen in two.run(train_parts, options_in(tmp_path)[placement], clip):
+        assert_same(ours, plain)
+        assert seen["up.weight"] == (("tp",), (Shard(0),))
+        assert seen["down.weight"] == (("tp",), (Shard(1),))
+        assert seen["down.bias"] == (("tp",), (Replicate(),))
+        assert ("nvme" in seen["tiers"]) == (placement == "nvme")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_replicas_of_parts_divide_them(placement: str, four: RankPool, tmp_path: Path) -> None:
+    alone = train(build_mlp(scaled=True), [0, 1])
+    outcomes = four.run(train_replicas, options_in(tmp_path)[placement], (2,), None)
+    for rank, (ours, plain, seen) in enumerate(outcomes):
+        assert_same(ours, replace(plain, losses=plain.losses[rank // 2 :: 2]))
+        assert_close(ours, replace(alone, losses=alone.losses[rank // 2 :: 2]))
+        assert seen["up.weight"] == (("dp", "tp"), (_StridedShard(0, split_factor=2), Shard(0)))
+        assert seen["down.weight"] == (("dp", "tp"), (Shard(0), Shard(1)))
+        assert seen["down.bias"] == (("dp", "tp"), (Shard(0), Replicate()))
+        assert seen["scale"] == (("dp",), (Shard(0),))
+        assert ("nvme" in seen["tiers"]) == (placement == "nvme")
+
+
+def test_replicas_of_parts_in_a_mesh_of_three_dimensions(four: RankPool, tmp_path: Path) -> None:
+    for rank, (ours, plain, seen) in enumerate(four.run(train_replicas, options_in(tmp_path)["nvme"], (2, 1), None)):
+        assert_same(ours, replace(plain, losses=plain.losses[rank // 2 :: 2]))
+        assert seen["down.weight"] == (("replicate", "dp", "tp"), (Replicate(), Shard(0), Shard(1)))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_norms_are_those_of_both_dimensions(placement: str, four: RankPool, tmp_path: Path) -> None:
+    alone = train(build_mlp(), [0, 1], clip=0.1)
+    losses = [loss for step in range(3) for loss in alone.losses[3 * step : 3 * step + 3]]
+    for rank, (ours, _, _) in enumerate(four.run(train_replicas, options_in(tmp_path)[placement], (2,), 0.1)):
+        of_rank = [loss for number, loss in enumerate(losses) if number % 3 in (rank // 2, 2)]
+        assert_close(ours, replace(alone, losses=of_rank))
+
+
+def scale(options: Mapping[str, Any], bad_rank: int) -> tuple[float, bool]:
+    """Return the scale, and whether parameters changed, after a step with an infinite gradient on one rank, or on none."""
+    of_data, of_parts, replica = mesh_of((2,))
+    model = optimize(divide_mlp(build_mlp(), of_parts), {**options, "mesh": of_data})
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = full(model.up.weight)
+    scaler.scale(loss_of(model, 0, replica)).backward()
+    if torch.distributed.get_rank() == bad_rank:
+        with torch.no_grad():
+            model.down.weight.grad.to_local().view(-1)[3] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    changed = not torch.equal(full(model.up.weight), before)
+    zinf_compile.close(model)
+    return scaler.get_scale(), changed
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_infinity_in_one_part_skips_the_step_of_all(placement: str, four: RankPool, tmp_path: Path) -> None:
+    options = options_in(tmp_path)[placement]
+    assert four.run(scale, options, 3) == [(2.0, False)] * 4
+    assert four.run(scale, options, -1) == [(4.0, True)] * 4
+
+
+def save_and_load(options: Mapping[str, Any], folder: str) -> list[bool]:
+    """Return whether a checkpoint of torch has the values, for the same ranks and for a plain model over two of them."""
+    of_data, of_parts, replica = mesh_of((2,))
+    model = optimize(divide_mlp(build_mlp(), of_parts), {**options, "mesh": of_data})
+    train(model, [replica])
+    saved = {name: full(value) for name, value in model.state_dict().items()}
+    torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    other = optimize(divide_mlp(build_mlp(1), of_parts), {**options, "mesh": of_data})
+    equal = []
+    for each in (other, divide_mlp(build_mlp(2), of_parts)):
+        state = each.state_dict()
+        torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+        each.load_state_dict(state)
+        equal.append(all(torch.equal(full(value), saved[name]) for name, value in each.state_dict().items()))
+    equal.append(torch.equal(loss_of(other, 9, replica), loss_of(model, 9, replica)))
+    for each in (model, other):
+        zinf_compile.close(each)
+    return equal
+
+
+def test_torchs_own_checkpoints_have_all_parts(four: RankPool, tmp_path: Path) -> None:
+    options = options_in(tmp_path)["nvme"]
+    assert four.run(save_and_load, options, str(tmp_path / "checkpoint")) == [[True, True, True]] * 4
+
+
+def resume(options: Mapping[str, Any]) -> tuple[Trace, Trace]:
+    """Return the numbers of steps after the state dicts of model and optimizer went into new ones, and without that."""
+    of_data, of_parts, replica = mesh_of((2,))
+    model = optimize(divide_mlp(build_mlp(), of_parts), {**options, "mesh": of_data})
+    optimizer = make_adamw(model)
+    traces = []
+    train(model, [replica], optimizer=optimizer)
+    other = optimize(divide_mlp(build_mlp(1), of_parts), {**options, "mesh": of_data})
+    again = make_adamw(other)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its in ((model, optimizer), (other, again)):
+        traces.append(train(each, [replica], optimizer=its))
+        zinf_compile.close(each)
+    return traces[0], traces[1]
+
+
+def test_state_dicts_go_into_a_new_model(four: RankPool, tmp_path: Path) -> None:
+    for straight, resumed in four.run(resume, options_in(tmp_path)["nvme"]):
+        assert_same(resumed, straight)
+
+
+class Decoder(nn.Module):
+    """A transformer whose norms, dropout and sums are divided by sequence, and whose loss is by classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(22, 12), nn.Linear(12, 22, bias=False)
+        self.attend, self.feed, self.norm = Attention(), Feed(), nn.LayerNorm(12)
+        self.first, self.second = nn.LayerNorm(12), nn.LayerNorm(12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        hidden = self.embed(tokens)
+        hidden = hidden + self.attend(self.first(hidden))
+        hidden = hidden + self.feed(self.second(hidden))
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+class Attention(nn.Module):
+    """Causal attention of four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value, self.project = (nn.Linear(12, 12) for _ in range(3))
+        self.key = nn.Linear(12, 12, bias=False)  # the gradient of a bias would be nothing but rounding
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return what attention adds to the hidden states."""
+        heads = [each(hidden).unflatten(-1, (-1, 3)).transpose(1, 2) for each in (self.query, self.key, self.value)]
+        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        projected: Tensor = self.project(attended.transpose(1, 2).flatten(2))
+        return projected
+
+
+class Feed(nn.Module):
+    """An MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 26), nn.Linear(26, 12)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return what it adds to the hidden states."""
+        added: Tensor = self.down(functional.gelu(self.up(hidden)))
+        return added
+
+
+def build_decoder() -> Decoder:
+    """Return a Decoder, the same on every rank."""
+    torch.manual_seed(0)
+    return Decoder()
+
+
+def divide_decoder(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Divide a Decoder over the ranks of a mesh."""
+    by_sequence = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        **dict.fromkeys(("first", "second", "norm"), SequenceParallel()),
+        "attend": PrepareModuleInput(**by_sequence),
+        **dict.fromkeys(("attend.query", "attend.key", "attend.value", "feed.up"), ColwiseParallel()),
+        **dict.fromkeys(("attend.project", "feed.down"), RowwiseParallel(output_layouts=Shard(1))),
+        "feed": PrepareModuleInput(**by_sequence),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def read(model: nn.Module, replicas: list[int], *, divided: bool) -> Trace:
+    """Return the numbers of a Decoder that reads the batches of some replicas; ``divided`` by classes in the loss."""
+    trace, optimizer = Trace(), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        for replica in replicas:
+            generator = torch.Generator().manual_seed(10 * step + replica)
+            tokens = torch.randint(0, 22, (2, 9), generator=generator)
+            with loss_parallel() if divided else nullcontext():
+                logits = model(tokens[:, :-1])
+                loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                (loss / len(replicas) if len(replicas) > 1 else loss).backward()
+            trace.losses.append(full(loss))
+        norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        trace.losses.append(norm)
+        trace.gradients.append({name: full(each.grad) for name, each in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.parameters.append({name: full(each) for name, each in model.named_parameters()})
+    return trace
+
+
+def read_on_ranks(options: Mapping[str, Any]) -> tuple[Trace, int]:
+    """Return the numbers of a replica of two ranks that divide a Decoder, and how often parameters were gathered."""
+    of_data, of_parts, replica = mesh_of((2,))
+    model = optimize(divide_decoder(build_decoder(), of_parts), {**options, "mesh": of_data})
+    trace = read(model, [replica], divided=True)
+    check_at_rest(model)
+    gathers = zinf_compile.report(model).num_eager_gathers
+    zinf_compile.close(model)
+    return trace, gathers
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_sequence_and_loss_parallel(placement: str, four: RankPool, tmp_path: Path) -> None:
+    alone = read(build_decoder(), [0, 1], divided=False)
+    for rank, (ours, gathers) in enumerate(four.run(read_on_ranks, options_in(tmp_path)[placement])):
+        of_rank = [loss for number, loss in enumerate(alone.losses) if number % 3 in (rank // 2, 2)]
+        assert_close(ours, replace(alone, losses=of_rank))
+        assert gathers == 2 * len(alone.parameters[0])  # in each forward
+
+
+def refuse(what: str) -> tuple[str, bool]:
+    """Return the error of a use that is refused, and whether the model still computes what it did before."""
+    of_data, of_parts, replica = mesh_of((2,))
+    model = divide_mlp(build_mlp(scaled=True), of_parts)
+    before = loss_of(model, 0, replica)
+    options: dict[str, Any] = {
+        "no mesh": {"mesh": None},
+        "both dimensions": {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))},
+        "the same dimension": {"mesh": of_parts},
+        "another mesh": {"mesh": DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("dp", "tp"))["dp"]},
+        "no names": {"mesh": DeviceMesh.from_group(of_data.get_group(), "cpu")},
+        "init": {"init": "reset"},
+        "micro_batches": {"micro_batches": 2},
+        "tiles": {"tiles": {"up.weight": 2}},
+        "state_dtype": {"state_dtype": "int8"},
+    }
+    with pytest.raises((ConfigError, UnsupportedError)) as error:
+        zinf_compile.optimize(model, **{"mesh": of_data, **options[what]})
+    return str(error.value), torch.equal(loss_of(model, 0, replica), before)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no mesh", r"'up.weight' is a DTensor over 2 of 4 ranks; say which .*mesh=mesh\['dp'\]"),
+        (
+            "both dimensions",
+            r"ranks \d, \d are both in the mesh that is given, \[\[0, 1\], \[2, 3\]\], and in that of 'up.w",
+        ),
+        (
+            "the same dimension",
+            r"are both in the mesh that is given, .*, which divides it among them; give the dimension",
+        ),
+        ("another mesh", r"and that of 'up.weight', .*, are not dimensions of one mesh; make one"),
+        ("no names", r"and that of 'up.weight', .*, are not dimensions of one mesh; make one"),
+        ("init", r"'up.weight' is a DTensor; give it its values before optimize\(\)"),
+        (
+            "micro_batches",
+            r"micro_batches cuts a captured graph, and a model with DTensors, such as 'up.weight', is not cap",
+        ),
+        ("tiles", r"tiles cuts a captured graph"),
+        ("state_dtype", r"state_dtype='int8' is not supported on several ranks yet"),
+    ],
+)
+def test_meshes_and_options_that_are_refused(what: str, message: str, four: RankPool) -> None:
+    for error, is_unchanged in four.run(refuse, what):
+        assert re.search(message, error), error
+        assert is_unchanged
+
+
+def refuse_placement(placement: Placement, shape: Sequence[int]) -> str:
+    """Return the error for a parameter with a placement of which not every rank has values."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.Module()
+    local = torch.ones(shape[0] if mesh.get_local_rank() == 0 or placement.is_partial() else 0, *shape[1:])
+    model.scale = nn.Parameter(
+        DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=local.stride())
+    )
+    with pytest.raises(UnsupportedError) as error:
+        zinf_compile.optimize(model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (
+            Partial(),
+            "'scale' is a DTensor with Partial.* over 'tp': with Partial.* its values cannot be gathered .*redistr",
+        ),
+        (Shard(0), r"'scale' is a DTensor of \(1,\) with Shard\(dim=0\) over 'tp', and some ranks have no element"),
+    ],
+)
+def test_placements_that_are_refused(placement: Placement, message: str, two: RankPool) -> None:
+    for error in two.run(refuse_placement, placement, [1]):
+        assert re.search(message, error), error
+
+
+def use_otherwise(folder: str) -> list[str]:
+    """Return the errors for uses of a model that need whole parameters, and the report on how it runs."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = divide_mlp(build_mlp(), mesh)
+    before = torch.optim.AdamW(model.parameters())
+    model = zinf_compile.optimize(model)
+    loss_of(model, 0, 0).backward()
+
+    def summon() -> None:
+        with zinf_compile.full_parameters(model):
+            pass
+
+    uses: list[Callable[[], object]] = [
+        lambda: zinf_compile.save(folder, model),
+        lambda: zinf_compile.export(model, folder),
+        summon,
+        torch.optim.Adafactor(model.parameters()).step,
+        before.step,
+    ]
+    errors = []
+    for use in uses:
+        with pytest.raises(UnsupportedError) as error:
+            use()
+        errors.append(str(error.value))
+    torch.optim.AdamW(model.parameters()).step()
+    errors += zinf_compile.report(model).fallbacks
+    zinf_compile.close(model)
+    return errors
+
+
+def test_uses_that_need_whole_parameters_are_refused(two: RankPool, tmp_path: Path) -> None:
+    named = r"each rank stores the local tensor of 'up.weight', a DTensor \(Shard\(dim=0\) over 'tp'\); use full_tensor"
+    expected = [
+        f"a checkpoint of zinf_compile needs whole parameters, and {named}",
+        f"export needs whole parameters, and {named}",
+        rf"full_parameters\(MLP\) needs whole parameters, and {named}",
+        r"Adafactor does not update element by element, and of 'up.weight', a DTensor \(Shard.*only; use an optimizer",
+        r"AdamW was made before zinf_compile.optimize\(model\)",
+        "MLP runs eagerly, gathering as it goes: 7 of its parameters, such as 'up.weight', are DTensors",
+    ]
+    for errors in two.run(use_otherwise, str(tmp_path / "folder")):
+        for error, message in zip(errors, expected, strict=True):
+            assert re.match(message, error), error
+
+
+def hold(options: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return how many gathered values there are between forward and backward, and whether a step in between is refused."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = optimize(divide_mlp(build_mlp(), mesh), options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, 0, 0).backward()
+    loss = loss_of(model, 1, 0)
+    held = sum(noted() is not None for noted, record in GATHERED._records.values() if record.name == "up.weight")
+    optimizer.step()
+    with pytest.raises(
+        RuntimeError, match=r"'.*' was modified by an optimizer step between its forward and its backward"
+    ):
+        loss.backward()
+    zinf_compile.close(model)
+    return held, True
+
+
+def test_a_gathered_part_is_not_kept_for_backward(two: RankPool, tmp_path: Path) -> None:
+    assert two.run(hold, options_in(tmp_path)["nvme"]) == [(0, True)] * 2
