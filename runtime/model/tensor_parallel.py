@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
@@ -36,6 +36,19 @@ def find_distributed(parameters: Mapping[str, Parameter]) -> dict[str, "DTensor"
     return {name: each for name, each in found.items() if record_of(each) is None}
 
 
+def refuse_fully_sharded(model: Module) -> None:
+    """Raise UnsupportedError for a model of which FSDP2 has made DTensors: it gathers and reduces them itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has used it has imported it
+    if fsdp is None:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, fsdp.FSDPModule):
+            raise UnsupportedError(
+                f"{path or 'the model'} was given to fully_shard, which divides its parameters among ranks, as "
+                "optimize() does; leave fully_shard out, and give its mesh to optimize(model, mesh=mesh)"
+            )
+
+
 def find_data_ranks(mesh: DeviceMesh | None, distributed: Mapping[str, "DTensor"]) -> Ranks:
     """Return the ranks that train a model with such parameters together: those of a mesh, beside the ones of a DTensor.
 
@@ -43,13 +56,13 @@ def find_data_ranks(mesh: DeviceMesh | None, distributed: Mapping[str, "DTensor"
     ConfigError for meshes that overlap, or do not belong together, and for a mesh that is missing.
     """
     if mesh is None and distributed and is_grouped():
-        name, parameter = next(iter(distributed.items()))
-        size, world = parameter.device_mesh.size(), dist.get_world_size()
-        if size < world:
-            raise ConfigError(
-                f"'{name}' is a DTensor over {size} of {world} ranks; say which ranks have the same parts of it and train "
-                "together, such as optimize(model, mesh=mesh['dp'])"
-            )
+        world = dist.get_world_size()
+        for name, parameter in distributed.items():
+            if (size := parameter.device_mesh.size()) < world:
+                raise ConfigError(
+                    f"'{name}' is a DTensor over {size} of {world} ranks; say which ranks have the same parts of it and "
+                    "train together, such as optimize(model, mesh=mesh['dp'])"
+                )
         return ALONE
     if mesh is not None and mesh.size() > 1 and mesh.get_coordinate() is not None:
         check_meshes(mesh, distributed)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -41,9 +42,9 @@ HIDDEN = 3002
 class MLP(nn.Module):
     """Layers that are divided by columns and by rows, in turn; ``scaled`` by a parameter that stays plain."""
 
-    def __init__(self, *, scaled: bool = False) -> None:
+    def __init__(self, *, scaled: bool = False, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.widen, self.narrow = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.full((WIDTH,), 1.5)) if scaled else 1.5
 
@@ -54,10 +55,10 @@ class MLP(nn.Module):
         return output
 
 
-def build_mlp(seed: int = 0, *, scaled: bool = False) -> MLP:
+def build_mlp(seed: int = 0, *, scaled: bool = False, hidden: int = HIDDEN) -> MLP:
     """Return an MLP, the same on every rank."""
     torch.manual_seed(seed)
-    return MLP(scaled=scaled)
+    return MLP(scaled=scaled, hidden=hidden)
 
 
 def divide_mlp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -204,6 +205,13 @@ def test_replicas_of_parts_in_a_mesh_of_three_dimensions(four: RankPool, tmp_pat
         assert seen["down.weight"] == (("replicate", "dp", "tp"), (Replicate(), Shard(0), Shard(1)))
 
 
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}])
+def test_stages_that_keep_more_on_every_rank(options: Mapping[str, Any], four: RankPool, tmp_path: Path) -> None:
+    given = {**options_in(tmp_path)["resident"], **options}
+    for rank, (ours, plain, _) in enumerate(four.run(train_replicas, given, (2,), None)):
+        assert_same(ours, replace(plain, losses=plain.losses[rank // 2 :: 2]))
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_norms_are_those_of_both_dimensions(placement: str, four: RankPool, tmp_path: Path) -> None:
     alone = train(build_mlp(), [0, 1], clip=0.1)
@@ -211,6 +219,28 @@ def test_norms_are_those_of_both_dimensions(placement: str, four: RankPool, tmp_
     for rank, (ours, _, _) in enumerate(four.run(train_replicas, options_in(tmp_path)[placement], (2,), 0.1)):
         of_rank = [loss for number, loss in enumerate(losses) if number % 3 in (rank // 2, 2)]
         assert_close(ours, replace(alone, losses=of_rank))
+
+
+def train_few_rows(options: Mapping[str, Any]) -> tuple[Trace, Trace]:
+    """Return what replicas get where some ranks have no row of a part, and one weight is frozen."""
+    of_data, of_parts, replica = mesh_of((2,))
+
+    def build() -> nn.Module:
+        model = build_mlp(hidden=2)
+        model.widen.requires_grad_(False)
+        return divide_mlp(model, of_parts)
+
+    plain = train(build(), [0, 1])
+    model = optimize(build(), {**options, "mesh": of_data})
+    ours = train(model, [replica])
+    check_at_rest(model)
+    zinf_compile.close(model)
+    return ours, plain
+
+
+def test_frozen_parts_and_parts_of_fewer_rows_than_replicas(four: RankPool, tmp_path: Path) -> None:
+    for rank, (ours, plain) in enumerate(four.run(train_few_rows, options_in(tmp_path)["nvme"])):
+        assert_same(ours, replace(plain, losses=plain.losses[rank // 2 :: 2]))
 
 
 def scale(options: Mapping[str, Any], bad_rank: int) -> tuple[float, bool]:
@@ -469,6 +499,20 @@ def refuse_placement(placement: Placement, shape: Sequence[int]) -> str:
 def test_placements_that_are_refused(placement: Placement, message: str, two: RankPool) -> None:
     for error in two.run(refuse_placement, placement, [1]):
         assert re.search(message, error), error
+
+
+def shard_fully() -> str:
+    """Return the error for a model that FSDP2 has divided."""
+    with pytest.raises(UnsupportedError) as error:
+        zinf_compile.optimize(fully_shard(build_mlp(), mesh=init_device_mesh("cpu", (2,))))
+    return str(error.value)
+
+
+def test_fully_shard_is_refused(two: RankPool) -> None:
+    for error in two.run(shard_fully):
+        assert re.match(
+            r"the model was given to fully_shard, .*; leave fully_shard out, and give its mesh to optimize", error
+        ), error
 
 
 def use_otherwise(folder: str) -> list[str]:

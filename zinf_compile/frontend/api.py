@@ -53,6 +53,7 @@ from zinf_compile.runtime.model.tensor_parallel import (
     find_data_ranks,
     find_distributed,
     refuse_distributed,
+    refuse_fully_sharded,
     with_locals,
 )
 from zinf_compile.runtime.observe.recorder import Recorder
@@ -185,7 +186,8 @@ def optimize(
     parameters = dict(model.named_parameters())
     if options.get("device") is None and (found := _own_device(parameters)) is not None:
         options["device"] = found
-    distributed = find_distributed(parameters)
+    if distributed := find_distributed(parameters):
+        refuse_fully_sharded(model)
     ranks = find_data_ranks(mesh, distributed) if shared is None else shared.store.ranks
     if shared is None:
         options["nvme"] = folder_of_rank(options.get("nvme"), ranks)
