@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zinf_compile.ir.errors import UnsupportedError as UnsupportedError
     from zinf_compile.ir.errors import VerifyError as VerifyError
     from zinf_compile.ir.errors import ZinfError as ZinfError
+    from zinf_compile.runtime.optim.periodic import every as every
     from zinf_compile.weights.export import export as export
 
     Plan = PlanView
@@ -45,6 +46,7 @@ _HOMES = {
     "full_parameters": "zinf_compile.frontend.api",
     "export": "zinf_compile.weights.export",
     "plan": "zinf_compile.frontend.offline",
+    "every": "zinf_compile.runtime.optim.periodic",
     "verify": "zinf_compile.frontend.verification",
     "Verdict": "zinf_compile.frontend.verification",
     "synchronize": "zinf_compile.frontend.api",
