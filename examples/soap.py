@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import zinf_compile
 
-MOST_ROWS = 4096  # dimensions longer than this have no matrix
+MOST_ROWS = 4096
 
 
 class SOAP(Optimizer):
@@ -29,9 +29,16 @@ class SOAP(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         every: int = 10,
+        staleness: int = 0,
+        most_rows: int = MOST_ROWS,
     ) -> None:
-        """``every`` is how many steps pass before bases are brought up to date, by a step of power iteration and QR."""
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "every": every})
+        """``every`` is how many steps pass before bases are brought up to date, by a step of power iteration and QR.
+
+        With ``staleness`` that is done in the background, and takes effect so many steps later. Dimensions longer than
+        ``most_rows`` have no matrix.
+        """
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "every": every, "staleness": staleness, "most_rows": most_rows})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -44,7 +51,9 @@ class SOAP(Optimizer):
 
     def _update(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        sides = [side for side, size in enumerate(parameter.shape) if parameter.dim() == 2 and size <= MOST_ROWS]
+        sides = [
+            side for side, size in enumerate(parameter.shape) if parameter.dim() == 2 and size <= group["most_rows"]
+        ]
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
@@ -62,8 +71,13 @@ class SOAP(Optimizer):
         parameter.add_(_turned(direction, state, sides, back=True), alpha=-group["lr"])
         for side in sides:
             state[f"matrix_{side}"].lerp_(_outer(grad, side), 1 - beta2)
-            if step % group["every"] == 0:
-                state[f"basis_{side}"].copy_(torch.linalg.qr(state[f"matrix_{side}"] @ state[f"basis_{side}"])[0])
+        matrices, bases = [f"matrix_{side}" for side in sides], [f"basis_{side}" for side in sides]
+        self.new_bases(state, reads=matrices + bases, writes=bases)
+
+    @zinf_compile.every("every", staleness="staleness")
+    def new_bases(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        bases = [key for key in state if key.startswith("basis_")]
+        return {key: torch.linalg.qr(state[key.replace("basis", "matrix")] @ state[key])[0] for key in bases}
 
 
 def _eigenvectors(matrix: Tensor) -> Tensor:

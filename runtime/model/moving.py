@@ -118,7 +118,7 @@ def _moves_of(store: Store, record: StoredParameter, placement: Placement) -> It
         settle_gradient(record)
         tier = placement.by_role[Role.GRADIENT][0].tier
         yield _Move(slot=gradient, tier=tier, num_ranks=size, run=partial(_move_gradient, store, record, tier))
-    for key, slot in record.copies.states.items():
+    for key, slot in record.copies.updated_states.items():
         tier = placement.optimizer_state or slot.tier
         yield _Move(slot=slot, tier=tier, num_ranks=size, run=partial(_move_state, store, record, key, tier))
 

@@ -16,6 +16,7 @@ from zinf_compile.ir.errors import CapacityError, RankError, StoreError, Unsuppo
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import UPDATE_NBYTES
 from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.optim.background_work import work_of
 from zinf_compile.runtime.optim.device_chunks import DeviceChunks
 from zinf_compile.runtime.optim.fused_adamw import Kernel, update_threads
 from zinf_compile.runtime.optim.fused_ops import FusedOps
@@ -40,6 +41,7 @@ from zinf_compile.runtime.optim.step_chunks import (
 )
 from zinf_compile.runtime.optim.step_jobs import (
     Job,
+    drop_state,
     has_slot,
     in_gather_order,
     is_held,
@@ -93,6 +95,7 @@ class StreamedStep:
         self._left: dict[Job, EnqueuedCopy] = {}
         self._fused_ops = FusedOps(store.device)
         self._new_states: list[tuple[Job, str]] = []  # of whole tensors, by key: not home yet
+        self._beginning: list[Job] = []  # updates that have begun work in the background, whose copies are not home yet
         self._num_elements = self._num_on_device = 0
         if isinstance(jobs, Sequence):
             for job in jobs:
@@ -262,13 +265,17 @@ class StreamedStep:
             if job not in self._kernels:
                 self._admit(job)
             self._store.io_pool.wait(job.after, f"what the update of {job.record.name} follows")
+            if job.due.adopts and not self._has_owners:
+                self._update_all(pending)  # which gives back all of staging, part of which may be waited for
+                self._take_states_home(pending)
+                work_of(self._store).prepare(job)
             for part in job.elements.pieces(self._chunk_elements(job)):
                 # An interrupt waits for the end of a step that is not in the background; a second one breaks it off.
                 check_interrupt(only_if_impatient=True)
                 if job.ahead is not None and job.ahead.is_dropped:
                     break
                 # New state of whole tensors is in memory until it is home: that of one parameter at a time.
-                most = _READ_AHEAD if self._element_wise or job.kept_states else 1
+                most = _READ_AHEAD if self._element_wise or (job.kept_states and not job.due.begins) else 1
                 while len(pending) >= most:
                     self._update(pending.popleft())
                     self._take_states_home(pending)
@@ -511,7 +518,7 @@ class StreamedStep:
             slice=chunk.slice,
             master=chunk.low_halves() if job.reads_split else chunk.tensor(MASTER, job.home_slots[MASTER]),
             gradient=chunk.gradient(),
-            states={name: chunk.tensor(state_key(name), slot) for name, slot in record.copies.states.items()},
+            states={name: chunk.tensor(state_key(name), slot) for name, slot in record.copies.updated_states.items()},
             compute=chunk.tensor(COMPUTE, record.copies.compute) if record.copies.are_two else None,
         )
         # The kernel joins what is split and splits it again by itself.
@@ -578,6 +585,15 @@ class StreamedStep:
         if not new_state:
             return
         state = job.real_optimizer.state[record.parameter]
+        for key in (job.scalars.keys() | job.kept_states) - new_state.keys():
+            state.pop(key, None)
+        for method in job.work.adopted:
+            for key in method.pending_of(state):
+                del state[method.pending_prefix + key]
+                if method.pending_prefix + key in record.copies.states:
+                    drop_state(record, method.pending_prefix + key)
+        if job.work.begun:
+            self._beginning.append(job)
         for key, value in new_state.items():
             slot = record.copies.states.get(key)
             if slot is not None and is_held(value, slot, record):
@@ -602,6 +618,9 @@ class StreamedStep:
                     continue
                 take_state_home(job.record, optimizer, state, key)
             self._new_states.clear()
+        for job in self._beginning:
+            work_of(self._store).begin(job)
+        self._beginning.clear()
 
     def _return(self, chunk: Chunk) -> None:
         for read in chunk.reads:

@@ -18,6 +18,7 @@ from zinf_compile.runtime.optim.bookkeeping import NOT_BOOKKEEPING, Bookkeeping,
 from zinf_compile.runtime.optim.element_wise import find_obstacle, find_odd_state, is_same_value
 from zinf_compile.runtime.optim.isolation import Isolation
 from zinf_compile.runtime.optim.overrides import with_overrides_by_place
+from zinf_compile.runtime.optim.periodic import periodics_of, tried_out
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.process.compiling import Uncompiled
 from zinf_compile.runtime.process.waiting import wait_for_turn
@@ -120,6 +121,8 @@ def _find_obstacle(
 ) -> str | None:
     if traits_of(optimizer).draws:
         return _DRAWS
+    if periodics_of(optimizer):
+        return "it has work that is due every few steps"
     asked: list[tuple[torch.dtype, dict[str, torch.dtype], dict[str, Any]]] = []  # of shadows that were tried
     group = frozen.param_groups[index]
     for position, parameter in enumerate(optimizer.param_groups[index]["params"]):
@@ -353,7 +356,8 @@ def step_plainly(
     turn = Uncompiled()
     wait_for_turn(turn.try_begin, "a compilation on another thread, beside which an update would round otherwise")
     try:
-        plain_step(optimizer, *([] if closure is None else [closure]))
+        with tried_out():
+            plain_step(optimizer, *([] if closure is None else [closure]))
     finally:
         turn.end()
     with torch._C.DisableTorchFunction():  # our own look at addresses, which a trial must not record

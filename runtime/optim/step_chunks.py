@@ -12,6 +12,7 @@ from torch import Tensor
 from zinf_compile.ir.copies import GRADIENT, MASTER, CopyKey, low_halves_nbytes
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.optim.fused_adamw import Kernel, find_kernel
+from zinf_compile.runtime.optim.periodic import kept_by
 from zinf_compile.runtime.optim.shadow import copy_value, shadow_step
 from zinf_compile.runtime.optim.step_jobs import Job, is_dense
 from zinf_compile.runtime.storage.low_halves import join, split
@@ -119,7 +120,8 @@ def update_slice(job: Job, operands: Operands, *, shape: torch.Size | None) -> d
     state = scalars | given
     gradient = _shaped(operands.gradient.to(operands.master.dtype), shape)
     master = _shaped(operands.master, shape).detach()
-    new_state = shadow_step(job.optimizer, job.group, master, gradient, state, job.place, job.ledger)
+    with kept_by(job.work):
+        new_state = shadow_step(job.optimizer, job.group, master, gradient, state, job.place, job.ledger)
     if job.changes_gradient and gradient.dtype != operands.gradient.dtype:
         operands.gradient.copy_(gradient.reshape(-1))
     dense = [each for each in operands.states.values() if is_dense(each)]

@@ -29,7 +29,7 @@ from zinf_compile.ir.copies import (
     low_halves_nbytes,
     state_key,
 )
-from zinf_compile.ir.errors import StoreError, UnsupportedError
+from zinf_compile.ir.errors import ConfigError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Tier, dtype_name
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.device.device import Event
@@ -42,6 +42,15 @@ from zinf_compile.runtime.optim.block_wise import (
 )
 from zinf_compile.runtime.optim.bookkeeping import Bookkeeping, Ledger
 from zinf_compile.runtime.optim.element_wise import SURPRISES
+from zinf_compile.runtime.optim.periodic import (
+    Due,
+    Streamed,
+    Trial,
+    find_due,
+    is_pending,
+    kept_by,
+    periodics_of,
+)
 from zinf_compile.runtime.optim.shadow import (
     Place,
     Shadow,
@@ -69,6 +78,9 @@ from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
 
 Group = dict[str, Any]  # a parameter group of an optimizer, as torch has it
+
+
+NOTHING_DUE = Due(begins=False, runs=False, adopts=())
 
 
 class Ahead:
@@ -128,6 +140,9 @@ class Job:
         default_factory=dict
     )  # after the update, per-element tensors at a probe's shape
     temporary_nbytes: int = 0  # of each element, while it is updated
+    due: Due = NOTHING_DUE  # of the work that the optimizer does every few steps
+    work: Streamed = field(default_factory=Streamed)
+    work_growth: float = 0.0  # bytes that such work takes in the background for each byte that it reads
     update: Future[None] = field(default_factory=Future)  # done when all of it is home
     writes: list[Future[None]] = field(default_factory=list)
     is_begun: bool = False  # some of its elements may have changed
@@ -152,7 +167,7 @@ class Job:
         self.elements = record.shard.flat
         self.home_gradient = record.gradient.slot if record.gradient.is_home(self.grad) else None
         slots = {MASTER: record.copies.master}
-        slots |= {state_key(name): slot for name, slot in record.copies.states.items()}
+        slots |= {state_key(name): slot for name, slot in record.copies.updated_states.items()}
         if record.copies.are_two:
             slots[COMPUTE] = record.copies.compute
         if self.home_gradient is not None:
@@ -348,6 +363,14 @@ class JobCollector:
                 f"state_dtype='{code}' encodes the state of optimizers that update element by element, and "
                 f"{type(optimizer).__name__} gets whole tensors; leave state_dtype out, or use AdamW"
             )
+        methods = periodics_of(optimizer).values()
+        stale = next((method for method in methods if method.numbers(optimizer)[1] > 0), None)
+        if stale is not None and not store.ranks.is_alone:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.{stale.name}() runs in the background, with a staleness of "
+                f"{stale.numbers(optimizer)[1]}, which is for one process, and these are {store.ranks.mesh_size} ranks; use "
+                "staleness=0"
+            )
         self.ledger = Ledger(type(optimizer).__name__)
         self._places: dict[int, Place] = {
             id(parameter): (index, position)
@@ -357,6 +380,7 @@ class JobCollector:
         self._positions = itertools.count()
         self._predicted: dict[object, _Prediction] = {}
         self._counted: dict[object, int] = {}  # temporary bytes of an element, of whole tensors
+        self._growths: dict[object, float] = {}  # of the methods that run every few steps, as a Trial has it
         self._probed: dict[tuple[object, torch.dtype], tuple[StateTensor, ...]] = {}
 
     def collect(self, *, but: Container[StoredParameter] = ()) -> list[Job]:
@@ -406,7 +430,7 @@ class JobCollector:
         state = self._optimizer.state.get(record.parameter, {})
         record.copies.own_states(self._optimizer)
         for slot in record.copies.take_odd_of_gone():
-            _free(self._store, slot)
+            free_slot(self._store, slot)
         for slot in record.copies.states.values():
             if isinstance(slot.shown, CodedHomeTensor) and slot.shown.is_aliased:
                 self._store.finish(record)
@@ -427,7 +451,11 @@ class JobCollector:
         if not splits:
             self._store.join_master(record)
         slots = record.copies.states
-        kept = frozenset(key for key, slot in slots.items() if _is_home_of(slot, state.get(key)))
+        with_home = [key for key, slot in slots.items() if _is_home_of(slot, state.get(key))]
+        kept = frozenset(key for key in with_home if not slots[key].is_aside)
+        left_out = {key for key in with_home if not slots[key].per_element}
+        if self._store.ranks.is_alone:
+            left_out |= {key for key in state if is_pending(self._optimizer, key)}
         job = Job(
             record=record,
             splits=splits,
@@ -440,9 +468,7 @@ class JobCollector:
             deferred=tuple(record.gradient.deferred) if record.gradient.is_home(grad) else (),
             group=self.options_of(place[0]),
             position=next(self._positions),
-            scalars=copy_scalars(
-                state, record.parameter.shape, but={key for key in kept if not slots[key].per_element}
-            ),
+            scalars=copy_scalars(state, record.parameter.shape, but=left_out),
             kept_states=kept,
             is_block_wise=self.is_block_wise,
         )
@@ -459,7 +485,12 @@ class JobCollector:
             job.next_state = prediction.state
             job.temporary_nbytes = prediction.temporary_nbytes + (0 if grad.dtype == dtype else dtype.itemsize)
         else:
-            job.temporary_nbytes = self._count_temporaries(job)
+            job.due = find_due(self._optimizer, job.scalars)
+            now = Trial(runs=job.due.runs or len(job.due.adopts) > 0, copies=job.due.begins)
+            job.temporary_nbytes = self._count_temporaries(job, now)
+            if job.due.begins:
+                self._count_temporaries(job, behind := Trial(runs=True))
+                job.work_growth = behind.growth
         return job
 
     def _splits(self, record: StoredParameter) -> bool:
@@ -491,7 +522,7 @@ class JobCollector:
         dtype = record.copies.master.tensor.dtype
         wanted = states_of(self._optimizer, self.options_of(place[0]), record.shape.numel())
         for key in record.copies.states.keys() - {each.key for each in wanted}:
-            _drop_state(record, key)
+            drop_state(record, key)
         for each in wanted:
             state_slot(record, self._optimizer, each.key, dtype, record.shape, code=each.code)
 
@@ -518,15 +549,21 @@ class JobCollector:
             self._predicted[key] = _Prediction(state=new_state, books=books, temporary_nbytes=nbytes)
         return self._predicted[key]
 
-    def _count_temporaries(self, job: Job) -> int:
-        """Return the temporary bytes per element of a whole-tensor update, measured on a small tensor."""
+    def _count_temporaries(self, job: Job, trial: Trial) -> int:
+        """Return the temporary bytes per element of a whole-tensor update, measured on a small tensor.
+
+        ``trial`` says whether what is due every few steps belongs to it, and measures that.
+        """
         record, group = job.record, job.group
         master = record.copies.master.tensor
         shape = small_shape(record.shape)
         states = {key: record.copies.states[key].dtype for key in sorted(job.kept_states)}
-        key = (self._kind_of(job.place), master.dtype, job.grad.dtype, shape, tuple(states))
-        if key not in self._counted:
-            with keeping_random_state():
+        kind, due = self._kind_of(job.place), (trial.runs, trial.copies)
+        key = (kind, master.dtype, job.grad.dtype, shape, tuple(states), due)
+        if key in self._counted:
+            trial.growth = self._growths[key]
+        else:
+            with keeping_random_state(), kept_by(trial):
                 small, gradient = torch.rand(shape).to(master.dtype), torch.rand(shape).to(master.dtype)
                 state = {name: copy_value(value) for name, value in job.scalars.items()}
                 state |= {name: torch.rand(shape).to(dtype) for name, dtype in states.items()}
@@ -542,10 +579,12 @@ class JobCollector:
                         state = run({}) if job.kept_states else {}
                     with count:
                         run(state)
-                except UnsupportedError:
+                except (UnsupportedError, ConfigError):
                     raise
                 except SURPRISES:  # it does not accept a small tensor, or an empty state
                     count.most_nbytes = max(count.most_nbytes, _UNKNOWN * small.nbytes)
+                    trial.growth = max(trial.growth, _UNKNOWN)
+            self._growths[key] = trial.growth
             widened = 0 if job.grad.dtype == master.dtype else master.dtype.itemsize
             self._counted[key] = -(-count.most_nbytes // max(1, shape.numel())) + widened
         return self._counted[key]
@@ -565,7 +604,7 @@ class JobCollector:
         """Write state that was put into ``optimizer.state``, as ``load_state_dict`` does, to its slot, and show the slot."""
         for key, slot in list(record.copies.states.items()):
             if not slot.per_element and not _is_home_of(slot, state.get(key)):
-                _drop_state(record, key)
+                drop_state(record, key)
         for key, value in state.items():
             if not isinstance(value, Tensor) or _is_shown(record, key, value):
                 continue
@@ -693,18 +732,18 @@ def state_slot(
     slot = record.copies.states.get(key)
     if slot is None or not _can_hold(slot, record, dtype, shape) or _own_code(slot) != code:
         if slot is not None:
-            _drop_state(record, key)
-        slot = _new_state_slot(record, key, dtype, shape, code)
+            drop_state(record, key)
+        slot = _new_state_slot(record, key, dtype, shape, code, is_aside=is_pending(optimizer, key))
         record.copies.put_state(key, slot)
     return slot
 
 
-def _drop_state(record: StoredParameter, key: str) -> None:
+def drop_state(record: StoredParameter, key: str) -> None:
     """Free the slot of a state tensor that the optimizer does not keep any more."""
-    _free(store_of(record), record.copies.drop_state(key))
+    free_slot(store_of(record), record.copies.drop_state(key))
 
 
-def _free(store: Store, slot: Slot) -> None:
+def free_slot(store: Store, slot: Slot) -> None:
     store.held.count_home(slot.tier, -slot.nbytes)
     slot.give_back(store.layout)
 
@@ -726,9 +765,22 @@ def _own_code(slot: Slot) -> Blocks | None:
 
 
 def _new_state_slot(
-    record: StoredParameter, key: str, dtype: torch.dtype, shape: torch.Size, own_code: Blocks | None
+    record: StoredParameter,
+    key: str,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    own_code: Blocks | None,
+    *,
+    is_aside: bool,
 ) -> Slot:
     """Return a slot of an optimizer that is gone, if no user holds its tensor, else a new one."""
+    if is_aside:  # no update stages it, and it is there for a few steps only: no plan counts it
+        tier = Tier.HOST if record.store.config.nvme is None else Tier.NVME
+        slot = store_of(record).new_slot(
+            record.name, shape, dtype, tier, state_key(key), per_element=shape == record.shape
+        )
+        slot.is_aside = True
+        return slot
     store, master, per_element = store_of(record), record.copies.master, shape == record.shape
     asked = store.config.state_code_of(record.name) if per_element else None
     code = own_code or code_of_state(asked, dtype=dtype_name(dtype), num_elements=shape.numel())
@@ -741,7 +793,7 @@ def _new_state_slot(
     placement = store.placements[record.name]
     tier = placement.optimizer_state or master.tier
     nbytes = shape.numel() * dtype.itemsize if own_code is None else own_code.nbytes(shape.numel())
-    made = sum(slot.nbytes for slot in record.copies.states.values())
+    made = sum(slot.nbytes for slot in record.copies.updated_states.values())
     is_planned = per_element and made + nbytes <= placement.optimizer_state_nbytes
     if not is_planned and (code is None or own_code is not None) and store.ranks.is_alone:
         tier = _tier_of_unplanned(record, tier, nbytes, is_odd=not per_element)
@@ -756,7 +808,8 @@ def _tier_of_unplanned(record: StoredParameter, tier: Tier, nbytes: int, *, is_o
     which it may exceed; the report says so.
     """
     store, slots = store_of(record), record.slots
-    staged = whole_sectors(nbytes) + sum(whole_sectors(slot.nbytes) for slot in slots if not slot.in_memory)
+    staged = whole_sectors(nbytes)
+    staged += sum(whole_sectors(slot.nbytes) for slot in slots if not (slot.in_memory or slot.is_aside))
     if store.config.nvme is None or (is_odd and staged > store.staging.capacity):
         return Tier.HOST
     room = store.held.host_room_nbytes
@@ -768,7 +821,7 @@ def _tier_of_unplanned(record: StoredParameter, tier: Tier, nbytes: int, *, is_o
 def _host_state_to_come(store: Store) -> int:
     """Return the bytes of state that are planned on the host and have no slots yet, as most have none in the first step."""
     return sum(
-        max(0, placement.optimizer_state_nbytes - sum(slot.nbytes for slot in record.copies.states.values()))
+        max(0, placement.optimizer_state_nbytes - sum(slot.nbytes for slot in record.copies.updated_states.values()))
         for name, record in store.records.items()
         if (placement := store.placements[name]).optimizer_state is Tier.HOST
     )
@@ -786,6 +839,8 @@ def take_state_home(record: StoredParameter, optimizer: Optimizer, state: dict[s
             f"'{key}' of '{record.name}' is not divided among ranks as the parameter is, a DTensor; load DTensors with the "
             " mesh and placements of the parameter, as torch.distributed.checkpoint does"
         )
+    if slot.is_aside and store.background_work is not None:
+        store.background_work.forget(slot)
     with store.failing_on_error():
         if slot.coded is None:
             store.tensor_io.write_value(slot, own_rows(slot, value))

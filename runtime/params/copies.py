@@ -157,6 +157,11 @@ class Copies:
 
     # Optimizer state
 
+    @property
+    def updated_states(self) -> dict[str, Slot]:
+        """Return the slots of the state that updates read and write."""
+        return {key: slot for key, slot in self.states.items() if not slot.is_aside}
+
     def own_states(self, optimizer: Optimizer) -> None:
         """Make ``states`` an optimizer's: another one keeps its own, and its slots are reused once it is gone."""
         if self.states_owner is not None:

@@ -81,6 +81,19 @@ class UpdatesAhead(Protocol):
         """Drop these, and give back the room that they are written to. What ``step()`` has taken has ended."""
 
 
+class BackgroundWork(Protocol):
+    """Work of optimizers that threads do beside the steps."""
+
+    def forget(self, slot: Slot) -> None:
+        """Let what was computed from a slot be computed again: it gets another value."""
+
+    def drop(self) -> None:
+        """Forget all of it. Waits for what runs."""
+
+    def wait(self) -> None:
+        """Block until nothing of it runs or waits."""
+
+
 class Stored(Protocol):
     """A parameter, or a tile of one."""
 
@@ -135,6 +148,7 @@ class RecordStore(Protocol):
     session: Owner | None
     early_step: EarlyStep | None
     updates_ahead: UpdatesAhead | None
+    background_work: BackgroundWork | None
     wanted_norms: set[float]
     unreduced: dict[str, "StoredParameter"]
     facts: dict[str, ParameterFact]

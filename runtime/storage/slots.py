@@ -36,6 +36,7 @@ class Slot:
     is_mapped: bool = False  # in host memory that the mapping of a weight file has become, which is never pinned
     coded: Paged | None = None  # what it holds, if that is codes, in pages
     per_element: bool = True  # False: state of a shape of its own, which belongs to the whole parameter and moves whole
+    is_aside: bool = False  # state that updates neither read nor write: a copy of what work in the background was given
     row_code: RowCode | None = None  # of a frozen weight: its values are those that rows of int8 can have
     rows: Rows | None = None  # these rows, where they are stored; ``tensor`` is then the view of their values
     upper: "Slot | None" = None  # the compute copy, while an update has left here only what that lacks of a master copy

@@ -26,7 +26,7 @@ from zinf_compile.runtime.observe.open_forwards import OpenForwards
 from zinf_compile.runtime.params.home import refuse_gradient, torn_error
 from zinf_compile.runtime.params.home_gradient import drop_unreduced, settle_gradient
 from zinf_compile.runtime.params.numbers import new_id, register_stored
-from zinf_compile.runtime.params.records import EarlyStep, Owner, Stored, StoredParameter, UpdatesAhead
+from zinf_compile.runtime.params.records import BackgroundWork, EarlyStep, Owner, Stored, StoredParameter, UpdatesAhead
 from zinf_compile.runtime.params.tiles import StoredTile
 from zinf_compile.runtime.process.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.process.forking import has_ended, leave_when_forked, touch_pages
@@ -125,6 +125,7 @@ class Store:
         )
         self.updates = UpdateQueue(begin_thread=partial(_begin_update_thread, self.meter, self.transfers.link))
         self.early_step: EarlyStep | None = None  # updates parameters inside backward
+        self.background_work: BackgroundWork | None = None  # of optimizers, beside their steps
         self.updates_ahead: UpdatesAhead | None = None  # begins updates in backward, which step() takes
         self.unreduced: dict[str, StoredParameter] = {}  # whose gradients are reduced once per step, in this order
         self._spreads: dict[str, _Spread] = {}  # by parameter: what brings the rows that other ranks have updated
@@ -781,6 +782,8 @@ class Store:
             self.check_not_failed()
         if self.updates_ahead is not None:
             self.updates_ahead.drop("parameters were loaded")
+        if self.background_work is not None:
+            self.background_work.drop()
         in_place = [record for record in records if record.copies.in_place is not None]
         if in_place:
             assert self.session is not None
@@ -819,6 +822,8 @@ class Store:
         if self.is_forked:
             self._closed = True
         if not self._closed:
+            if self.background_work is not None:
+                self.background_work.drop()
             if self.early_step is not None:
                 self.early_step.flush()
             if self.updates_ahead is not None:
@@ -838,6 +843,8 @@ class Store:
         if self.early_step is not None:
             self.early_step.flush()
         self.updates.wait()
+        if self.background_work is not None:
+            self.background_work.wait()
         self.activations.check_integrity()
         self.staging.check_integrity(expect_idle=True)
         self.arena.check_integrity(expect_idle=True)

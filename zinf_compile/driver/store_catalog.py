@@ -155,7 +155,9 @@ class StoreCatalog:
             fact = self.store.facts[name]
             if not fact.trainable or record.update.count == 0:
                 continue
-            kept = replace(fact, states=tuple(_state_spec(slot, record) for slot in record.copies.states.values()))
+            kept = replace(
+                fact, states=tuple(_state_spec(slot, record) for slot in record.copies.updated_states.values())
+            )
             if kept.state_nbytes != fact.state_nbytes:
                 found[name] = kept
         return found
@@ -167,7 +169,7 @@ class StoreCatalog:
 
     def look_at_states(self) -> dict[str, ParameterFact]:
         """Return ``find_states`` if that is more in all than was assumed, and something has changed since the last call."""
-        num_states = sum(len(record.copies.states) for record in self.store.records.values())
+        num_states = sum(len(record.copies.updated_states) for record in self.store.records.values())
         # Of several ranks each has other bytes, and all have to look at the same time.
         at_home = [self.store.held.nbytes_on(tier) for tier in Tier] if self.store.ranks.is_alone else []
         seen = (self.store.meter.num_steps > 0, num_states, *at_home)
