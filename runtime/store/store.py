@@ -337,7 +337,7 @@ class Store:
         self.follow_compute()
         self.refresh_one(record.whole)
         slot = record.copy_in(dtype)
-        if slot.num_ranks == 1 and not slot.is_mapped and self.memory.reads_in_place(slot.tier):
+        if slot.num_ranks == 1 and not slot.whole.is_mapped and self.memory.reads_in_place(slot.tier):
             if slot.tier is Tier.DEVICE:
                 return slot.tensor.detach()
             record.whole.update.note_read_in_place()
