@@ -76,9 +76,12 @@ def _streams(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """On a device with streams, skip what is for a CPU."""
-    if "ZINF_STREAMS" in os.environ and (mark := item.get_closest_marker("of_a_cpu")) is not None:
+    """On a device with streams, skip what is for a CPU; on an integrated one, what is for memory of its own."""
+    streams = os.environ.get("ZINF_STREAMS")
+    if streams is not None and (mark := item.get_closest_marker("of_a_cpu")) is not None:
         pytest.skip(f"it is for a device that computes in host memory: {mark.kwargs['reason']}")
+    if streams == "integrated" and (mark := item.get_closest_marker("of_own_memory")) is not None:
+        pytest.skip(f"it is for a device with memory of its own: {mark.kwargs['reason']}")
 
 
 @pytest.fixture(scope="session", autouse=True)

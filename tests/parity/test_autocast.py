@@ -104,7 +104,8 @@ def host_budget(placement: str) -> dict[str, int]:
 def enough_for_both(parity, *, captured: bool, **options: Any) -> int:
     """Return a device budget that fits the graphs with and without autocast."""
     losses = (autocast_loss, parity.plain_loss)
-    return max(parity.smallest_device_memory(net, captured=captured, loss=loss, **options) for loss in losses)
+    each = (parity.budgets(net, "nvme", captured=captured, loss=loss, **options) for loss in losses)
+    return max(budgets["device_memory"] for budgets in each)
 
 
 def test_autocast_around_the_forward(parity, placement, way):

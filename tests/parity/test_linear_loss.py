@@ -34,6 +34,7 @@ class Model(nn.Module):
         return linear_cross_entropy(hidden.view(-1, WIDTH), *head, tile_rows=24, one_pass=self.one_pass)
 
 
+@pytest.mark.of_own_memory(reason="it gathers")
 @pytest.mark.needs_more_on_streams(device_memory=1.5)
 @pytest.mark.parametrize("one_pass", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_training_out_of_core_is_training_in_memory(one_pass: bool) -> None:

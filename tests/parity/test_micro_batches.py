@@ -151,6 +151,7 @@ def test_all_micro_batches_are_one_compiled_block(parity, monkeypatch):
     assert found == [found[0]] * 3
 
 
+@pytest.mark.of_own_memory(reason="in its budget a batch fits where parameters are read in place")
 @pytest.mark.needs_more_on_streams(device_memory=1.55)
 def test_a_batch_that_does_not_fit_otherwise(parity):
     expected = losses_of(make(layers=2))

@@ -210,7 +210,7 @@ def test_checked_stores_leave_them_where_they_are(tmp_path: Path) -> None:
     model = zinf_compile.optimize(adapted(four_bit), verify_store=True, nvme=tmp_path, **BUDGETS)
     train(model)
     (plan,) = zinf_compile.report(model).plans
-    assert "stay as they are on the device" in plan.notes[0]
+    assert any("stay as they are on the device" in note for note in plan.notes)
     zinf_compile.close(model)
 
 

@@ -62,7 +62,9 @@ def homes(parity, placement: str, dtype: torch.dtype = torch.float32) -> dict[st
     return budgets | ({"nvme": parity._folder, "host_memory": 512 * KiB} if placement == "nvme" else {})
 
 
-@pytest.mark.parametrize("placement", ["nvme", "host"])
+@pytest.mark.parametrize(
+    "placement", ["nvme", pytest.param("host", marks=pytest.mark.of_own_memory(reason="it gathers from host memory"))]
+)
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -169,7 +171,12 @@ class Tied(nn.Module):
             {"device_memory": "1MiB", "host_memory": 512 * KiB},
             marks=pytest.mark.of_a_cpu(reason="streams want more than 1 MiB, with which sums are tiled otherwise"),
         ),
-        {"device_memory": "1500KiB", "host_memory": "32MiB", "step_in_backward": True},
+        pytest.param(
+            {"device_memory": "1500KiB", "host_memory": "32MiB", "step_in_backward": True},
+            marks=pytest.mark.of_own_memory(
+                reason="what is read in place is not cut into tiles, and its gradient is whole"
+            ),
+        ),
     ],
     ids=["nvme", "step_in_backward"],
 )
@@ -204,6 +211,7 @@ def test_a_parameter_larger_than_the_device_trains(parity, options):
     assert device.measured_peak <= device.predicted_peak <= parse_size(options["device_memory"], option="device_memory")
 
 
+@pytest.mark.of_own_memory(reason="what is read in place is not cut into tiles, and its gradient is whole")
 def test_as_few_tiles_as_will_do(parity):
     """More memory gives fewer tiles, and none where everything fits."""
     counts = []

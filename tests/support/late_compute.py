@@ -91,6 +91,7 @@ class DeviceMemory:
         self._kept: deque[_Allocation] = deque()
         self._kept_nbytes = 0
         self._starts: list[int] = []
+        self._aliases: set[int] = set()  # storages over host memory through which ops read it in place
         self._by_start: dict[int, _Allocation] = {}
 
     @contextmanager
@@ -141,13 +142,16 @@ class DeviceMemory:
         if storage.nbytes() and self.find(tensor) is None:
             self._add(_Allocation(start=storage.data_ptr(), nbytes=storage.nbytes()), storage)
 
-    def add_in_place(self, tensor: Tensor) -> None:
-        """Let ops on host memory run late, for good: one alias of it may die before another."""
-        start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
-        found = self.find(tensor)
-        if found is not None and start + nbytes <= found.start + found.nbytes:
-            return
+    def add_in_place(self, alias: Tensor) -> None:
+        """Let ops on an alias of host memory run late. Others on the same memory are the host's, which may reuse it."""
+        storage = alias.untyped_storage()
+        self._aliases.add(storage._cdata)
+        weakref.finalize(storage, self._aliases.discard, storage._cdata).atexit = False
+        start, nbytes = alias.data_ptr(), alias.numel() * alias.itemsize
         with self.counted():
+            found = self._at(start)
+            if found is not None and start + nbytes <= found.start + found.nbytes:
+                return
             for inner in [each for each in self._starts if start <= each < start + nbytes]:  # tiles of it
                 self._starts.remove(inner)
                 del self._by_start[inner]
@@ -176,9 +180,17 @@ class DeviceMemory:
         with torch._C.DisableTorchFunctionSubclass():
             address = tensor.data_ptr()
         with self.counted():
-            index = bisect_right(self._starts, address) - 1
-            found = self._by_start[self._starts[index]] if index >= 0 else None
-            return found if found is not None and address < found.start + found.nbytes else None
+            found = self._at(address)
+        if found is None or not found.is_in_place:
+            return found
+        with torch._C.DisableTorchFunctionSubclass():
+            return found if tensor.untyped_storage()._cdata in self._aliases else None
+
+    def _at(self, address: int) -> _Allocation | None:
+        """Return the allocation at an address; None if there is none."""
+        index = bisect_right(self._starts, address) - 1
+        found = self._by_start[self._starts[index]] if index >= 0 else None
+        return found if found is not None and address < found.start + found.nbytes else None
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is on the device."""
