@@ -588,10 +588,11 @@ class StreamedStep:
         for key in (job.scalars.keys() | job.kept_states) - new_state.keys():
             state.pop(key, None)
         for method in job.work.adopted:
-            for key in method.pending_of(state):
-                del state[method.pending_prefix + key]
-                if method.pending_prefix + key in record.copies.states:
-                    drop_state(record, method.pending_prefix + key)
+            # Not their values: an extent is freed only if nobody holds a tensor over it.
+            for key in [key for key in state if key.startswith(method.pending_prefix)]:
+                del state[key]
+                if key in record.copies.states:
+                    drop_state(record, key)
         if job.work.begun:
             self._beginning.append(job)
         for key, value in new_state.items():

@@ -152,7 +152,7 @@ def test_copies_live_at_home_until_they_are_adopted(optimize: Callable[..., nn.M
     optimizer = SOAP(model.parameters(), every=4, staleness=2)
     store = the_store(model)
     train(model, optimizer, range(4))
-    at_rest = [store.held.nbytes_on(tier) for tier in Tier]
+    at_rest = [store.layout.live_nbytes, *(store.held.nbytes_on(tier) for tier in Tier)]
     train(model, optimizer, range(4, 5))
     weight = model[0].weight
     state = optimizer.state[weight]
@@ -163,7 +163,7 @@ def test_copies_live_at_home_until_they_are_adopted(optimize: Callable[..., nn.M
         assert record.copies.states[f"new_bases.pending.{key}"].tier is Tier.NVME
     train(model, optimizer, range(5, 7))
     assert not any("pending" in key for key in (*optimizer.state[weight], *record.copies.states))
-    assert [store.held.nbytes_on(tier) for tier in Tier] == at_rest
+    assert [store.layout.live_nbytes, *(store.held.nbytes_on(tier) for tier in Tier)] == at_rest
     for tier in zinf_compile.report(model).tiers:
         if tier.tier is not Tier.NVME:
             assert tier.capacity is None or tier.measured_peak <= tier.capacity, tier

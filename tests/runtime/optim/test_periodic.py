@@ -333,11 +333,11 @@ def test_an_interrupt_leaves_the_wait() -> None:
 
 def test_a_forked_child_computes_it_again() -> None:
     parameter, optimizer = make(2)
-    train(parameter, optimizer, range(5))
+    train(parameter, optimizer, range(6))
     optimizer.wait.clear()
     whole, whole_optimizer = make(2)
     train(whole, whole_optimizer, range(9))
-    train(parameter, optimizer, range(5, 8))  # begins anew, and its thread waits
+    train(parameter, optimizer, range(6, 8))  # begins anew, and its thread waits
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
