@@ -102,11 +102,10 @@ class StreamedWork:
         if begun is not None and _is_of(begun, job.real_optimizer, sources):
             with store.meter.stall(f"{method.name} of {record.name}"):
                 try:
-                    call.wait(begun.future)
+                    small = call.wait(begun.future)
                 except RuntimeError:
                     self.drop()  # others may have failed too: a step that is taken again computes all of them again
                     raise
-            small = begun.future.result()
             if small is not None:
                 results = {**small, **{key: _read(store, slot) for key, slot in begun.results.items()}}
                 self._forget((record.param, method.name))
@@ -116,8 +115,7 @@ class StreamedWork:
         with store.meter.stall(f"{method.name} of {record.name}"):
             # On a thread too, whose ops have one thread as those of all others have: bits may depend on that.
             computed = background_calls().submit(partial(call.compute_apart, given))
-            call.wait(computed)
-        return computed.result()
+            return call.wait(computed)
 
     def forget(self, slot: Slot) -> None:
         """Let what was computed from a slot be computed again: it gets another value."""

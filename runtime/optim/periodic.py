@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from zinf_compile.runtime.process.failure import describe_error
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import wait_future
 
+Result = TypeVar("Result")
 State = dict[str, Any]
 Method = Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
 
@@ -262,8 +263,8 @@ class Call(NamedTuple):
         with torch.no_grad():
             return self.compute(given)
 
-    def wait(self, future: "Future[Any]") -> None:
-        """Wait until it has been computed. RuntimeError with a sentence if that has failed.
+    def wait(self, future: "Future[Result]") -> "Result":
+        """Wait until it has been computed, and return what that gave. RuntimeError with a sentence if it has failed.
 
         Left by an interrupt; where these are delayed, by a second one.
         """
@@ -274,6 +275,7 @@ class Call(NamedTuple):
                 f"{name}, which ran in the background, has failed: {describe_error(error)}; the state that it was to change "
                 "is as before"
             ) from error
+        return future.result(timeout=0)
 
 
 def _leave_if_impatient() -> None:
@@ -370,8 +372,7 @@ class _InMemory:
             begun = _Begun(
                 future=background_calls().submit(partial(call.compute_apart, copies)), versions={}, process=os.getpid()
             )
-        call.wait(begun.future)
-        results = begun.future.result()
+        results: dict[str, Tensor] | None = call.wait(begun.future)
         assert results is not None, "the copies are alive"
         return results
 

@@ -15,10 +15,20 @@ from zinf_compile.runtime.process import waiting
 PACKAGE = Path(zinf_compile.__file__).parent
 # Calls that wait forever unless they get a timeout.
 _ENDLESS = {"wait", "wait_for", "result", "exception", "join", "get", "acquire"}
-# Device events, which have no timeout; and waits through the helper under the same name.
+# Device events, which have no timeout, collectives of users, which have that of their group; and waits through the helper
+# under the same name.
 _ALLOWED = (
-    *("copy.event", "moving.mark", "origin", "timed.start", "timed.end", "compute.record()", "file_offset=offset)"),
-    *("self.updates", "self._updates", "gather", "piece.ended"),
+    *(
+        "copy.event",
+        "moving.mark",
+        "grad",
+        "origin",
+        "timed.start",
+        "timed.end",
+        "compute.record()",
+        "file_offset=offset)",
+    ),
+    *("self.updates", "self._updates", "self.background_work", "gather", "piece.ended"),
 )
 _MODULES = ("waiting.py", "cuda.py", "device_updates.py")  # the helper, and what enqueues waits on streams
 
