@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import zinf_compile
 from examples.soap import SOAP
+from tests.parity.test_other_states import WIDTHS, train
 from tests.support.optimizer_twins import assert_same, assert_same_training
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import Tier
@@ -22,7 +23,6 @@ from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.process.background import background_calls
 from zinf_compile.runtime.store.store import Store, store_of
 
-WIDTHS = (128, 256)
 BUDGETS = {"device_memory": "16MiB", "host_memory": "4MiB"}
 NUM_STEPS = 8
 
@@ -80,18 +80,6 @@ def make_model() -> nn.Sequential:
     for _ in range(2):
         layers += [nn.Linear(*WIDTHS), nn.Tanh(), nn.Linear(*reversed(WIDTHS)), nn.Tanh()]
     return nn.Sequential(*layers)
-
-
-def train(model: nn.Module, optimizer: Optimizer, steps: range = range(NUM_STEPS)) -> list[Tensor]:
-    losses = []
-    for step in steps:
-        batch = torch.randn(5, WIDTHS[0], generator=torch.Generator().manual_seed(step))
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
 
 
 def the_store(model: nn.Module) -> Store:
@@ -172,7 +160,7 @@ def test_copies_live_at_home_until_they_are_adopted(optimize: Callable[..., nn.M
 def test_it_computes_beside_the_next_forward(optimize: Callable[..., nn.Module]) -> None:
     plain, model = make_model(), optimize(make_model(), host_memory="16MiB")
     optimizers = [Whitening(each.parameters(), every=3, staleness=1) for each in (plain, model)]
-    train(plain, optimizers[0])
+    train(plain, optimizers[0], range(NUM_STEPS))
     train(model, optimizers[1], range(3))
     Whitening.permit.clear()
     losses = train(
@@ -198,7 +186,7 @@ def test_a_checkpoint_in_between_is_exact(
 ) -> None:
     plain = make_model()
     optimizer = SOAP(plain.parameters(), every=3, staleness=2)
-    whole = train(plain, optimizer)
+    whole = train(plain, optimizer, range(NUM_STEPS))
     model = optimize(make_model(), host_memory="16MiB")
     saving = SOAP(model.parameters(), every=3, staleness=2)
     first = train(model, saving, range(after))
@@ -243,14 +231,14 @@ def test_without_nvme_host_memory_has_the_copies(optimize: Callable[..., nn.Modu
     plain, model = make_model(), optimize(make_model(), nvme=None, host_memory="32MiB")
     optimizers = [SOAP(each.parameters(), every=3, staleness=1) for each in (plain, model)]
     for each, optimizer in zip((plain, model), optimizers, strict=True):
-        train(each, optimizer)
+        train(each, optimizer, range(NUM_STEPS))
     assert_same_training(plain, optimizers[0], model, optimizers[1])
 
 
 def test_a_step_can_be_taken_again_after_an_error_in_the_background(optimize: Callable[..., nn.Module]) -> None:
     plain, model = make_model(), optimize(make_model(), host_memory="16MiB")
     plain_optimizer, optimizer = (Whitening(each.parameters(), every=3, staleness=1) for each in (plain, model))
-    train(plain, plain_optimizer)
+    train(plain, plain_optimizer, range(NUM_STEPS))
     train(model, optimizer, range(3))
     Whitening.permit.clear()
     train(model, optimizer, range(3, 4))
