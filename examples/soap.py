@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import zinf_compile
 
-MOST_ROWS = 4096
+MOST_ROWS = 4096  # by default: a matrix of that many rows is 64 MiB
 
 
 class SOAP(Optimizer):

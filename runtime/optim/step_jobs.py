@@ -836,8 +836,8 @@ def take_state_home(record: StoredParameter, optimizer: Optimizer, state: dict[s
         return
     if record.views.distribution is not None and own_rows(slot, value).shape != slot.tensor.shape:
         raise UnsupportedError(
-            f"'{key}' of '{record.name}' is not divided among ranks as the parameter is, a DTensor; load DTensors with the "
-            " mesh and placements of the parameter, as torch.distributed.checkpoint does"
+            f"'{key}' of '{record.name}' is not divided among ranks as the parameter is, a DTensor; load DTensors with "
+            "the mesh and placements of the parameter, as torch.distributed.checkpoint does"
         )
     if slot.is_aside and store.background_work is not None:
         store.background_work.forget(slot)

@@ -6,16 +6,14 @@ one. It leaves no threads, so that forking is safe, but for one that watches pro
 
 import os
 import tempfile
-from unittest import mock
 
 import torch
 from tqdm import tqdm
 
 import zinf_compile
 from tests.distributed.workloads import batch_of, build_gpt
-from tests.support.fixed_rates import with_fixed_rates
+from tests.support.fixed_rates import fixed_rates
 from tests.support.sharing import sharing
-from zinf_compile.driver import session
 
 
 def _take_a_step() -> None:
@@ -23,7 +21,7 @@ def _take_a_step() -> None:
     torch.set_num_threads(1)
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(session, "measure_hardware", with_fixed_rates),
+        fixed_rates(),
         sharing(True),
     ):
         model = zinf_compile.optimize(
