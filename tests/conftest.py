@@ -61,13 +61,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 @pytest.hookimpl(trylast=True)  # behind `-m`, and behind what folders mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out variants of long tests whose values occur in other variants too, if ZINF_VARIANTS says so."""
+    """Leave out variants of long tests whose values occur in other variants too, and other parts, if asked to."""
     from tests.support import variants  # a plugin: pytest imports it first, to rewrite its asserts
 
+    left_out = {item for item in items if not variants.is_in_part(item.nodeid)}
     if not variants.are_all_wanted():
-        surplus = set(variants.find_surplus_long(items))
-        config.hook.pytest_deselected(items=list(surplus))
-        items[:] = [item for item in items if item not in surplus]
+        left_out |= set(variants.find_surplus_long(items))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(tryfirst=True)

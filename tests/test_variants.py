@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support.variants import choose_variants
+from tests.support.variants import choose_variants, is_in_part
 
 
 def test_each_value_of_each_parameter_occurs() -> None:
@@ -56,6 +56,17 @@ def test_variants_with_values_of_others_are_long(words: str, num_tests: range, t
         command, env=environment, cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True
     ).stdout
     assert int(printed.splitlines()[-1].split()[0]) in num_tests
+
+
+def test_each_test_runs_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"tests/test_grid.py::test_grid[{number}]" for number in range(300)]
+    assert all(map(is_in_part, names)), "all of them, if no part was asked for"
+    parts = []
+    for part in ("1/3", "2/3", "3/3"):
+        monkeypatch.setenv("ZINF_PART", part)
+        parts.append([name for name in names if is_in_part(name)])
+    assert sorted(itertools.chain(*parts)) == sorted(names)
+    assert all(80 < len(part) < 120 for part in parts)
 
 
 @pytest.mark.hypothesis

@@ -3,6 +3,9 @@
 A test of seven models in six placements has 42 variants that run nearly the same lines. Ten of them have every model and
 every placement. The others are marked ``long("all variants")`` and run in `make test-long`. Of tests that are ``long``
 themselves, it runs variants chosen in the same way. ``ZINF_VARIANTS=all`` runs all, as `make test-all` does.
+
+``ZINF_PART=2/3`` runs the second third of all tests that were asked for, by their names: CI has no time for all long ones,
+and runs another third of them after each commit.
 """
 
 import os
@@ -12,6 +15,7 @@ from zlib import crc32
 import pytest
 
 VARIABLE = "ZINF_VARIANTS"
+PART = "ZINF_PART"
 ALL_VARIANTS = "all variants"  # an argument of the mark ``long``: `make test-long` leaves out none of them
 
 
@@ -45,6 +49,12 @@ def _find_surplus(items: Sequence[pytest.Item], do_count: Callable[[pytest.Item]
 def are_all_wanted() -> bool:
     """Return whether all variants run."""
     return os.environ.get(VARIABLE, "all") == "all"
+
+
+def is_in_part(name: str) -> bool:
+    """Return whether a test is in the part that runs, by its name."""
+    number, _, of = os.environ.get(PART, "1/1").partition("/")
+    return crc32(name.encode()) % int(of) == int(number) - 1
 
 
 def choose_variants(variants: Mapping[str, Mapping[str, object]]) -> Sequence[str]:
