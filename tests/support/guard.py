@@ -10,7 +10,8 @@ import pytest
 import torch
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-_limit: tuple[float, int] | None = None  # seconds until a test hangs, and the standard error that pytest does not capture
+# Seconds until a test hangs, and the standard error that pytest does not capture.
+_limit: tuple[float, int] | None = None
 
 
 def begin_trial() -> None:
