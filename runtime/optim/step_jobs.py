@@ -379,8 +379,8 @@ class JobCollector:
         }
         self._positions = itertools.count()
         self._predicted: dict[object, _Prediction] = {}
-        self._counted: dict[object, int] = {}  # temporary bytes of an element, of whole tensors
-        self._growths: dict[object, float] = {}  # of the methods that run every few steps, as a Trial has it
+        # Of whole tensors: temporary bytes of an element, and the growth of a Trial.
+        self._counted: dict[object, tuple[int, float]] = {}
         self._probed: dict[tuple[object, torch.dtype], tuple[StateTensor, ...]] = {}
 
     def collect(self, *, but: Container[StoredParameter] = ()) -> list[Job]:
@@ -550,44 +550,78 @@ class JobCollector:
         return self._predicted[key]
 
     def _count_temporaries(self, job: Job, trial: Trial) -> int:
-        """Return the temporary bytes per element of a whole-tensor update, measured on a small tensor.
+        """Return the temporary bytes per element of a whole-tensor update.
 
         ``trial`` says whether what is due every few steps belongs to it, and measures that.
         """
-        record, group = job.record, job.group
-        master = record.copies.master.tensor
-        shape = small_shape(record.shape)
+        record, slots = job.record, job.record.copies.states
+        states = tuple((key, slots[key].dtype, self._shape_of_state(record, key)) for key in sorted(job.kept_states))
+        dtypes = (record.copies.master.tensor.dtype, job.grad.dtype)
+        key = (self._kind_of(job.place), dtypes, record.shape, states, trial.runs, trial.copies)
+        if key not in self._counted:
+            nbytes = self._count_without_memory(job, trial)
+            if nbytes is None:
+                nbytes = self._count_on_small_tensor(job, trial)
+            self._counted[key] = nbytes, trial.growth
+        nbytes, trial.growth = self._counted[key]
+        return nbytes
+
+    def _shape_of_state(self, record: StoredParameter, key: str) -> torch.Size:
+        slot = record.copies.states[key]
+        return record.shape if slot.per_element else slot.tensor.shape
+
+    def _count_without_memory(self, job: Job, trial: Trial) -> int | None:
+        """Return these bytes, counted on tensors of the very shapes that have no memory; None if it does not accept them."""
+        record = job.record
+        dtype = record.copies.master.tensor.dtype
+        parameter, gradient = (torch.empty(record.shape, dtype=dtype, device="meta") for _ in range(2))
+        state = {
+            name: torch.empty_like(value, device="meta")
+            if isinstance(value, Tensor) and value.numel() > 1
+            else copy_value(value)
+            for name, value in job.scalars.items()
+        }
+        state |= {
+            name: torch.empty(self._shape_of_state(record, name), dtype=record.copies.states[name].dtype, device="meta")
+            for name in sorted(job.kept_states)
+        }
+        try:
+            with keeping_random_state(), kept_by(trial), TemporaryCount() as count:
+                Shadow(self.frozen, job.group, job.place, parameter, gradient, state, is_trial=True).run()
+        except (UnsupportedError, ConfigError):
+            raise
+        except SURPRISES:
+            trial.growth = 0.0
+            return None
+        return _each(count.most_nbytes, job, record.shape)
+
+    def _count_on_small_tensor(self, job: Job, trial: Trial) -> int:
+        """Return these bytes, measured on a small tensor."""
+        record = job.record
+        master, shape = record.copies.master.tensor, small_shape(record.shape)
         states = {key: record.copies.states[key].dtype for key in sorted(job.kept_states)}
-        kind, due = self._kind_of(job.place), (trial.runs, trial.copies)
-        key = (kind, master.dtype, job.grad.dtype, shape, tuple(states), due)
-        if key in self._counted:
-            trial.growth = self._growths[key]
-        else:
-            with keeping_random_state(), kept_by(trial):
-                small, gradient = torch.rand(shape).to(master.dtype), torch.rand(shape).to(master.dtype)
-                state = {name: copy_value(value) for name, value in job.scalars.items()}
-                state |= {name: torch.rand(shape).to(dtype) for name, dtype in states.items()}
-                has_odd = any(isinstance(value, Tensor) and value.numel() > 1 for value in job.scalars.values())
-                has_odd |= any(not record.copies.states[name].per_element for name in states)
+        with keeping_random_state(), kept_by(trial):
+            small, gradient = torch.rand(shape).to(master.dtype), torch.rand(shape).to(master.dtype)
+            state = {name: copy_value(value) for name, value in job.scalars.items()}
+            state |= {name: torch.rand(shape).to(dtype) for name, dtype in states.items()}
+            has_odd = any(isinstance(value, Tensor) and value.numel() > 1 for value in job.scalars.values())
+            has_odd |= any(not record.copies.states[name].per_element for name in states)
 
-                def run(state: dict[str, Any]) -> dict[str, Any]:
-                    return Shadow(self.frozen, group, job.place, small, gradient, state, is_trial=True).run()
+            def run(state: dict[str, Any]) -> dict[str, Any]:
+                return Shadow(self.frozen, job.group, job.place, small, gradient, state, is_trial=True).run()
 
-                count = TemporaryCount()
-                try:
-                    if has_odd:  # it fits the large tensor only, and a first step makes some that fits the small one
-                        state = run({}) if job.kept_states else {}
-                    with count:
-                        run(state)
-                except (UnsupportedError, ConfigError):
-                    raise
-                except SURPRISES:  # it does not accept a small tensor, or an empty state
-                    count.most_nbytes = max(count.most_nbytes, _UNKNOWN * small.nbytes)
-                    trial.growth = max(trial.growth, _UNKNOWN)
-            self._growths[key] = trial.growth
-            widened = 0 if job.grad.dtype == master.dtype else master.dtype.itemsize
-            self._counted[key] = -(-count.most_nbytes // max(1, shape.numel())) + widened
-        return self._counted[key]
+            count = TemporaryCount()
+            try:
+                if has_odd:  # it fits the large tensor only, and a first step makes some that fits the small one
+                    state = run({}) if job.kept_states else {}
+                with count:
+                    run(state)
+            except (UnsupportedError, ConfigError):
+                raise
+            except SURPRISES:  # it does not accept a small tensor, or an empty state
+                count.most_nbytes = max(count.most_nbytes, _UNKNOWN * small.nbytes)
+                trial.growth = max(trial.growth, _UNKNOWN)
+        return _each(count.most_nbytes, job, shape)
 
     def _copy_states_of_others(self, record: StoredParameter) -> None:
         """Copy state whose home belongs to another parameter or key, as after a swap, since this step writes that home."""
@@ -615,6 +649,12 @@ class JobCollector:
             if value.dim() == 0 and key not in record.copies.states:  # a step count, and no moment of a 0-dim parameter
                 continue
             take_state_home(record, self._optimizer, state, key)
+
+
+def _each(nbytes: int, job: Job, shape: torch.Size) -> int:
+    """Return temporary bytes per element, given those of all of a shape; a gradient of another dtype is converted before."""
+    dtype = job.record.copies.master.tensor.dtype
+    return -(-nbytes // max(1, shape.numel())) + (0 if job.grad.dtype == dtype else dtype.itemsize)
 
 
 def _refuse_distributed(optimizer: Optimizer) -> None:

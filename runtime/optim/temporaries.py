@@ -1,4 +1,4 @@
-"""Measures the temporary memory of an update on a few elements, to choose how many elements to update at once."""
+"""Measures the temporary memory of an update, on a few elements or without memory, to know what fits beside it."""
 
 import math
 from typing import Any
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 _SMALL = 4096  # elements: enough that temporaries of one row or column are small beside the rest
 _KEPT = 16  # dimensions up to this size are kept: those of convolution kernels and the like
+_MOST_ASKED = 100  # values for one update
 _ALIGN = 512  # elements: on one thread, pieces begin where vectorised kernels see the same alignment
 _COPIES = frozenset({torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default})  # no temporary to convert
 
@@ -19,15 +20,20 @@ class TemporaryCount(TorchDispatchMode):
     """Measures the peak bytes of tensors that ops allocate while it is active. Scalars do not count.
 
     An op that gets operands of different dtypes converts them internally, where no mode sees it; these copies count too.
+    A tensor of the device "meta" has no memory, and so no values: where one is asked for, as by ``item()``, it is 1.
+    RuntimeError from a loop that asks on and on.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # TorchDispatchMode has no annotations
         self.most_nbytes = 0
+        self._num_asked = 0  # values that tensors without any were asked for
         self._alive: dict[StorageWeakRef, int] = {}  # bytes of storages that were made here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and count its results that share no memory with what it was given."""
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return self._answer(args[0].dtype)
         result = func(*args, **(kwargs or {}))
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         given = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
@@ -39,6 +45,13 @@ class TemporaryCount(TorchDispatchMode):
         converted = 0 if func in _COPIES else _converted_nbytes([*inputs, *outputs])
         self.most_nbytes = max(self.most_nbytes, sum(self._alive.values()) + converted)
         return result
+
+    def _answer(self, dtype: torch.dtype) -> bool | int | float | complex:
+        self._num_asked += 1
+        if self._num_asked > _MOST_ASKED:
+            raise RuntimeError(f"an update asked {_MOST_ASKED} times for values of tensors that have none")
+        one: bool | int | float | complex = torch.ones((), dtype=dtype).item()
+        return one
 
 
 def small_shape(shape: torch.Size) -> torch.Size:

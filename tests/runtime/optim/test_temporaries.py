@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import zinf_compile
+from examples.soap import SOAP
 from zinf_compile.ir.plan import UPDATE_NBYTES
 from zinf_compile.runtime.optim.optimizer import StreamedStep
+from zinf_compile.runtime.optim.step_chunks import Chunk
 from zinf_compile.runtime.optim.temporaries import TemporaryCount, piece_elements, small_shape
 from zinf_compile.runtime.store.store import Store
 
@@ -174,3 +176,70 @@ def test_what_widening_gradients_takes_is_counted_too(
     zinf_compile.synchronize(model)
     (taken,) = peaks
     assert UPDATE_NBYTES // 4 < taken <= UPDATE_NBYTES // 2
+
+
+class _Asking(torch.optim.Optimizer):
+    """An optimizer of whole tensors whose loop depends on values: it asks for them until one is small, or for ever."""
+
+    def __init__(self, params: Any, *, least: float) -> None:
+        super().__init__(params, {"least": least})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                step = parameter.grad / parameter.grad.norm()
+                while step.norm().item() > group["least"]:
+                    step = step / 2
+                parameter.sub_(step, alpha=0.1)
+
+
+class _Making(torch.optim.Optimizer):
+    """An optimizer of whole tensors that makes a matrix where it thinks that all tensors are: on the CPU."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(torch.ones(parameter.shape[:1] * 2) @ parameter.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "surplus"),
+    [
+        # A matrix for the short side only. A small tensor of the same proportions has two short sides.
+        (lambda params: SOAP(params, most_rows=512, every=1), 1.0),
+        (torch.optim.Adafactor, 1.0),
+        (torch.optim.Muon, 1.0),
+        (lambda params: _Asking(params, least=2.0), 1.0),
+        (lambda params: _Asking(params, least=0.1), 1.0),  # without end where all values are 1
+        (_Making, 1.0),
+    ],
+    ids=["SOAP", "Adafactor", "Muon", "asking", "endless", "making"],
+)
+def test_what_whole_tensors_take_is_known_ahead(
+    make: Any, surplus: float, optimize: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[int, int]] = []
+    compute = StreamedStep._compute
+
+    def compute_counted(self: StreamedStep, chunk: Chunk) -> None:
+        with TemporaryCount() as count:
+            compute(self, chunk)
+        steps.append((count.most_nbytes, chunk.job.temporary_nbytes * chunk.job.num_elements))
+
+    monkeypatch.setattr(StreamedStep, "_compute", compute_counted)
+    model = optimize(nn.Linear(1024, 64, bias=False), tiny=False, host_memory="64MiB")
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        model(torch.rand(8, 1024)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for taken, counted in steps:
+        assert taken <= counted < 1.02 * taken + 64 * 1024, "rounded up to a byte of each element"
+    assert len(steps) == 3
