@@ -210,20 +210,20 @@ class _Making(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("make", "surplus"),
+    "make",
     [
         # A matrix for the short side only. A small tensor of the same proportions has two short sides.
-        (lambda params: SOAP(params, most_rows=512, every=1), 1.0),
-        (torch.optim.Adafactor, 1.0),
-        (torch.optim.Muon, 1.0),
-        (lambda params: _Asking(params, least=2.0), 1.0),
-        (lambda params: _Asking(params, least=0.1), 1.0),  # without end where all values are 1
-        (_Making, 1.0),
+        lambda params: SOAP(params, most_rows=512, every=1),
+        torch.optim.Adafactor,
+        torch.optim.Muon,
+        lambda params: _Asking(params, least=2.0),
+        lambda params: _Asking(params, least=0.1),  # without end where all values are 1
+        _Making,
     ],
     ids=["SOAP", "Adafactor", "Muon", "asking", "endless", "making"],
 )
 def test_what_whole_tensors_take_is_known_ahead(
-    make: Any, surplus: float, optimize: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+    make: Any, optimize: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[int, int]] = []
     compute = StreamedStep._compute
