@@ -1,6 +1,7 @@
 """SINK_GRADIENTS: gradients are offloaded asynchronously, the token is an empty tensor, and the graph waits at its end."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.ops import SINK_GRAD, WAIT_SINKS
+from zinf_compile.ir.transfers import Moved
 from zinf_compile.passes.properties import GRADIENTS_SUNK
 from zinf_compile.passes.transforms.lowering.sink_gradients import SINK_GRADIENTS
 
@@ -35,6 +37,34 @@ a_grad_sink = zinf.sink_grad(sum_1, 7, 1)
 sin = aten.sin(dy_1)
 wait_sinks = zinf.wait_sinks(7)
 return (token, sin)
+""",
+    )
+
+
+def test_the_gradient_of_experts_leaves_with_what_says_which_have_rows(
+    trace: Function, lower: Function, store_grad: Function, make_transfer: Function
+) -> None:
+    def backward(anchor: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        ends = torch.cumsum(x[0] > 0, 0)  # anchor 0, x 1, dy 2, select 3, gt 4, cumsum 5
+        return store_grad(torch.sin(dy) * ends[0], "a")
+
+    leaving = replace(make_transfer({"a": 0}, issue=8, need_by=10, release=10), what=Moved.GRADIENT, ends=5)
+    assert_expected_inline(
+        lower(trace(backward, (2, 4), (2, 3)), [SINK_GRADIENTS], [leaving]),
+        """\
+anchor_1 = placeholder[anchor_1]
+x_1 = placeholder[x_1]
+dy_1 = placeholder[dy_1]
+select = aten.select.int(x_1, 0, 0)
+gt = aten.gt.Scalar(select, 0)
+cumsum = aten.cumsum(gt, 0)
+sin = aten.sin(dy_1)
+select_1 = aten.select.int(cumsum, 0, 0)
+mul = aten.mul.Tensor(sin, select_1)
+token = aten.empty.memory_format([0])
+a_grad_sink = zinf.sink_grad(mul, 7, 1, cumsum)
+wait_sinks = zinf.wait_sinks(7)
+return token
 """,
     )
 

@@ -1,6 +1,7 @@
 """START_TRANSFERS: a gather becomes a transfer issued at its tick and a wait before the first reader."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,33 @@ b = zinf.wait_gather(a_b_transfer, 7, 4096, [4], float32, cpu)
 a = zinf.wait_gather(a_b_transfer, 7, 0, [4, 4], float32, cpu)
 addmm = aten.addmm(b, x_1, a)
 return addmm
+""",
+    )
+
+
+def test_a_transfer_of_experts_is_issued_with_what_says_which_have_rows(
+    trace: Function, lower: Function, gather: Function, make_transfer: Function
+) -> None:
+    def forward(anchor: Tensor, x: Tensor) -> Tensor:
+        ends = torch.cumsum(x[0] > 0, 0)  # anchor 0, x 1, select 2, gt 3, cumsum 4
+        return torch.mm(torch.sin(x) * ends[0], gather(anchor, "a", 4, 4))
+
+    by_expert = replace(make_transfer({"a": 0}, issue=5, need_by=9, release=10), ends=4)
+    assert_expected_inline(
+        lower(trace(forward, (2, 4)), [START_TRANSFERS], [by_expert]),
+        """\
+anchor_1 = placeholder[anchor_1]
+x_1 = placeholder[x_1]
+select = aten.select.int(x_1, 0, 0)
+gt = aten.gt.Scalar(select, 0)
+cumsum = aten.cumsum(gt, 0)
+a_transfer = zinf.issue_gather(7, [1], [float32], [0], cumsum)
+sin = aten.sin(x_1)
+select_1 = aten.select.int(cumsum, 0, 0)
+mul = aten.mul.Tensor(sin, select_1)
+a = zinf.wait_gather(a_transfer, 7, 0, [4, 4], float32, cpu)
+mm = aten.mm(mul, a)
+return mm
 """,
     )
 
