@@ -73,6 +73,21 @@ def test_a_value_comes_back_as_it_was(bench: Bench, shape: tuple[int, ...], dtyp
     assert not after.tensor.any()
 
 
+@pytest.mark.parametrize(
+    ("ends", "experts"),
+    [
+        ([0, 0, 0, 0], []),
+        ([2, 2, 2, 5], [range(1), range(3, 4)]),
+        ([1, 2, 2, 3], [range(2), range(3, 4)]),  # neighbours are one range
+        ([0, 4, 5, 9], [range(1, 4)]),
+        ([7, 7, 7, 7], [range(1)]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_experts_with_rows_are_found(bench: Bench, ends: list[int], experts: list[range], dtype: torch.dtype) -> None:
+    assert bench.transfers.find_experts(torch.tensor(ends, dtype=dtype)) == experts
+
+
 def test_a_value_is_cast_to_the_slots_dtype_on_the_way(bench: Bench) -> None:
     slot = bench.slot("w", 70_001, dtype=torch.bfloat16)
     value = values(70_001)
