@@ -6,6 +6,7 @@ for any DTensor. The local tensor is this rank's home tensor, and its values are
 
 import copy
 import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -61,6 +62,18 @@ class HomeGradientShard(HomeGradient, _Shard):
 
 class HomeParameterShard(HomeParameter, DTensor):
     """A parameter of which this rank has a shard."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """See HomeParameter. What ``detach()`` returns, as for state dicts, has no offset either: see ``_dtensor``."""
+        result = super().__torch_function__(func, types, args, kwargs)
+        return _dtensor(result._local_tensor, result._spec) if func is Tensor.detach else result
 
     def to_local(self, **kwargs: Any) -> Tensor:
         """Return this rank's shard, which may be written: the compute copy is then refreshed."""
@@ -209,7 +222,14 @@ def _spec_of(ranks: Ranks, parameter: Parameter, given: DTensorSpec | None) -> D
 
 
 def _dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    return DTensor(local, copy.copy(spec), requires_grad=False)  # torch may change the specs of tensors
+    """Return the DTensor of a local tensor, which may be a view, as of this rank's rows of a parameter that is whole.
+
+    It has no memory of its own, but takes the offset of the local tensor in its storage, and with one torch answers
+    ``data_ptr()`` with that: torch.distributed.checkpoint, when it saves asynchronously, then looks for memory there.
+    """
+    shown = DTensor(local.new_empty(0), copy.copy(spec), requires_grad=False)  # torch may change the specs of tensors
+    shown._local_tensor = local
+    return shown
 
 
 def _await_collective(grad: Tensor) -> Tensor:
