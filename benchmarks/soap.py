@@ -6,7 +6,7 @@ Trains the example GPT (about 100 million parameters, float32, op by op, one thr
 the same seed, each side in a fresh process, one after another:
 
 ``memory``    plain PyTorch in memory, bases brought up to date in the step (staleness 0)
-``exact``     the same out of core, device and host budgets together half of parameters, gradients and state
+``exact``     the same out of core, device and host budgets together an eighth of parameters, gradients and state
 ``memory+1``  plain PyTorch, with staleness 1: bases are computed in the background, and adopted one step later
 ``late``      the same out of core
 
@@ -113,9 +113,9 @@ def main() -> None:
     )
     parser.add_argument("--most-rows", type=int, default=1024, help="longer dimensions have no matrix")
     parser.add_argument(
-        "--share", type=float, default=2, help="parameters, gradients and optimizer state over both budgets"
+        "--share", type=float, default=8, help="parameters, gradients and optimizer state over both budgets"
     )
-    parser.add_argument("--host-share", type=float, default=0.2, help="of both budgets")
+    parser.add_argument("--host-share", type=float, default=0.4, help="of both budgets")
     parser.add_argument("--only", nargs="+", choices=list(_SIDES), default=list(_SIDES))
     parser.add_argument("--child", choices=list(_SIDES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
