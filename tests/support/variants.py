@@ -4,8 +4,8 @@ A test of seven models in six placements has 42 variants that run nearly the sam
 every placement. The others are marked ``long("all variants")`` and run in `make test-long`. Of tests that are ``long``
 themselves, it runs variants chosen in the same way. ``ZINF_VARIANTS=all`` runs all, as `make test-all` does.
 
-``ZINF_PART=2/4`` runs the second quarter of all tests that are asked for, by their names: CI has no time for all long ones,
-and runs another quarter of them after each commit.
+``ZINF_PART=2/6`` runs the second sixth of all tests that are asked for, by their names: CI, which has no time for all long
+ones, runs other parts of them after each commit.
 """
 
 import os
