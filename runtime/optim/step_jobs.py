@@ -555,7 +555,7 @@ class JobCollector:
         ``trial`` says whether what is due every few steps belongs to it, and measures that.
         """
         record, slots = job.record, job.record.copies.states
-        states = tuple((key, slots[key].dtype, self._shape_of_state(record, key)) for key in sorted(job.kept_states))
+        states = tuple((key, slots[key].dtype, _shape_of(slots[key], record)) for key in sorted(job.kept_states))
         dtypes = (record.copies.master.tensor.dtype, job.grad.dtype)
         key = (self._kind_of(job.place), dtypes, record.shape, states, trial.runs, trial.copies)
         if key not in self._counted:
@@ -565,10 +565,6 @@ class JobCollector:
             self._counted[key] = nbytes, trial.growth
         nbytes, trial.growth = self._counted[key]
         return nbytes
-
-    def _shape_of_state(self, record: StoredParameter, key: str) -> torch.Size:
-        slot = record.copies.states[key]
-        return record.shape if slot.per_element else slot.tensor.shape
 
     def _count_without_memory(self, job: Job, trial: Trial) -> int | None:
         """Return these bytes, counted on tensors of the very shapes that have no memory; None if it does not accept them."""
@@ -581,10 +577,9 @@ class JobCollector:
             else copy_value(value)
             for name, value in job.scalars.items()
         }
-        state |= {
-            name: torch.empty(self._shape_of_state(record, name), dtype=record.copies.states[name].dtype, device="meta")
-            for name in sorted(job.kept_states)
-        }
+        for name in sorted(job.kept_states):
+            slot = record.copies.states[name]
+            state[name] = torch.empty(_shape_of(slot, record), dtype=slot.dtype, device="meta")
         try:
             with keeping_random_state(), kept_by(trial), TemporaryCount() as count:
                 Shadow(self.frozen, job.group, job.place, parameter, gradient, state, is_trial=True).run()
@@ -649,6 +644,11 @@ class JobCollector:
             if value.dim() == 0 and key not in record.copies.states:  # a step count, and no moment of a 0-dim parameter
                 continue
             take_state_home(record, self._optimizer, state, key)
+
+
+def _shape_of(slot: Slot, record: StoredParameter) -> torch.Size:
+    """Return the shape of all of a state, of which several ranks have rows each."""
+    return record.shape if slot.per_element else slot.tensor.shape
 
 
 def _each(nbytes: int, job: Job, shape: torch.Size) -> int:

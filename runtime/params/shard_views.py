@@ -6,7 +6,6 @@ for any DTensor. The local tensor is this rank's home tensor, and its values are
 
 import copy
 import math
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -64,13 +63,7 @@ class HomeParameterShard(HomeParameter, DTensor):
     """A parameter of which this rank has a shard."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See HomeParameter. What ``detach()`` returns, as for state dicts, has no offset either: see ``_dtensor``."""
         result = super().__torch_function__(func, types, args, kwargs)
         return _dtensor(result._local_tensor, result._spec) if func is Tensor.detach else result
