@@ -66,7 +66,10 @@ class HomeParameterShard(HomeParameter, DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See HomeParameter. What ``detach()`` returns, as for state dicts, has no offset either: see ``_dtensor``."""
         result = super().__torch_function__(func, types, args, kwargs)
-        return _dtensor(result._local_tensor, result._spec) if func is Tensor.detach else result
+        if func is Tensor.detach and result.storage_offset():
+            # Not a new DTensor: this one shares the version of the parameter, by which writes to it are noticed.
+            result.data = _dtensor(result._local_tensor, result._spec)
+        return result
 
     def to_local(self, **kwargs: Any) -> Tensor:
         """Return this rank's shard, which may be written: the compute copy is then refreshed."""

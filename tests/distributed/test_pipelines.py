@@ -98,7 +98,7 @@ def train(pipeline: Pipeline) -> dict[str, Any]:
             optimizer.zero_grad()
     found = {
         "losses": [loss.item() for loss in losses],
-        "parameters": [full(parameter).clone() for module in modules for parameter in module.parameters()],
+        "parameters": [full(parameter) for module in modules for parameter in module.parameters()],
         "tiers": [tiers_of(module) for module in modules],
     }
     if pipeline.options is not None:

@@ -53,9 +53,9 @@ def step(model: nn.Module, optimizer: AdamW, seed: int) -> float:
 def values_of(model: nn.Module, optimizer: AdamW) -> Values:
     """Return the full values of parameters and states, by name. Called on each rank."""
     weights, states = get_state_dict(model, optimizer)
-    values = {name: full(value).clone() for name, value in weights.items()}
+    values = {name: full(value) for name, value in weights.items()}
     for name, state in states["state"].items():
-        values |= {f"{name}/{key}": full(value).clone() for key, value in state.items()}
+        values |= {f"{name}/{key}": full(value) for key, value in state.items()}
     return values
 
 
@@ -167,3 +167,26 @@ def test_full_state_dicts_are_on_the_first_rank(placement: str, two: RankPool, t
     (first, values), (second, _) = two.run(full_on_first, options)
     assert sorted(first) == sorted(values)
     assert second == []
+
+
+def write_to_state_dict(options: Mapping[str, Any]) -> list[float]:
+    """Write to a tensor of a state dict, after forwards that have read its parameter; return the outputs that follow."""
+    model, optimizer = make("zinf", options)
+    step(model, optimizer, 0)
+    weight, bias = (model.state_dict()[name] for name in ("2.weight", "2.bias"))
+    found = []
+    for value in (0.0, 1.0):
+        model(torch.ones(1, 64))
+        for each in (weight, bias):
+            each.fill_(value)
+        found.append(float(model(torch.ones(1, 64)).detach().min()))
+    zinf_compile.close(model)
+    return found
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_is_written_to_a_state_dict_is_computed_with(placement: str, two: RankPool, tmp_path: Path) -> None:
+    """Of a rank whose rows are a view, too: its tensors have the version of the parameter."""
+    for zeros, ones in two.run(write_to_state_dict, {**placements(str(tmp_path))[placement], "capture": False}):
+        assert zeros == 0
+        assert ones != 0
