@@ -233,7 +233,7 @@ def _workspaces(nodes: list[fx.Node], shapes: GraphShapes) -> list[ValueFact[Siz
     """Return the memory that nodes allocate and free again while they run.
 
     For a segment: everything between its inputs and results. For a convolution: a copy of every tensor in another
-    layout. For the backward of attention on a GPU: a gradient of the queries in float32.
+    layout. For the backward of attention on a GPU: what ``attention_scratch`` counts.
     """
     counted: dict[fx.Node, Size] = {
         node: shapes.size(peak_inside(node.meta[SEGMENT].graph)) for node in nodes if node.target is RUN_SEGMENT

@@ -323,22 +323,26 @@ torch.library.register_autograd(
     "zinf::weigh_logit_sums", _weigh_logit_sums_backward, setup_context=_weigh_logit_sums_setup_context, lib=_LIBRARY
 )
 
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 _ATTENTION_BACKWARDS = (  # on a GPU
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    _FLASH_BACKWARD,
 )
-_QUERY = 1  # the position of the queries among their arguments
+_OPERANDS = slice(1, 4)  # the positions of queries, keys and values among their arguments
+_HEADS = 1  # the dimension of heads
 
 
 def attention_scratch(node: fx.Node, nbytes_of: Callable[[Tensor], Any]) -> Any:
     """Return the bytes that the kernel of a backward of attention allocates and frees: the float32 gradient of the queries.
 
-    0 for other ops. ``nbytes_of`` counts the bytes of a value.
+    Where queries share keys, the kernel of flash attention has gradients of keys and values for each head of queries, too,
+    and adds those of a group up at its end. 0 for other ops. ``nbytes_of`` counts the bytes of a value.
     """
     if node.target not in _ATTENTION_BACKWARDS:
         return 0
-    query = node.args[_QUERY]
-    assert isinstance(query, fx.Node)
-    value = query.meta["val"]
-    return nbytes_of(value) * max(1, torch.float32.itemsize // value.dtype.itemsize)
+    query, key, value = (each.meta["val"] for each in node.args[_OPERANDS])  # type: ignore[union-attr]
+    scratch = nbytes_of(query) * max(1, torch.float32.itemsize // query.dtype.itemsize)
+    if node.target is _FLASH_BACKWARD and query.shape[_HEADS] != key.shape[_HEADS]:
+        scratch += (nbytes_of(key) + nbytes_of(value)) * (query.shape[_HEADS] // key.shape[_HEADS])
+    return scratch

@@ -102,6 +102,20 @@ def test_the_backward_of_attention_has_a_gradient_of_queries_in_float32(kernel: 
     assert workspace(body, graph) == 2 * MIB
 
 
+def test_flash_attention_has_gradients_of_shared_keys_for_each_head_of_queries():
+    """Two heads of keys for eight of queries: 256 KiB each, and 1 MiB before those of four heads are added up."""
+    graph = fx.Graph()
+    values = [torch.empty(1, heads, 1024, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 8, 2, 2)]
+    inputs = [graph.placeholder(name) for name in ("grad", "query", "key", "value")]
+    for node, each in zip(inputs, values, strict=True):
+        node.meta["val"] = each
+    for kernel, scratch in (("cudnn", 2 * MIB), ("efficient", 2 * MIB), ("flash", 4 * MIB)):
+        op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+        called = graph.call_function(op, tuple(inputs))
+        called.meta["val"] = values[1:]
+        assert scratch_of(called) == scratch
+
+
 def find_scratch(graph: fx.Graph) -> Size:
     return max(scratch_of(node) for node in graph.nodes)
 
