@@ -214,13 +214,16 @@ def update_threads(*, unified: bool) -> int:
     return num_threads if unified else max(1, num_threads - _CORES_THAT_LAUNCH)
 
 
-def has_plain_options(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Return whether one of torch's fused optimizers updates by numbers known to the host, which nothing else changes."""
+def has_plain_options(optimizer: Optimizer, group: Mapping[str, Any], *, may_scale: bool = False) -> bool:
+    """Return whether one of torch's fused optimizers updates by numbers known to the host, which nothing else changes.
+
+    ``may_scale``: or by those, and what a GradScaler lets it divide gradients by.
+    """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         return False
     if group.get("capturable") or group["differentiable"]:
         return False
-    if any(getattr(optimizer, scaled, None) is not None for scaled in SCALER_ATTRIBUTES):
+    if not may_scale and any(getattr(optimizer, scaled, None) is not None for scaled in SCALER_ATTRIBUTES):
         return False  # torch.amp.GradScaler lets a fused optimizer divide gradients itself
     lr = group["lr"]
     if isinstance(lr, Tensor):

@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 
 from zinf_compile.runtime.device.device import Device
 from zinf_compile.runtime.optim.fused_adamw import has_plain_options
+from zinf_compile.runtime.optim.shadow import SCALER_ATTRIBUTES
+from zinf_compile.runtime.optim.step_chunks import moved_to
 from zinf_compile.runtime.optim.step_jobs import Job
 
 _SOURCES = os.path.dirname(torch.optim.__file__)  # a path takes ten times as long
 _ADAM_OPTIONS = ("amsgrad", "lr", "weight_decay", "eps", "maximize")
 _SGD_OPTIONS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
-_NOT_SCALED = {"grad_scale": None, "found_inf": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,8 @@ class FusedOps:
 
     def _make(self, job: Job, step: Tensor | None) -> FusedOp | None:
         optimizer, group, slots = job.optimizer, job.group, job.record.copies.states
-        if not (group.get("fused") and has_plain_options(optimizer, group) and _has_own_step(type(optimizer))):
+        is_plain = group.get("fused") and has_plain_options(optimizer, group, may_scale=True)
+        if not (is_plain and _has_own_step(type(optimizer))):
             return None
         dtype = job.record.copies.master.tensor.dtype
         if not dtype.is_floating_point or any(slot.dtype != dtype for slot in slots.values()):
@@ -86,27 +88,43 @@ class FusedOps:
             return None
         if step is not None and step.dtype != torch.float32:
             return None
-        return self._make_adam(group, names, step) if is_adam else _make_sgd(group, names, is_first=is_first)
+        with self._device.updating():
+            scaled = {each: self._moved(getattr(optimizer, each, None)) for each in SCALER_ATTRIBUTES}
+        if is_adam:
+            return self._make_adam(group, names, step, scaled)
+        return _make_sgd(group, names, scaled, is_first=is_first)
 
-    def _make_adam(self, group: Mapping[str, Any], names: Sequence[str], step: Tensor | None) -> FusedOp:
+    def _moved(self, number: Tensor | None) -> Tensor | None:
+        """Return a number of the host on the device: not a copy of the tensor, for which the host would wait."""
+        return None if number is None else moved_to(self._device.torch_device, number)
+
+    def _make_adam(
+        self,
+        group: Mapping[str, Any],
+        names: Sequence[str],
+        step: Tensor | None,
+        scaled: Mapping[str, Tensor | None],
+    ) -> FusedOp:
         count = torch.ones((), dtype=torch.float32, device="cpu") if step is None else step + 1
         beta1, beta2 = group["betas"]
-        with self._device.updating():  # not a copy of the tensor, for which the host would wait
-            count = torch.full((), count.item(), dtype=torch.float32, device=self._device.torch_device)
+        with self._device.updating():
+            count = self._moved(count)
         return FusedOp(
             call=torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_,
-            options={**{name: group[name] for name in _ADAM_OPTIONS}, "beta1": beta1, "beta2": beta2, **_NOT_SCALED},
+            options={**{name: group[name] for name in _ADAM_OPTIONS}, "beta1": beta1, "beta2": beta2, **scaled},
             states=(names[:1], names[1:2], names[2:]),
             steps=([count],),
             is_zeroed=step is None,
         )
 
 
-def _make_sgd(group: Mapping[str, Any], names: Sequence[str], *, is_first: bool) -> FusedOp:
+def _make_sgd(
+    group: Mapping[str, Any], names: Sequence[str], scaled: Mapping[str, Tensor | None], *, is_first: bool
+) -> FusedOp:
     options = {name: group[name] for name in _SGD_OPTIONS}
     return FusedOp(
         call=torch._fused_sgd_,
-        options={**options, "is_first_step": is_first and bool(names), **_NOT_SCALED},
+        options={**options, "is_first_step": is_first and bool(names), **scaled},
         states=(names,),
         steps=(),
         is_zeroed=False,

@@ -193,13 +193,20 @@ def test_a_step_that_was_replaced_is_taken(
     assert counts["chunks"] > counts["ops"] == 0
 
 
-def test_a_gradient_scaler_divides_gradients_in_the_step_itself(pair: Pair, counts: dict[str, int]) -> None:
-    ours, plain = AdamW(pair.model.parameters(), fused=True), AdamW(pair.plain, fused=True)
-    for optimizer in (ours, plain):
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)  # type: ignore[attr-defined]
-    pair.step(ours, plain)
-    pair.check(ours, plain)
-    assert counts["chunks"] > counts["ops"] == 0
+@pytest.mark.parametrize("cls", [Adam, AdamW, SGD])
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_ops_divide_by_the_scale_of_a_gradient_scaler_and_skip_infinities(
+    cls: type[Any], scale: float | None, pair: Pair, counts: dict[str, int]
+) -> None:
+    options = {"momentum": 0.9} if cls is SGD else {}
+    ours, plain = (cls(each, lr=0.01, fused=True, **options) for each in (pair.model.parameters(), pair.plain))
+    for found_inf in (0.0, 1.0, 0.0):
+        for optimizer in (ours, plain):
+            optimizer.grad_scale = None if scale is None else torch.tensor(scale)
+            optimizer.found_inf = torch.tensor(found_inf)
+        pair.step(ours, plain)
+        pair.check(ours, plain)
+    assert counts["chunks"] == counts["ops"] == 3 * NUM_CHUNKS
 
 
 def test_an_error_of_an_op_stops_the_model(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
