@@ -32,7 +32,7 @@ class FusedOp:
     call: Callable[..., object]
     options: Mapping[str, Any]
     states: Sequence[Sequence[str]]  # those in each of the op's lists of states
-    steps: Sequence[list[Tensor]]  # its list of step counts after the update, on the device; none of SGD
+    steps: Sequence[list[Tensor | None]]  # its list of step counts after the update, on the device; none of SGD
     is_zeroed: bool  # its states are undefined, and zero before the update
 
     def update(self, master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
@@ -108,12 +108,12 @@ class FusedOps:
         count = torch.ones((), dtype=torch.float32, device="cpu") if step is None else step + 1
         beta1, beta2 = group["betas"]
         with self._device.updating():
-            count = self._moved(count)
+            steps = [self._moved(count)]
         return FusedOp(
             call=torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_,
             options={**{name: group[name] for name in _ADAM_OPTIONS}, "beta1": beta1, "beta2": beta2, **scaled},
             states=(names[:1], names[1:2], names[2:]),
-            steps=([count],),
+            steps=(steps,),
             is_zeroed=step is None,
         )
 

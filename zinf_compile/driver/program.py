@@ -164,6 +164,7 @@ class Program:
         if computed.op_by_op is None:
             assert computed.form.captured is not None
             compile_segments(computed.form.captured)
+            self._store.device.give_back()  # the tensors on which kernels were timed
             try:
                 computed = self._plan_as_compiled(computed)
             except CapacityError as error:

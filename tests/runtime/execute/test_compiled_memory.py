@@ -12,8 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import zinf_compile
 from tests.support.parity import on_streams
+from zinf_compile.driver import program
 from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.sizes import Size
+from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.analysis.peaks import scratch_of
 from zinf_compile.runtime.execute.compiled_memory import collecting_code, count_compiled_workspace
 
@@ -249,3 +251,23 @@ def test_a_graph_whose_compiled_segments_do_not_fit_runs_op_by_op(monkeypatch: p
         (fallback,) = zinf_compile.report(model).fallbacks
         zinf_compile.close(model)
     assert "runs op by op: compiled, it does not fit: " in fallback
+
+
+def test_memory_in_which_kernels_were_timed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's configurations are timed on tensors of full size, which torch's allocator would keep."""
+    compile_all, reserved = program.compile_segments, list[int]()
+
+    def compile_and_time(captured: CapturedGraph) -> None:
+        compile_all(captured)
+        with device.own_memory.counted() as allocator:
+            allocator.free(allocator.allocate(64 * MIB, "compute"))
+            reserved.append(allocator.reserved_nbytes)
+
+    monkeypatch.setattr(program, "compile_segments", compile_and_time)
+    x, targets, model = torch.randn(8, 256), torch.randint(4096, (8,)), Classifier()
+    with on_streams() as device:
+        zinf_compile.optimize(model, device="cuda", compute="inductor", device_memory="512MiB", host_memory="256MiB")
+        model(x, targets)
+        with device.own_memory.counted() as allocator:
+            assert reserved[0] >= 64 * MIB > allocator.reserved_nbytes
+        zinf_compile.close(model)
