@@ -1,20 +1,25 @@
 """How much slower is training on a GPU with parameters and optimizer states on the host than with all in device memory?
 
     python -m benchmarks.gpu_step
-    python -m benchmarks.gpu_step --only 1.5B --tokens 16384 --json gpu.jsonl
+    python -m benchmarks.gpu_step --only 1.6B --tokens 4096 --compute aten --json gpu.jsonl
+    python -m benchmarks.gpu_step --only 1.6B --contestants zinf --profile traces --json gpu.jsonl
 
 For each GPT, in separate processes, one after the other:
 
     memory    all in device memory: torch.compile, bfloat16 autocast, fused AdamW, where it fits
-    zinf      parameters and optimizer states on the host, with a quarter of the device memory that ``memory`` used
+    zinf      parameters and optimizer states on the host, with a quarter of the device memory that ``memory`` used,
+              or with ``--device-memory``
     late      as ``zinf``, with no update ahead of ``step()`` (``speculate=False``)
     fsdp2     FSDP2 on one rank with CPUOffloadPolicy, bfloat16 parameters in compute, fused AdamW
 
 JSON lines go to standard output, or to ``--json``: one per run with the seconds of its steps and its device memory, and
-one per model with the ratios. What a file has already is not measured again. The target for zinf over memory is at most
+one per model with the ratios. What a file has already is not measured again, nor what failed, took longer than
+``--limit`` or was skipped, unless ``--again`` asks for it. The target for zinf over memory is at most
 1.10. The first lines are rates of the machine: copies through the link that training uses over plain pinned copies
 (target: at least 0.90), and the bandwidth of our kernels, which decode and encode optimizer state, over that of a copy
 on the device.
+``--profile`` adds two more steps: one under torch's profiler, and one of zinf under its recorder. Their Chrome traces go
+to a folder, and the line has the seconds of copies and of kernels.
 ``--device cpu`` runs all but the rates, as a dry run.
 """
 
@@ -34,32 +39,44 @@ from typing import Any
 from benchmarks.json_lines import JsonLines
 
 _ROOT = Path(__file__).resolve().parents[1]
-_TIMEOUT_SECONDS = 900
+_SELF = [sys.executable, "-m", "benchmarks.gpu_step"]
+_LIMIT_SECONDS = 400  # below the nine minutes of gpu.sh, so that a run which takes longer is noted
 _WARM_UP_STEPS = 3
-_VOCABULARY = 32_000
 _CONTESTANTS = ("memory", "zinf", "late", "fsdp2")
+_PROCESS = 4 * 2**30  # bytes of host memory beside the states: torch, CUDA and what the loop makes
 _BYTES = 2**28  # of a copy whose rate is measured
 _ELEMENTS = 2**26  # of the chunk on which a kernel is measured
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a GPT."""
+    """The shape of a GPT, and the tokens of each of its sequences."""
 
     layers: int
     hidden: int
-    sequence: int = 2048
     head_width: int = 128
+    sequence: int = 2048
+    vocabulary: int = 32_000
+
+    @property
+    def heads(self) -> int:
+        """How many attention heads there are."""
+        return self.hidden // self.head_width
 
 
 SHAPES = {
-    "tiny": Shape(layers=2, hidden=64, sequence=32, head_width=64),
+    "tiny": Shape(layers=2, hidden=64, head_width=64, sequence=32),
     "0.4B": Shape(layers=24, hidden=1024, head_width=64),
-    "1.5B": Shape(layers=48, hidden=1600, head_width=64),
     "1.6B": Shape(layers=12, hidden=3072),
-    "7B": Shape(layers=32, hidden=4096),
-    "13B": Shape(layers=40, hidden=5120),
 }
+# Those of ``benchmarks.predictions``, which has predicted what their steps take on one H200.
+PREDICTED = {
+    "1.5B": Shape(layers=48, hidden=1600, head_width=64, sequence=1024, vocabulary=50_257),
+    "7B": Shape(layers=36, hidden=4096, sequence=1024, vocabulary=50_257),
+    "13B": Shape(layers=40, hidden=5120, sequence=1024, vocabulary=50_257),
+    "32B": Shape(layers=64, hidden=6400, sequence=1024, vocabulary=50_257),
+}
+SHAPES |= PREDICTED
 
 
 def _build(shape: Shape) -> Any:
@@ -69,10 +86,10 @@ def _build(shape: Shape) -> Any:
     from gpt import GPT, GPTConfig
 
     config = GPTConfig(
-        vocab_size=_VOCABULARY,
+        vocab_size=shape.vocabulary,
         layers=shape.layers,
         hidden=shape.hidden,
-        heads=shape.hidden // shape.head_width,
+        heads=shape.heads,
         seq=shape.sequence,
     )
     with torch.device("meta"):
@@ -88,23 +105,61 @@ def _fill(model: Any) -> None:
 
 
 def _train(
-    shape: Shape, tokens: int, device: str, rounds: int, loss_of: Callable[[Any], Any], optimizer: Any
-) -> list[float]:
-    """Return the seconds of some steps, after warm-up steps that compile."""
+    shape: Shape, args: argparse.Namespace, loss_of: Callable[[Any], Any], optimizer: Any, recorded: Any = None
+) -> dict[str, Any]:
+    """Return the seconds of some steps, after warm-up steps that compile, and what more steps under profilers have shown.
+
+    ``recorded`` is a model of ours, of which a step is recorded as well.
+    """
     import torch
 
-    batch = max(1, tokens // shape.sequence)
-    drawn = torch.randint(_VOCABULARY, (batch, shape.sequence + 1), device=device)
-    seconds = []
-    for _ in range(_WARM_UP_STEPS + rounds):
+    batch = max(1, args.tokens // shape.sequence)
+    drawn = torch.randint(shape.vocabulary, (batch, shape.sequence + 1), device=args.device)
+
+    def step() -> float:
         start = time.perf_counter()
         loss = loss_of({"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()})
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         loss.item()  # synchronises, as a loop that prints the loss does: the previous step has ended on the device
-        seconds.append(time.perf_counter() - start)
-    return seconds[_WARM_UP_STEPS:]
+        return time.perf_counter() - start
+
+    seconds = [step() for _ in range(_WARM_UP_STEPS + args.rounds)][_WARM_UP_STEPS:]
+    result: dict[str, Any] = {"seconds": seconds, "device_nbytes": _peak(args.device)}
+    return result if args.profile is None else {**result, "profile": _profile(step, args, recorded)}
+
+
+def _profile(step: Callable[[], float], args: argparse.Namespace, recorded: Any) -> dict[str, Any]:
+    """Run a step under torch's profiler, and one of ours under the recorder; return what lanes took, and write traces."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    import zinf_compile
+
+    args.profile.mkdir(parents=True, exist_ok=True)
+    name = f"{args.only[0]}-{args.tokens}-{args.compute}-{args.child}"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if args.device == "cuda" else [])]
+    with profile(activities=activities) as profiled:
+        taken = step()
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+    profiled.export_chrome_trace(str(args.profile / f"{name}-torch.json.gz"))
+    lanes: dict[str, float] = {}
+    for event in profiled.events():
+        if event.device_type.name != "CPU" and not event.is_user_annotation:
+            kind = " ".join(event.name.split()[:2]) if event.name.startswith(("Memcpy", "Memset")) else "kernels"
+            lanes[kind] = lanes.get(kind, 0.0) + event.time_range.elapsed_us() / 1e6
+    result: dict[str, Any] = {"step_seconds": taken, "device_seconds": lanes}
+    if recorded is not None:
+        with zinf_compile.record(recorded) as recording:
+            result["recorded_step_seconds"] = step()
+        recording.to_chrome_trace(args.profile / f"{name}-recorded.json")
+        busy: dict[str, float] = {}
+        for event in recording.events:
+            busy[event.lane] = busy.get(event.lane, 0.0) + event.seconds
+        result["recorded_seconds"] = busy
+    return result
 
 
 def _peak(device: str) -> int:
@@ -126,8 +181,7 @@ def run_memory(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
         with torch.autocast(args.device, dtype=torch.bfloat16):
             return compiled(**batch)
 
-    seconds = _train(shape, args.tokens, args.device, args.rounds, loss_of, optimizer)
-    return {"seconds": seconds, "device_nbytes": _peak(args.device)}
+    return _train(shape, args, loss_of, optimizer)
 
 
 def run_zinf(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
@@ -148,11 +202,10 @@ def run_zinf(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
         speculate=False if args.child == "late" else "auto",
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    seconds = _train(shape, args.tokens, args.device, args.rounds, lambda batch: model(**batch), optimizer)
+    trained = _train(shape, args, lambda batch: model(**batch), optimizer, recorded=model)
     report = zinf_compile.report(model)
     return {
-        "seconds": seconds,
-        "device_nbytes": _peak(args.device),
+        **trained,
         "reserved_nbytes": torch.cuda.max_memory_reserved() if args.device == "cuda" else 0,
         "planned_device_nbytes": report.tiers[0].predicted_peak,
         "predicted_seconds": report.step.predicted_seconds if report.step else None,
@@ -182,8 +235,7 @@ def run_fsdp2(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
         model.to_empty(device="cpu")
         _fill(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        seconds = _train(shape, args.tokens, args.device, args.rounds, lambda batch: model(**batch), optimizer)
-        result = {"seconds": seconds, "device_nbytes": _peak(args.device)}
+        result = _train(shape, args, lambda batch: model(**batch), optimizer)
         dist.destroy_process_group()
         return result
 
@@ -256,19 +308,52 @@ def _describe() -> dict[str, Any]:
     return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
 
 
+def _lacking(contestant: str, name: str) -> str | None:
+    """Return why this machine has too little memory for FSDP2, whose states are all on the host; None for others."""
+    if contestant != "fsdp2":
+        return None
+    from zinf_compile.ir.config import free_memory
+
+    parameters = [parameter.nbytes for parameter in _build(SHAPES[name]).parameters()]
+    # Parameters and gradients are pinned, which torch rounds up to powers of two; AdamW's moments are not.
+    needed = sum(2 * 2 ** (nbytes - 1).bit_length() + 2 * nbytes for nbytes in parameters) + _PROCESS
+    free = free_memory()
+    if needed <= free:
+        return None
+    return f"its states need {needed / 1e9:.0f} GB of host memory, and {free / 1e9:.0f} GB are free"
+
+
+def _allocator() -> str:
+    """Return how torch's allocator is configured: like zinf's, unless the user says otherwise."""
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 def _child(contestant: str, name: str, args: argparse.Namespace, device_memory: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.gpu_step", "--child", contestant, "--only", name]
+    """Return what a process that trains has printed, or why there is nothing."""
+    if (lacking := _lacking(contestant, name)) is not None:
+        return {"skipped": lacking}
+    command = [*_SELF, "--child", contestant, "--only", name]
     for option in ("tokens", "device", "rounds", "host_memory", "compute"):
         command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
     command += ["--device-memory", device_memory]
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
-    ended = subprocess.run(
-        command, capture_output=True, text=True, cwd=_ROOT, env=environment, timeout=_TIMEOUT_SECONDS, check=False
-    )
-    if ended.returncode:
-        return {"failed": ended.stderr.strip().splitlines()[-4:]}
-    result: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
+    if args.profile is not None:
+        command += ["--profile", str(args.profile.resolve())]
+    result: dict[str, Any] = _call(command, args)
     return result
+
+
+def _call(command: list[str], args: argparse.Namespace) -> Any:
+    """Return the JSON in the last line that a process has printed, or how it failed."""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": _allocator()}
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, cwd=_ROOT, env=environment, timeout=args.limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": [f"it was stopped after {args.limit:g} seconds"], "limit_seconds": args.limit}
+    if ended.returncode:
+        return {"failed": ended.stderr.strip().splitlines()[-4:], "status": ended.returncode}
+    return json.loads(ended.stdout.strip().splitlines()[-1])
 
 
 def _read(file: Path | None) -> list[dict[str, Any]]:
@@ -276,25 +361,41 @@ def _read(file: Path | None) -> list[dict[str, Any]]:
     return [] if file is None or not file.exists() else [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def _compare(name: str, args: argparse.Namespace, lines: JsonLines, before: list[dict[str, Any]]) -> None:
-    """Run each contestant that no earlier run has measured."""
-    asked = {"question": "step", "model": name, "tokens": args.tokens}
-    found: dict[str, dict[str, Any]] = {
-        line["contestant"]: line for line in before if asked.items() <= line.items() and "seconds" in line
+def _question(contestant: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what tells a run from others: only ours depends on budgets and on how it computes."""
+    asked = {
+        "question": "step",
+        "model": name,
+        "tokens": args.tokens,
+        "contestant": contestant,
+        "allocator": _allocator(),
+        "profiled": args.profile is not None and contestant in args.contestants,
     }
-    for contestant in args.contestants:
-        if contestant in found:
-            continue
+    is_ours = contestant in ("zinf", "late")
+    return {**asked, "compute": args.compute, "budget": args.device_memory or "a quarter"} if is_ours else asked
+
+
+def _compare(name: str, args: argparse.Namespace, lines: JsonLines, before: list[dict[str, Any]]) -> None:
+    """Run each contestant that no earlier run has settled."""
+    questions = {contestant: _question(contestant, name, args) for contestant in _CONTESTANTS}
+    found = {
+        contestant: line for contestant, asked in questions.items() for line in before if asked.items() <= line.items()
+    }
+    settled = {contestant for contestant, line in found.items() if "seconds" in line or not args.again}
+    missing = [contestant for contestant in args.contestants if contestant not in settled]
+    for contestant in missing:
         in_memory = found.get("memory", {}).get("device_nbytes", 0)
-        device_memory = str(in_memory // 4) if in_memory else args.device_memory
+        device_memory = args.device_memory or (str(in_memory // 4) if in_memory else "24GiB")
         found[contestant] = _child(contestant, name, args, device_memory)
-        lines.note({**asked, "contestant": contestant, "device_memory": device_memory, **found[contestant]})
-    usual = {name: statistics.median(run["seconds"]) for name, run in found.items() if "seconds" in run}
+        lines.note({**questions[contestant], "device_memory": device_memory, **found[contestant]})
+    usual = {each: statistics.median(run["seconds"]) for each, run in found.items() if "seconds" in run}
     ratios = {
         f"zinf over {other}": usual["zinf"] / usual[other] for other in usual if "zinf" in usual and other != "zinf"
     }
-    print(f"{name}: {usual} {ratios}", file=sys.stderr)
-    lines.note({"question": "summary", "model": name, "tokens": args.tokens, "seconds": usual, **ratios})
+    print(f"{name}, {args.tokens} tokens: {usual} {ratios}", file=sys.stderr)
+    if missing:
+        summary = {**questions["zinf"], "question": "summary", "contestant": "all"}
+        lines.note({**summary, "seconds": usual, **ratios})
 
 
 def main() -> None:
@@ -306,20 +407,32 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384, help="per step; enough to hide transfers behind compute")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--device-memory", default="24GiB", help="of zinf, if memory was not run or did not fit")
+    parser.add_argument("--device-memory", help="of zinf (default: a quarter of memory's, or 24GiB)")
     parser.add_argument("--host-memory", default="100GiB")
     parser.add_argument("--compute", choices=["aten", "inductor"], default="inductor")
-    parser.add_argument("--child", choices=_CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=_LIMIT_SECONDS, metavar="SECONDS", help="of each run")
+    parser.add_argument("--again", action="store_true", help="run what has failed or was skipped before once more")
+    parser.add_argument(
+        "--profile", type=Path, metavar="DIR", help="profile a step of each, and write traces to a folder"
+    )
+    parser.add_argument("--child", choices=["rates", *_CONTESTANTS], help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.child == "rates":
+        print(json.dumps(measure_rates()))
+        return
     if args.child:
         runs = {"memory": run_memory, "zinf": run_zinf, "late": run_zinf, "fsdp2": run_fsdp2}
         print(json.dumps(runs[args.child](SHAPES[args.only[0]], args)))
         return
     lines = JsonLines("gpu_step", args.json)
-    lines.note({"question": "machine", **_describe()})
     before = _read(args.json)
-    if args.device == "cuda" and not any(line["question"] == "copies" for line in before):
-        for line in measure_rates():
+    machine = {"question": "machine", **_describe()}
+    if not any(machine.items() <= line.items() for line in before):
+        lines.note(machine)
+    settled = {"copies"} if args.again else {"copies", "rates"}
+    if args.device == "cuda" and settled.isdisjoint(line["question"] for line in before):
+        rates = _call([*_SELF, "--child", "rates"], args)
+        for line in rates if isinstance(rates, list) else [{"question": "rates", **rates}]:
             lines.note(line)
     for name in args.only:
         _compare(name, args, lines, before)

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_PATHS = {"--nvme": "DIR", "--folder": "DIR", "--json": "FILE"}  # paths of one machine, meaningless on another
+# Paths of one machine, meaningless on another.
+_PATHS = {"--nvme": "DIR", "--folder": "DIR", "--profile": "DIR", "--json": "FILE"}
 
 
 def command_line(benchmark: str) -> str:

@@ -4,7 +4,8 @@
 
 GPTs of 1.5 to 32 billion parameters with float32 master copies and bfloat16 compute, compiled (``compute="inductor"``), with
 4,096, 16,384 and 65,536 tokens per step in sequences of 1,024. One H200 of the preset ``h200``, with 100 GiB of host memory
-and its share of the node's disks. Each prediction is to be judged by the first run of the same case.
+and its share of the node's disks. The shapes are those of ``benchmarks.gpu_step``, whose run of the same case judges a
+prediction: ``python -m benchmarks.gpu_step --only 7B --tokens 4096 --contestants zinf --device-memory 141000000000``.
 
 One JSON line for each: the simulated seconds of a step and of its phases, what bounds it, the peak of each tier, and where
 the bytes of parameters, gradients and optimizer state live.
@@ -15,29 +16,31 @@ import json
 from datetime import date
 
 import zinf_compile
+from benchmarks.gpu_step import PREDICTED
 from benchmarks.json_lines import command_line
-from zinf_compile.cli.planned_models import Sizes, find_model
+from zinf_compile.cli.planned_models import Planned, Sizes, find_model
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.passes.planner.simulator.summary import tell_bound
 
-_SEQUENCE = 1024
 _HOST_MEMORY = "100GiB"
 _TOKENS = (4096, 16384, 65536)
-MODELS = {  # layers, hidden, heads
-    "1.5B": (48, 1600, 25),
-    "7B": (36, 4096, 32),
-    "13B": (40, 5120, 40),
-    "32B": (64, 6400, 50),
-}
+
+
+def find_case(name: str, tokens: int) -> Planned:
+    """Return a model on meta, and the inputs of a step."""
+    shape = PREDICTED[name]
+    batch, layers, hidden = tokens // shape.sequence, shape.layers, shape.hidden
+    sizes = Sizes(
+        layers=layers, hidden=hidden, heads=shape.heads, vocab=shape.vocabulary, batch=batch, seq=shape.sequence
+    )
+    return find_model("gpt", sizes)
 
 
 def predict(name: str, tokens: int) -> dict[str, object]:
     """Return the prediction for a model and a number of tokens, or why it is refused."""
-    layers, hidden, heads = MODELS[name]
-    batch = tokens // _SEQUENCE
-    subject = find_model("gpt", Sizes(layers=layers, hidden=hidden, heads=heads, batch=batch, seq=_SEQUENCE))
+    subject = find_case(name, tokens)
     num_parameters = sum(parameter.numel() for parameter in subject.model.parameters())
     head: dict[str, object] = {"model": name, "num_parameters": num_parameters, "tokens": tokens}
     try:
@@ -61,9 +64,9 @@ def predict(name: str, tokens: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=tuple(MODELS), help="one model instead of all")
+    parser.add_argument("--only", choices=tuple(PREDICTED), help="one model instead of all")
     args = parser.parse_args()
-    for name in MODELS if args.only is None else (args.only,):
+    for name in PREDICTED if args.only is None else (args.only,):
         for tokens in _TOKENS:
             line = {"date": date.today().isoformat(), "command": command_line("predictions"), **predict(name, tokens)}
             print(json.dumps(line), flush=True)

@@ -1,15 +1,20 @@
 """A rehearsal of `benchmarks/gpu.sh` without a GPU, so that minutes on one are not lost to what a CPU could have shown."""
 
+import json
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_step import SHAPES, Shape, _build
+from benchmarks import gpu_step
+from benchmarks.gpu_step import PREDICTED, SHAPES, _build
+from benchmarks.predictions import find_case
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
@@ -36,9 +41,72 @@ def test_the_script_is_one() -> None:
 def test_every_shape_computes(name: str) -> None:
     """On the meta device, with one of its layers: a width that its heads do not divide would fail."""
     shape = SHAPES[name]
-    model = _build(Shape(layers=1, hidden=shape.hidden, sequence=shape.sequence, head_width=shape.head_width))
+    model = _build(replace(shape, layers=1))
     tokens = torch.zeros(1, shape.sequence, dtype=torch.long, device="meta")
     loss = model(tokens=tokens, targets=tokens)
     loss.backward()
     assert loss.shape == ()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_predicted_cases_are_those_that_are_measured() -> None:
+    lines = (ROOT / "benchmarks/results/2026-11-28-h200-predictions.jsonl").read_text().splitlines()
+    noted = {line["model"]: line["num_parameters"] for line in map(json.loads, lines)}
+    assert noted.keys() == PREDICTED.keys()
+    for name, num_parameters in noted.items():
+        predicted, shape = find_case(name, 4096), SHAPES[name]
+        assert sum(parameter.numel() for parameter in predicted.model.parameters()) == num_parameters
+        assert asdict(predicted.model.config) == asdict(_build(shape).config)
+        assert predicted.inputs["tokens"].shape == (4096 // shape.sequence, shape.sequence)
+
+
+def run_gpu_step(file: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[dict[str, Any]]:
+    """Run the benchmark of the smallest model, and return the lines of its runs."""
+    monkeypatch.setattr(sys, "argv", ["gpu_step", "--device", "cpu", "--only", "tiny", "--json", str(file), *options])
+    gpu_step.main()
+    return [line for line in map(json.loads, file.read_text().splitlines()) if line["question"] == "step"]
+
+
+def test_a_run_that_takes_too_long_is_noted_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--contestants", "memory", "--limit", "0.1")
+    (line,) = run_gpu_step(tmp_path / "lines", monkeypatch, *options)
+    assert line["failed"] == ["it was stopped after 0.1 seconds"]
+    assert line["limit_seconds"] == 0.1
+    assert len(run_gpu_step(tmp_path / "lines", monkeypatch, *options)) == 1
+    assert len(run_gpu_step(tmp_path / "lines", monkeypatch, *options, "--again")) == 2
+
+
+def test_what_failed_is_not_repeated_and_budgets_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[str] = []
+
+    def child(contestant: str, name: str, args: Any, device_memory: str) -> dict[str, Any]:
+        budgets.append(f"{contestant} {device_memory}")
+        is_small = contestant == "zinf" and device_memory == "1GiB"
+        return {"failed": ["out of memory"]} if is_small else {"seconds": [1.0], "device_nbytes": 400}
+
+    monkeypatch.setattr(gpu_step, "_child", child)
+    options = ("--contestants", "memory", "zinf")
+    for _ in range(2):
+        run_gpu_step(tmp_path / "lines", monkeypatch, *options)
+        run_gpu_step(tmp_path / "lines", monkeypatch, *options, "--device-memory", "1GiB")
+        run_gpu_step(tmp_path / "lines", monkeypatch, *options, "--compute", "aten")
+    assert budgets == ["memory 24GiB", "zinf 100", "zinf 1GiB", "zinf 100"]
+    lines = run_gpu_step(tmp_path / "lines", monkeypatch, *options, "--device-memory", "1GiB", "--again")
+    assert len(lines) == 5
+    assert budgets[-1] == "zinf 1GiB"
+
+
+def test_fsdp2_is_skipped_where_its_states_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zinf_compile.ir.config.free_memory", lambda: 2**30)
+    (line,) = run_gpu_step(tmp_path / "lines", monkeypatch, "--contestants", "fsdp2")
+    assert re.fullmatch(r"its states need \d+ GB of host memory, and 1 GB are free", line["skipped"])
+    assert len(run_gpu_step(tmp_path / "lines", monkeypatch, "--contestants", "fsdp2")) == 1
+
+
+def test_fsdp2_of_seven_billion_needs_more_than_a_machine_of_128_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zinf_compile.ir.config.free_memory", lambda: 122 * 2**30)
+    assert gpu_step._lacking("fsdp2", "7B") is not None
+    assert gpu_step._lacking("fsdp2", "1.6B") is None
+    assert gpu_step._lacking("zinf", "7B") is None
