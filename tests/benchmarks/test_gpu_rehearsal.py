@@ -1,10 +1,12 @@
 """A rehearsal of `benchmarks/gpu.sh` without a GPU, so that minutes on one are not lost to what a CPU could have shown."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,106 @@ def test_predicted_cases_are_those_that_are_measured() -> None:
         assert sum(parameter.numel() for parameter in predicted.model.parameters()) == num_parameters
         assert asdict(predicted.model.config) == asdict(_build(shape).config)
         assert predicted.inputs["tokens"].shape == (4096 // shape.sequence, shape.sequence)
+
+
+# Instead of Python: it notes how it was called, takes a minute for what SLOW says, and ends with STATUS.
+STUB = """#!/bin/sh
+case "$*" in "-m pip"*) exit ;; esac
+seen="gpu=${ZINF_GPU:-} races=${TORCH_CUDA_SANITIZER:-} allocator=${PYTORCH_CUDA_ALLOC_CONF:-}"
+echo "$* part=${ZINF_PART:-} $seen" >> "$CALLS"
+case "$*" in *"${SLOW:-nothing}"*) sleep 60 ;; esac
+echo "of the stub"
+exit "${STATUS:-0}"
+"""
+
+
+@pytest.fixture
+def gpu_sh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
+    """Return what runs the script with a stub, and returns its status and the calls of Python."""
+    stub, calls = tmp_path / "stub", tmp_path / "calls"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(stub))
+    monkeypatch.setenv("CALLS", str(calls))
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+
+    def run(*steps: str, **variables: str) -> tuple[int, list[str]]:
+        calls.write_text("")
+        ended = subprocess.run(["sh", str(SCRIPT), *steps], cwd=ROOT, env={**os.environ, **variables}, check=False)
+        return ended.returncode, calls.read_text().splitlines()
+
+    return run
+
+
+def test_parts_of_tests_that_have_ended_are_not_run_again(
+    gpu_sh: Callable[..., tuple[int, list[str]]], tmp_path: Path
+) -> None:
+    """Whether they failed or not."""
+    status, calls = gpu_sh("tests", "parity", STATUS="1")
+    assert status == 0
+    assert len(calls) == 9
+    assert [call.split("part=")[1].split()[0] for call in calls[:3]] == ["1/3", "2/3", "3/3"]
+    assert all("gpu=1" in call for call in calls[3:])
+    assert "gpu=1" not in calls[0]
+    (tmp_path / "out/tests-2of3.txt").unlink()
+    status, calls = gpu_sh("tests", "parity", "sanitizer")
+    assert [call.split("part=")[1].split()[0] for call in calls] == ["2/3", "1/3", "2/3", "3/3"]
+    assert ["races=1" in call for call in calls] == [False, True, True, True]
+
+
+def test_what_time_did_not_suffice_for_is_run_again(
+    gpu_sh: Callable[..., tuple[int, list[str]]], tmp_path: Path
+) -> None:
+    """A run of tests that had all the time there is counts as one that has ended."""
+    status, calls = gpu_sh("ranks", "tests", SLOW="tests/gpu", LIMIT="3")
+    assert status == 3
+    assert len(calls) == 2
+    assert [file.name for file in (tmp_path / "out").glob("*.txt")] == ["ranks-1of1.txt"]
+    status, calls = gpu_sh("ranks", "tests", SLOW="tests/gpu", LIMIT="3")
+    assert status == 3
+    assert len(calls) == 1
+    assert "It was stopped after" in (tmp_path / "out/tests-1of3.txt").read_text()
+
+
+def test_its_measurements_are_ones_that_the_benchmark_takes(
+    gpu_sh: Callable[..., tuple[int, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, calls = gpu_sh("step", "aten", "segments", "profile", "predicted", AGAIN="1")
+    assert len(calls) == 8
+    assert "expandable_segments:False" in calls[3]
+    asked = []
+    monkeypatch.setattr(gpu_step, "_compare", lambda name, args, lines, before: asked.append((name, args.tokens)))
+    for call in calls:
+        given = call.split(" part=")[0].split()
+        assert given[:2] == ["-m", "benchmarks.gpu_step"]
+        assert "--again" in given
+        monkeypatch.setattr(sys, "argv", [*given[1:], "--device", "cpu"])
+        gpu_step.main()
+    assert set(asked) == {
+        *(("1.6B", tokens) for tokens in (4096, 16384, 65536)),
+        *((name, tokens) for name in ("1.5B", "7B") for tokens in (4096, 16384, 65536)),
+        *(("13B", tokens) for tokens in (4096, 16384)),
+    }
+
+
+def test_a_machine_without_the_memory_checker(
+    gpu_sh: Callable[..., tuple[int, list[str]]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, calls = gpu_sh("memcheck", "ranks", PATH=os.defpath)
+    assert status == 0
+    assert len(calls) == 1
+    assert "compute-sanitizer does not run here:" in capfd.readouterr().out
+
+
+def test_a_memory_checker_that_runs(gpu_sh: Callable[..., tuple[int, list[str]]], tmp_path: Path) -> None:
+    checker = tmp_path / "compute-sanitizer"
+    checker.write_text('#!/bin/sh\nshift 2\n"$@"\necho ERROR SUMMARY: 0 errors\n')
+    checker.chmod(0o755)
+    status, calls = gpu_sh("memcheck", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert status == 0
+    assert len(calls) == 6
+    assert "test_state_kernels" in calls[1]
+    assert all("bitwise or codes or scaler" in call for call in calls[2:])
 
 
 def run_gpu_step(file: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[dict[str, Any]]:
