@@ -141,18 +141,24 @@ def begin_gradient(record: StoredParameter) -> Slot:
 def note_norms(record: StoredParameter, value: Tensor) -> None:
     """Compute the norms that were asked for so far, from a whole gradient in memory: contiguous, as it is stored."""
     assert record.gradient.slot is not None
-    if record.gradient.slot.is_aliased:  # it may change unseen
-        return
+    if not record.gradient.slot.is_aliased:  # else it may change unseen
+        _note_norms(record, value)
+
+
+def _note_norms(record: StoredParameter, value: Tensor) -> None:
     for order in record.store.wanted_norms:
         record.gradient.note_norm(order, _VECTOR_NORM(value, order))
 
 
 def add_to_gradient(record: StoredParameter, value: Tensor) -> None:
     """Start adding what this rank has of a gradient, on the device, to the gradient at home."""
-    assert record.gradient.slot is not None
+    slot = record.gradient.slot
+    assert slot is not None
     record.store.await_gradient(record)
-    on_sum = partial(note_norms, record) if record.store.wanted_norms else None
-    record.store.tensor_io.add_value(record.gradient.slot, value, Tier.DEVICE, on_sum=on_sum)
+    # Asked now: what is being added is an alias, too.
+    is_known = record.store.wanted_norms and not slot.is_aliased
+    on_sum = partial(_note_norms, record) if is_known else None
+    record.store.tensor_io.add_value(slot, value, Tier.DEVICE, on_sum=on_sum)
 
 
 @without_interrupts

@@ -298,6 +298,27 @@ class Link:
             event = self._last_left = _enqueue(pairs, timings, stream)
             return self._departures.add(event, [destination for _, destination in pairs])
 
+    def rewrite(
+        self, home: Tensor, change: Callable[[Tensor], object], timings: tuple[Timing | None, Timing | None]
+    ) -> EnqueuedCopy:
+        """Start changing flat host memory on the device: bring it there, enqueue ``change``, and take it back.
+
+        ``change`` runs on the stream of updates, behind the compute enqueued so far, which goes on beside it. What it reads
+        must not be freed before ``let_go``. What is there counts as leaving: call ``make_room`` first. ``timings`` are those
+        of the way there and of the way back.
+        """
+        there = self._device.allocate([home.numel()], home.dtype)
+        # Hazard: ops that had this memory before may be enqueued and not yet done.
+        arrived = self.bring(home, there, behind=self.mark(), timing=timings[0])
+        update = self._device.update
+        # Hazard: ``change`` reads what arrives, and what compute has enqueued by now; the copy back reads what it writes.
+        update.wait(arrived.event)
+        with self._device.updating():
+            change(there)
+        left = self.take(there, home, behind=update.record(), timing=timings[1])
+        self.let_go(there)
+        return left
+
     def let_go(self, value: Tensor) -> None:
         """Free a tensor on the device once the copies that this link enqueued for it are done.
 

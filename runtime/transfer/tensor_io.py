@@ -246,10 +246,15 @@ class TensorIO:
     ) -> None:
         """Start adding ``value`` to a slot; ``wait_writes`` completes it.
 
-        ``on_sum`` is called with the whole sum if the slot is on nvme and half of staging can hold it; never over a link.
+        ``on_sum`` is called with the whole sum, flat or in its shape, where that is at hand: if it is added up on the device,
+        or if the slot is on nvme and half of staging can hold it.
         """
         if source is Tier.DEVICE and self.link.is_crossed:
-            self._add_from_device(slot, value)
+            # Two largest gradients may be leaving at once.
+            if slot.in_memory and 2 * slot.nbytes <= self.link.leaving_limit:
+                self._add_on_device(slot, value, on_sum)
+            else:
+                self._add_from_device(slot, value)
             return
         if slot.in_memory:
             slot.tensor.add_(value.to(slot.tensor.dtype))
@@ -263,6 +268,27 @@ class TensorIO:
                 on_sum(piece.view(slot.tensor.shape))
 
         self.rewrite_value(slot, add, source, whole=on_sum is not None and slot.nbytes <= self.staging.capacity // 2)
+
+    def _add_on_device(self, slot: Slot | SlotPart, value: Tensor, on_sum: Callable[[Tensor], None] | None) -> None:
+        """Start adding a value on the device to a slot in host memory: there, beside compute, for processors are slower."""
+        self.link.make_room(2 * slot.nbytes)  # for the sum, and for a copy of the value
+        flat = self._outliving(value, slot.tensor.dtype)
+        self._wait_writes_of(slot)
+
+        def add(there: Tensor) -> None:
+            there.add_(flat)
+            if on_sum is not None:
+                on_sum(there.view(slot.tensor.shape))
+
+        home = slot.elements(
+            slot.slice.flat
+        ).data  # what comes back changes no version, by which edits of users are told
+        routes = ((slot.tier, Tier.DEVICE), (Tier.DEVICE, slot.tier))
+        there, back = (self._meter.copying(*route, home.nbytes, slot.name) for route in routes)
+        for route in routes:
+            self._meter.add_moved(*route, home.nbytes)
+        self._writes.append((slot.whole, self.link.rewrite(home, add, (there, back)).done))
+        self.link.let_go(flat)
 
     def _add_from_device(self, slot: Slot | SlotPart, value: Tensor) -> None:
         flat = self._outliving(value, slot.tensor.dtype)

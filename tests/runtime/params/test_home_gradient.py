@@ -16,6 +16,7 @@ from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.store.store import Store
+from zinf_compile.runtime.transfer import tensor_io
 
 WIDTH = 160
 
@@ -173,6 +174,24 @@ def test_beside_a_device_norms_are_taken_before_gradients_leave(
     monkeypatch.undo()
     expected = [torch.linalg.vector_norm(parameter.grad) for parameter in plain.parameters()]
     assert all(map(torch.equal, norms, expected))
+
+
+def test_beside_a_device_gradients_and_their_norms_add_up_there(
+    beside_a_device: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_model()
+    monkeypatch.setattr(HomeTensor, "_run", staticmethod(lambda *args: pytest.fail("it is read from host memory")))
+    monkeypatch.setattr(tensor_io, "_add", lambda *args: pytest.fail("it is added on the host"))
+    backward(beside_a_device)
+    held = [parameter.grad for parameter in beside_a_device.parameters()]
+    for scale in (2.0, -0.5):
+        backward(beside_a_device, scale)
+    norms = [torch.linalg.vector_norm(each) for each in held]
+    monkeypatch.undo()
+    for scale in (1.0, 2.0, -0.5):
+        backward(plain, scale)
+    assert all(map(torch.equal, held, [parameter.grad for parameter in plain.parameters()]))
+    assert all(map(torch.equal, norms, [torch.linalg.vector_norm(parameter.grad) for parameter in plain.parameters()]))
 
 
 def test_beside_a_device_unscaling_waits_for_the_scale(
