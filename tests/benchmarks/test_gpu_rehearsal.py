@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_its_tests_are_collected_with_the_packages_of_such_a_machine() -> None:
     paths = sorted(set(re.findall(r"tests/[\w/]+(?:\.py)?", SCRIPT.read_text())))
     assert "tests/gpu" in paths
