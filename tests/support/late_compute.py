@@ -244,7 +244,7 @@ class LateCompute(TorchDispatchMode):
             made = func(*args, **kwargs)
             is_new = self._makes_here and not leaves and isinstance(made, Tensor) and made.dim() > 0
             return self._own(made) if is_new else made
-        if not all(_is_of_tensors(each.type) for each in func._schema.returns) or _waits(func, leaves):
+        if not all(_is_known(each.type) for each in func._schema.returns) or _waits(func, leaves):
             raise _hidden(func)
         if func._schema.is_mutable:
             return self._change_later(func, args, kwargs)
@@ -338,11 +338,11 @@ def _is_view(func: Any) -> bool:
     return bool(infos) and all(each is not None and not each.is_write for each in infos)
 
 
-def _is_of_tensors(kind: Any) -> bool:
-    """Return whether a type is that of a tensor, of several, or of none."""
+def _is_known(kind: Any) -> bool:
+    """Return whether a result needs no value to be known: a tensor, several, none, or a size, as attention returns."""
     if isinstance(kind, torch.ListType | torch.OptionalType):
-        return _is_of_tensors(kind.getElementType())
-    return isinstance(kind, torch.TensorType)
+        return _is_known(kind.getElementType())
+    return isinstance(kind, torch.TensorType | torch.IntType)
 
 
 def _waits(func: Any, given: Sequence[Tensor]) -> bool:
