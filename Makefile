@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NVME ?= runs
+# The GPU that the tests make: 1 has memory of its own, `integrated` lies in the host's RAM.
+ZINF_STREAMS ?= 1
 
 # Two processes more than there are cores: they wait at times, for disks, timers and processes they have started.
 # The tests of a module share captured models and plain runs, and stay in one process.
@@ -73,7 +75,7 @@ unit-long: setup
 	ZINF_SHARE=most ZINF_VARIANTS=few $(PYTEST) -m "long or hypothesis" --hypothesis-profile long
 
 test-streams: setup  ## the tests of parity on a GPU that the tests make on a CPU, with streams
-	ZINF_STREAMS=1 $(PYTEST) -m "not long and not libraries" tests/parity
+	ZINF_STREAMS=$(ZINF_STREAMS) $(PYTEST) -m "not long and not libraries" tests/parity
 
 unit-all: setup
 	ZINF_SHARE=most $(PYTEST) -m "long or hypothesis" --hypothesis-profile long

@@ -1,4 +1,4 @@
-"""Bitwise parity on a device with streams. With ZINF_STREAMS=1 all tests of this folder run on one."""
+"""Bitwise parity on a device with streams. `make test-streams` runs all tests of this folder on one."""
 
 from unittest import mock
 
