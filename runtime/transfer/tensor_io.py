@@ -246,8 +246,8 @@ class TensorIO:
     ) -> None:
         """Start adding ``value`` to a slot; ``wait_writes`` completes it.
 
-        ``on_sum`` is called with the whole sum, flat or in its shape, where that is at hand: if it is added up on the device,
-        or if the slot is on nvme and half of staging can hold it.
+        ``on_sum`` is called with the whole sum where that is at hand: if it is added up on the device, or if the slot is on
+        nvme and half of staging can hold it.
         """
         if source is Tier.DEVICE and self.link.is_crossed:
             # Two largest gradients may be leaving at once.
