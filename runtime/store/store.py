@@ -142,7 +142,7 @@ class Store:
             meter=self.meter,
             layout=self.layout,
             engine=self.engine,
-            room=partial(_room_for_activations, config, homes_nbytes),
+            room=partial(_room_for_activations, config, self.staging, homes_nbytes),
             allocate=self.memory.allocate,
         )
         self.open_forwards = OpenForwards()
@@ -893,10 +893,12 @@ def _begin_update_thread(meter: Meter, link: Link) -> None:
     link.begin_thread()
 
 
-def _room_for_activations(config: Config, homes_nbytes: Mapping[Tier, int], tier: Tier) -> int | None:
+def _room_for_activations(
+    config: Config, staging: StagingPool, homes_nbytes: Mapping[Tier, int], tier: Tier
+) -> int | None:
     """Return the bytes of a tier's budget that homes and staging leave; None if only the disk is the limit."""
     if tier is Tier.HOST:
-        return config.host_memory - max(config.staging_memory, 0) - homes_nbytes[tier]
+        return config.host_memory - staging.capacity - homes_nbytes[tier]
     return None if config.nvme_memory is None else config.nvme_memory - homes_nbytes[tier]
 
 

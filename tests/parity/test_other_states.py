@@ -215,8 +215,28 @@ def test_other_entries_of_an_element_wise_optimizer_are_left_alone(optimize: Cal
     assert_same("model", plain.state_dict(), model.state_dict())
 
 
+@pytest.mark.of_a_cpu(reason="its budgets are those with which a plan keeps the state of some weights on nvme")
+def test_one_tensor_is_updated_while_the_next_one_is_read(optimize: Callable[..., nn.Module]) -> None:
+    """Staging takes what homes can spare of host memory, so that it holds two of the largest with their state."""
+    plain, model = make_model(), optimize(make_model())
+    store, usual = store_of(next(record_of(each) for each in model.parameters())), 2 * 2**20
+    assert store.staging.capacity == usual
+    for each in (plain, model):
+        train(each, SOAP(each.parameters(), every=2))
+    assert_same("model", plain.state_dict(), model.state_dict())
+    zinf_compile.synchronize(model)
+    (plan,) = (each.plan for each in zinf_compile.report(model).plans)
+    largest = max(fact.nbytes_updated_whole for fact in store.facts.values())
+    assert usual < 2 * largest <= store.staging.capacity == plan.step.staging_nbytes
+    assert any(item.has_whole_state and item.optimizer_state is Tier.NVME for item in plan.placements)
+    assert store.staging.peak_nbytes > largest + largest // 2
+    for tier in zinf_compile.report(model).tiers:
+        assert tier.capacity is None or tier.measured_peak <= tier.capacity, tier
+
+
+@pytest.mark.of_a_cpu(reason="its budgets are those with which staging holds an update, and not the state beside it")
 def test_what_staging_cannot_hold_at_once_stays_in_host_memory(optimize: Callable[..., nn.Module]) -> None:
-    plain, model = make_model(), optimize(make_model(), host_memory="1536KiB")
+    plain, model = make_model(), optimize(make_model(), host_memory="1MiB")
     for each in (plain, model):
         train(each, SOAP(each.parameters(), every=2))
     assert_same("model", plain.state_dict(), model.state_dict())

@@ -1,7 +1,9 @@
 """The parameters of a store, shared by all graphs of a session: homes, copies, numbers and promised peaks."""
 
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from zinf_compile.runtime.process.reserve import ProcessReserve
 from zinf_compile.runtime.storage.slots import Slot, torch_dtype
 from zinf_compile.runtime.store.store import Store
 
+_PADDED = 8  # one part in so many is added to staging for whole tensors: sectors, and gradients on their way home
 _LEAST_GROWTH = 16  # planning again for state that grows by less than one part in so many is not worth its seconds
 
 
@@ -33,6 +36,7 @@ class Assumed(NamedTuple):
 
     facts: Mapping[str, ParameterFact]
     placements: tuple[Placement, ...]
+    more_staging: int
 
 
 class StoreCatalog:
@@ -193,17 +197,40 @@ class StoreCatalog:
 
         ``settle`` moves what has to. CapacityError, with nothing changed, if there is no room for it.
         """
-        before = Assumed(dict(self.store.facts), self.placements)
+        before = Assumed(dict(self.store.facts), self.placements, self.config.more_staging)
         if found:
             facts = tuple(found.get(fact.name, fact) for fact in self.facts)
-            self.placements = place_states(facts, self.placements, self.config, num_ranks=self.num_ranks)
+            self.config, self.placements = self._place_states(facts)
             self.store.facts.update(found)
         return before
+
+    def _place_states(self, facts: Sequence[ParameterFact]) -> tuple[Config, tuple[Placement, ...]]:
+        """Return the homes of all parameters with the states of their facts, and the options with staging for these.
+
+        Staging holds two of the largest that are updated whole, if that is possible: one is updated while the next comes
+        from nvme. Else disk and processors take turns.
+        """
+        place = partial(place_states, facts, self.placements, num_ranks=self.num_ranks)
+        whole = max((fact.nbytes_updated_whole for fact in facts), default=0)
+        room = 2 * whole + whole // _PADDED
+        larger = self.config.with_staging_for(room) if self.store.ranks.is_alone else self.config
+        try:
+            placed = place(self.config)
+            if not any(item.has_whole_state and item.nbytes_on(Tier.NVME) for item in placed):
+                return self.config, placed
+        except CapacityError:
+            if larger == self.config:
+                raise
+            return larger, place(larger)
+        with suppress(CapacityError):
+            return larger, place(larger)
+        return self.config, placed
 
     def go_back_to(self, before: "Assumed") -> None:
         """Plan from now on for what was assumed before."""
         self.store.facts.update(before.facts)
         self.placements = before.placements
+        self.config = replace(self.config, more_staging=before.more_staging)
 
     def settle(self) -> None:
         """Move parameters to their homes by the newest plan. Called before a graph runs, never while one is traced."""
@@ -211,6 +238,7 @@ class StoreCatalog:
             with self.store.staging.uncounted():
                 move_homes(self.store, self.placements)
             self.placements = tuple(self.store.placements.values())  # something may no longer be in place
+        self.store.staging.capacity = max(self.config.staging_memory, 0)  # homes have left what it has now in addition
 
     def promise(self, plan: Plan) -> None:
         """Limit the device tier to the largest peak of all plans, including this one, and record promised peaks."""

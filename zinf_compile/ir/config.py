@@ -4,7 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -117,6 +117,8 @@ class Config:
         default=True, metadata={"is_option": False}
     )  # the device computes in host memory; follows from it, or from the hardware that is planned for
     integrated: bool = field(default=False, metadata={"is_option": False})  # see MemorySpace
+    # Bytes of staging beyond its usual share: see ``with_staging_for``.
+    more_staging: int = field(default=0, metadata={"is_option": False})
 
     @property
     def memory(self) -> MemorySpace:
@@ -125,8 +127,17 @@ class Config:
 
     @property
     def staging_memory(self) -> int:
-        """Return the share of host memory for staging buffers: half, but no more than is useful to keep a disk busy."""
-        return min(self.host_memory // 2, _MAX_STAGING)
+        """Return the share of host memory for staging buffers: half, but no more than is useful to keep a disk busy.
+
+        More where whole tensors are updated.
+        """
+        return min(self.host_memory // 2, _MAX_STAGING) + self.more_staging
+
+    def with_staging_for(self, nbytes: int) -> "Config":
+        """Return options with staging of at least ``nbytes``, or as many as leave a sixteenth of host memory to homes."""
+        most = self.host_memory - self.host_memory // 16
+        missing = max(0, min(nbytes, most) - self.staging_memory)
+        return replace(self, more_staging=self.more_staging + missing)
 
     @property
     def step_timing(self) -> StepTiming:

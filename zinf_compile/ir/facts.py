@@ -110,6 +110,12 @@ class ParameterFact:
         return self.state_nbytes - sum(state.encoding.nbytes(state.num_elements_of(self.slice)) for state in whole)
 
     @property
+    def nbytes_updated_whole(self) -> int:
+        """Return the bytes that its update needs at once, since some of its state cannot be cut with it; 0 if all can."""
+        is_whole = self.trainable and any(each.granularity is not Granularity.ELEMENT for each in self.states)
+        return sum(map(self.nbytes_of, Role)) if is_whole else 0
+
+    @property
     def optimizer_state_nbytes(self) -> int:
         """Return the bytes of its optimizer state; 0 for a frozen parameter."""
         return self.state_nbytes if self.trainable else 0

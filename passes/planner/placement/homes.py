@@ -314,13 +314,12 @@ def place_states(
     """Return the homes of all parameters with the optimizer state of their facts, in the place of what was assumed.
 
     It is where other state was, or else with the master copy. If host memory has no room for all of it, the largest goes to
-    nvme; CapacityError if that has none either. What cannot be cut stays in host memory if staging could not hold all that
-    an update of the parameter moves at once.
+    nvme, and then other copies; CapacityError if that has none either. What cannot be cut stays in host memory if staging
+    could not hold all that an update of the parameter moves at once.
     """
 
-    def may_be_on_nvme(item: Placement) -> bool:
-        moved = item.moved({Role.STATE: Tier.NVME})
-        staged = moved.nbytes_on(Tier.NVME) + (0 if config.unified else moved.nbytes_on(Tier.DEVICE))
+    def may_be(item: Placement) -> bool:
+        staged = item.nbytes_on(Tier.NVME) + (0 if config.unified else item.nbytes_on(Tier.DEVICE))
         return config.nvme is not None and not (item.has_whole_state and staged > config.staging_memory)
 
     placed: list[Placement] = []
@@ -330,14 +329,16 @@ def place_states(
             tier = Tier.HOST  # the device was planned to be full
         others = (copy for copy in old.copies if copy.role is not Role.STATE)
         new = replace(old, copies=(*others, *_state_copies(parameter, tier, num_ranks)))
-        placed.append(new if tier is not Tier.NVME or may_be_on_nvme(new) else new.moved({Role.STATE: Tier.HOST}))
+        placed.append(new if tier is not Tier.NVME or may_be(new) else new.moved({Role.STATE: Tier.HOST}))
     host_left = config.host_memory - config.staging_memory - sum(item.nbytes_on(Tier.HOST) for item in placed)
-    for index in sorted(range(len(placed)), key=lambda index: -placed[index].optimizer_state_nbytes):
-        if host_left >= 0:
-            break
-        if placed[index].optimizer_state is Tier.HOST and may_be_on_nvme(placed[index]):
-            host_left += placed[index].optimizer_state_nbytes
-            placed[index] = placed[index].moved({Role.STATE: Tier.NVME})
+    for role in (Role.STATE, Role.GRADIENT, Role.MASTER, Role.COMPUTE):
+        for index in sorted(range(len(placed)), key=lambda index: -placed[index].nbytes_of(role)):
+            if host_left >= 0:
+                break
+            moved = placed[index].moved({role: Tier.NVME})
+            if placed[index].home_of(role) is Tier.HOST and may_be(moved):
+                host_left += placed[index].nbytes_of(role)
+                placed[index] = moved
     _check_nvme(placed, config, _file_nbytes(placed))
     if host_left < 0:
         raise CapacityError(

@@ -206,6 +206,16 @@ def test_staging_is_half_of_the_host_up_to_a_limit() -> None:
     assert make_config({"device_memory": 0, "host_memory": "64GiB"}).staging_memory == 192 * 2**20
 
 
+def test_staging_for_whole_tensors_takes_what_homes_can_spare() -> None:
+    config = make_config({"device_memory": 0, "host_memory": 1600})
+    assert [config.with_staging_for(nbytes).staging_memory for nbytes in (0, 800, 801, 1500, 10**6)] == [
+        *(800, 800, 801, 1500, 1500)
+    ]
+    larger = config.with_staging_for(1200)
+    assert larger.with_staging_for(1000) == larger
+    assert larger.with_staging_for(1300).staging_memory == 1300
+
+
 def test_free_memory_is_between_nothing_and_the_machine() -> None:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 <= free_memory() <= pages

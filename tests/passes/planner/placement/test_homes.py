@@ -145,6 +145,18 @@ def test_state_that_staging_cannot_hold_at_once_stays_in_host_memory(parameter: 
         place_states(grown, old, replace(config, host_memory=1000 * NBYTES))
 
 
+def test_other_copies_leave_where_state_has_to_stay(parameter: Function) -> None:
+    facts, matrix = [parameter(f"{name}.weight", ELEMENTS) for name in "ab"], 200 * 2**20
+    grown = [with_matrix(facts[0], ELEMENTS), with_matrix(facts[1], matrix // 4)]
+    room = matrix + 3 * NBYTES  # for the state of b, and one copy more
+    config = Config(device_memory=0, host_memory=192 * 2**20 + room, nvme="/disk", nvme_memory=None)
+    old = [item.moved(dict.fromkeys(Role, HOST)) for item in plan_placement(facts, config)]
+    placed = place_states(grown, old, config)
+    assert [item.optimizer_state for item in placed] == [NVME, HOST]
+    assert sum(item.nbytes_on(HOST) for item in placed) == room
+    assert [item.gradient for item in placed] == [NVME, NVME]
+
+
 def test_other_state_that_fits_nowhere_is_refused(parameter: Function) -> None:
     fact = parameter("a.weight", ELEMENTS)
     config = make_config(0, 4 * NBYTES, nvme=None)
