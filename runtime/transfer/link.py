@@ -313,8 +313,12 @@ class Link:
         update = self._device.update
         # Hazard: ``change`` reads what arrives, and what compute has enqueued by now; the copy back reads what it writes.
         update.wait(arrived.event)
-        with self._device.updating():
-            change(there)
+        try:
+            with self._device.updating():
+                change(there)
+        except BaseException:
+            self._device.synchronize()  # else memory is freed to which, or from which, a copy or an op is enqueued
+            raise
         left = self.take(there, home, behind=update.record(), timing=timings[1])
         self.let_go(there)
         return left

@@ -280,9 +280,7 @@ class TensorIO:
             if on_sum is not None:
                 on_sum(there.view(slot.tensor.shape))
 
-        home = slot.elements(
-            slot.slice.flat
-        ).data  # what comes back changes no version, by which edits of users are told
+        home = slot.elements(slot.slice.flat).data  # has a version of its own: that of the home tells of edits of users
         routes = ((slot.tier, Tier.DEVICE), (Tier.DEVICE, slot.tier))
         there, back = (self._meter.copying(*route, home.nbytes, slot.name) for route in routes)
         for route in routes:

@@ -318,7 +318,7 @@ def place_states(
     could not hold all that an update of the parameter moves at once.
     """
 
-    def may_be(item: Placement) -> bool:
+    def is_allowed(item: Placement) -> bool:
         staged = item.nbytes_on(Tier.NVME) + (0 if config.unified else item.nbytes_on(Tier.DEVICE))
         return config.nvme is not None and not (item.has_whole_state and staged > config.staging_memory)
 
@@ -329,14 +329,14 @@ def place_states(
             tier = Tier.HOST  # the device was planned to be full
         others = (copy for copy in old.copies if copy.role is not Role.STATE)
         new = replace(old, copies=(*others, *_state_copies(parameter, tier, num_ranks)))
-        placed.append(new if tier is not Tier.NVME or may_be(new) else new.moved({Role.STATE: Tier.HOST}))
+        placed.append(new if tier is not Tier.NVME or is_allowed(new) else new.moved({Role.STATE: Tier.HOST}))
     host_left = config.host_memory - config.staging_memory - sum(item.nbytes_on(Tier.HOST) for item in placed)
     for role in (Role.STATE, Role.GRADIENT, Role.MASTER, Role.COMPUTE):
         for index in sorted(range(len(placed)), key=lambda index: -placed[index].nbytes_of(role)):
             if host_left >= 0:
                 break
             moved = placed[index].moved({role: Tier.NVME})
-            if placed[index].home_of(role) is Tier.HOST and may_be(moved):
+            if placed[index].home_of(role) is Tier.HOST and is_allowed(moved):
                 host_left += placed[index].nbytes_of(role)
                 placed[index] = moved
     _check_nvme(placed, config, _file_nbytes(placed))

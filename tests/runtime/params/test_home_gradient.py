@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zinf_compile
-from tests.support.fake_device import on_fake_device
+from tests.support.fake_device import FakeDevice, on_fake_device
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.optim.step_chunks import Chunk
+from zinf_compile.runtime.params import home_gradient
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.storage.engine import whole_sectors
@@ -192,6 +193,19 @@ def test_beside_a_device_gradients_and_their_norms_add_up_there(
         backward(plain, scale)
     assert all(map(torch.equal, held, [parameter.grad for parameter in plain.parameters()]))
     assert all(map(torch.equal, norms, [torch.linalg.vector_norm(parameter.grad) for parameter in plain.parameters()]))
+
+
+def test_beside_a_device_nothing_is_freed_under_a_copy_if_adding_fails(
+    beside_a_device: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward(beside_a_device)
+    with monkeypatch.context() as patch:
+        patch.setattr(home_gradient, "_note_norms", lambda *args: 1 / 0)
+        synchronize, waited = FakeDevice.synchronize, []
+        patch.setattr(FakeDevice, "synchronize", lambda device: (waited.append(device), synchronize(device)))
+        with pytest.raises(ZeroDivisionError):
+            backward(beside_a_device)
+    assert waited
 
 
 def test_beside_a_device_unscaling_waits_for_the_scale(
