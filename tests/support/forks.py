@@ -5,11 +5,8 @@ fresh: memory is measured from its first graph on, and memory shared with the pa
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,7 +14,7 @@ from typing import Any
 # Use the fixed rates of a small machine. Measuring takes seconds, and plans must be valid whatever the rates are. With fixed
 # rates each case has the same plan in every run.
 _BEFORE = """
-import gc, json, os, sys, threading, traceback
+import faulthandler, gc, json, os, sys, threading, traceback
 from contextlib import contextmanager, suppress
 
 with suppress(ImportError):  # tqdm would start a monitor thread
@@ -82,6 +79,7 @@ def warm():
 
 
 def answer(line):
+    faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)  # in a case that hangs; the next ones go on
     try:
         if starts_threads:
             warm()
@@ -122,29 +120,25 @@ class Forks:
         """Return the result of the script's ``measure`` for a case, run in its own fork."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        watchdog = threading.Timer(self._timeout, os.killpg, (self._process.pid, signal.SIGKILL))
-        watchdog.start()
-        try:
-            with suppress(BrokenPipeError):  # the process has ended and printed why
-                print(json.dumps(case), file=self._process.stdin, flush=True)
-            found = json.loads(self._process.stdout.readline() or "null")
-        finally:
-            watchdog.cancel()
-        assert found is not None, f"measuring {case} failed, or took {self._timeout:.0f} s: see what it printed"
+        with suppress(BrokenPipeError):  # the process has ended and printed why
+            print(json.dumps(case), file=self._process.stdin, flush=True)
+        found = json.loads(self._process.stdout.readline() or "null")
+        limit = f"{self._timeout:.0f} s"
+        assert found is not None, f"it failed, or took {limit}, and printed why: measuring ...{str(case)[-300:]}"
         print(json.dumps(found, indent=1))
         return found
 
 
 @contextmanager
-def forks_of(script: str, *, timeout: float = 300) -> Iterator[Forks]:
+def forks_of(script: str, *, timeout: float = 900) -> Iterator[Forks]:
     """Start a process for a script that defines ``measure(case)``; cases and results are JSON.
+
+    A case may take ``timeout`` seconds. The longest takes 50 alone, and over 300 where the tests share slow cores.
 
     The script can use torch, zinf_compile and ``sampled(store)``, a context in which a thread keeps sampling memory.
     """
-    command = [sys.executable, "-c", _BEFORE + script + _AFTER]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    command = [sys.executable, "-c", _BEFORE + script + _AFTER, str(timeout)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     try:
         yield Forks(process, timeout)
