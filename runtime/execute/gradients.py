@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from zinf_compile.ir.errors import StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
@@ -23,7 +24,7 @@ from zinf_compile.runtime.params.tiles import StoredTile
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.storage.futures import wait_all
 from zinf_compile.runtime.storage.slots import local_of
-from zinf_compile.runtime.store.store import store_of
+from zinf_compile.runtime.store.store import Store, store_of
 
 
 @without_interrupts
@@ -170,8 +171,16 @@ def take_gradient_home(parameter: Tensor) -> None:
             return
         with store.failing_on_error():
             _put_gradient(record, grad, source)
-            store.tensor_io.wait_writes()
+        finish_with_backward(store)
         _note_arrival(record)
+
+
+def finish_with_backward(store: Store) -> None:
+    """Wait for gradients on their way home at the end of the backward that runs now; at once if none does."""
+    if torch._C._current_graph_task_id() == -1:
+        store.finish_gradients()
+    else:
+        Variable._execution_engine.queue_callback(store.finish_gradients)
 
 
 def _refuse_sparse(record: StoredParameter, grad: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.glossary import Tier
-from zinf_compile.runtime.execute.gradients import store_gradient
+from zinf_compile.runtime.execute.gradients import finish_with_backward, store_gradient
 from zinf_compile.runtime.execute.logit_sums import logit_sums, logit_sums_backward, scale_gradient, weigh_logit_sums
 from zinf_compile.runtime.execute.segments import run_segment
 from zinf_compile.runtime.params.numbers import find_record
@@ -77,10 +77,10 @@ def sink_grad(grad: Tensor, store: int, param: int, ends: Tensor | None = None) 
 
 
 def wait_sinks(store: int) -> None:
-    """Block until every gradient is stored."""
+    """Have every gradient stored when backward ends; blocks, if there is none, until they are."""
     owner = find_store(store)
     owner.reductions.finish()
-    owner.tensor_io.wait_writes()
+    finish_with_backward(owner)
 
 
 def arena_view(

@@ -395,6 +395,7 @@ class JobCollector:
                 "that draws none, such as AdamW"
             )
         self._store.follow_compute()  # updates on the device come behind what the caller's stream has so far
+        self._store.finish_gradients()  # of a backward that was broken off
         wanted: list[tuple[StoredParameter, Tensor]] = []
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:

@@ -91,9 +91,13 @@ class HomeGradient(HomeTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def prepare_look(self) -> None:
-        """Reduce what has not been reduced over ranks yet: of all gradients, since every rank looks at the same time."""
+        """Reduce what has not been reduced over ranks yet: of all gradients, since every rank looks at the same time.
+
+        In a hook, the gradient may be on its way home yet.
+        """
         if (record := self.record()) is not None:
             reduce_unreduced(record.store)
+            record.store.finish_gradients(record)
 
     def plain(self) -> Tensor:
         """See HomeTensor.plain."""

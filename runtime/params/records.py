@@ -192,6 +192,9 @@ class RecordStore(Protocol):
     def show_rows(self, record: "StoredParameter") -> None:
         """Let the view of a weight in rows of int8 have its values, for somebody who looks at them; blocks."""
 
+    def finish_gradients(self, record: "StoredParameter | None" = None) -> None:
+        """Block until all gradients that are on their way home, or that of one parameter, are there."""
+
     def await_gradient(self, record: "StoredParameter") -> None:
         """Block until the gradient at home may be added to, with deferred operations applied."""
 

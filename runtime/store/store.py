@@ -398,9 +398,23 @@ class Store:
         master.upper = None
 
     @without_interrupts
+    def finish_gradients(self, record: StoredParameter | None = None) -> None:
+        """Block until all gradients that a backward has sent home, or that of one parameter, are there.
+
+        They are at its end. A hook may look before that, or break it off.
+        """
+        if record is None:
+            with self.failing_on_error():
+                self.tensor_io.wait_writes()
+        elif record.gradient.slot is not None and not self.is_forked:
+            with self.failing_on_error():
+                self.tensor_io.wait_writes_of(record.gradient.slot)
+
+    @without_interrupts
     def await_gradient(self, record: StoredParameter) -> None:
         """Block until others, such as autograd, may add to the gradient at its home; apply postponed changes first."""
         self.finish(record)
+        self.finish_gradients(record)
         settle_gradient(record)
         with torch._C.DisableTorchFunctionSubclass():
             if self.early_step is not None and record.parameter.grad is not None:
@@ -584,6 +598,7 @@ class Store:
         if not self.updates.is_idle:
             with self.meter.stall("optimizer step"):
                 self.updates.wait(may_leave=True)
+        self.finish_gradients()
         for record in self.records.values():
             self.finish(record)
         self.check_not_failed()

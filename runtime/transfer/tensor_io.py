@@ -273,7 +273,7 @@ class TensorIO:
         """Start adding a value on the device to a slot in host memory: there, beside compute, for processors are slower."""
         self.link.make_room(2 * slot.nbytes)  # for the sum, and for a copy of the value
         flat = self._outliving(value, slot.tensor.dtype)
-        self._wait_writes_of(slot)
+        self.wait_writes_of(slot)
 
         def add(there: Tensor) -> None:
             there.add_(flat)
@@ -290,7 +290,7 @@ class TensorIO:
 
     def _add_from_device(self, slot: Slot | SlotPart, value: Tensor) -> None:
         flat = self._outliving(value, slot.tensor.dtype)
-        self._wait_writes_of(slot)
+        self.wait_writes_of(slot)
         for part in self._pieces(slot):
             piece = elements_of(flat, slot.slice, part)
             lease = self.pool.lease(piece.numel() * piece.dtype.itemsize, f"room for {slot.name}")
@@ -322,8 +322,8 @@ class TensorIO:
         """Return the writes to a slot that were started since ``wait_writes``."""
         return [future for written, future in self._writes if written is slot.whole]
 
-    def _wait_writes_of(self, slot: Slot | SlotPart) -> None:
-        """Wait for earlier writes to a slot."""
+    def wait_writes_of(self, slot: Slot | SlotPart) -> None:
+        """Block until every write to a slot so far is complete; raise the StoreError of one that failed."""
         self.pool.wait(self.writes_of(slot), slot.name)
 
     def rewrite_value(
@@ -339,7 +339,7 @@ class TensorIO:
         ``change`` gets flat elements, to be changed in place, and their slice of the parameter. ``wait_writes``
         completes the writes.
         """
-        self._wait_writes_of(slot)
+        self.wait_writes_of(slot)
         elements = slot.slice.flat
         for part in elements.pieces(max(1, elements.length)) if whole else self._pieces(slot):
             self._rewrite(slot, part, change, source)

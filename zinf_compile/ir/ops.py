@@ -15,7 +15,7 @@ reordering can separate a transfer from its wait::
     zinf::release(ticket, store)                                   the bytes may be reused from here on
     zinf::sink_grad(grad, store, param)                            copy the gradient out; it is home after wait_sinks
     zinf::sink_grad(grad, store, param, ends)                      only of the experts that have rows; the rest is zero
-    zinf::wait_sinks(store)                                        every gradient sunk so far is home
+    zinf::wait_sinks(store)                                        every gradient sunk so far is home when backward ends
     m      = zinf::arena_view(store, offset, shape, stride, ...)   arena bytes for an op to write its result into
 
 A *token* stands for an activation that has left the device, from forward to the last backward that may want it::
