@@ -9,10 +9,20 @@ import torch
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import format_bytes
 
-_ROUNDED = 8  # 1/8 of the budget may be lost to rounding and fragmentation: the allocator has a pool for each stream
-# And its segments of 2 and 20 MiB of each stream, workspaces of cuBLAS (32 MiB for each thread that launches products),
+_ROUNDED = 8  # 1/8 of what tensors take may be lost to rounding and fragmentation: each stream has a pool of its own
+# And segments of 2 and 20 MiB of each stream, workspaces of cuBLAS (32 MiB for each thread that launches products),
 # and what Triton flushes the cache with while it times configurations (as large as the L2, up to 126 MB).
 _SEGMENTS_NBYTES = 2**28
+
+
+def with_slack(nbytes: int) -> int:
+    """Return how much device memory torch's allocator may take for tensors of ``nbytes``."""
+    return nbytes + nbytes // _ROUNDED + _SEGMENTS_NBYTES
+
+
+def largest_budget(free_nbytes: int) -> int:
+    """Return the largest budget that fits in so much free device memory with its slack; 0 if none does."""
+    return max(0, (free_nbytes - _SEGMENTS_NBYTES) * _ROUNDED // (_ROUNDED + 1))
 
 
 class CountingDevice(Protocol):
@@ -87,24 +97,28 @@ class DeviceAllocations:
     def begin(self, homes_nbytes: int) -> None:
         """Begin a graph run. At the first one, what is allocated beyond ``homes_nbytes`` is not the model's.
 
-        Until the run ends, torch's allocator refuses to exceed the budget plus what is not the model's now. CapacityError
-        if less is free than the plan needs.
+        Until the run ends, torch's allocator refuses to exceed the budget, its slack, and what is not the model's now.
+        CapacityError if less is free than the plan needs with its slack.
         """
         others = max(0, self._device.allocated_nbytes - homes_nbytes)
         if self._before is None:
-            self._check_free(self.promised - homes_nbytes)
+            self._check_free(homes_nbytes)
             self._before = others
             self._device.forget_peak()
-        self._device.limit(others + self.budget + self.budget // _ROUNDED + _SEGMENTS_NBYTES)
+        self._device.limit(others + with_slack(self.budget))
 
-    def _check_free(self, needed: int) -> None:
+    def _check_free(self, homes_nbytes: int) -> None:
         free = self._device.free_nbytes
-        if needed > free:
-            raise CapacityError(
-                f"the plan needs {format_bytes(needed)} more of {self._device.torch_device}, but {format_bytes(free)} are "
-                f"free: something else has taken device memory since device_memory={self.budget} was chosen; end it, or "
-                f"lower device_memory to {(self.budget - (needed - free)) // 2**20}MiB"
-            )
+        if with_slack(self.promised) - homes_nbytes <= free:
+            return
+        needed, slack = max(0, self.promised - homes_nbytes), with_slack(self.promised) - self.promised
+        fitting = largest_budget(free + homes_nbytes) // 2**20
+        lower = f", or lower device_memory to {fitting}MiB" if fitting else ""
+        raise CapacityError(
+            f"the plan needs {format_bytes(needed)} more of {self._device.torch_device}, and torch's allocator up to "
+            f"{format_bytes(slack)} beside it for what it rounds up and cannot reuse, but {format_bytes(free)} are free; "
+            f"end what else takes memory of the device{lower}"
+        )
 
     def end(self) -> None:
         """End a graph run, and remove the limit on allocations."""

@@ -260,11 +260,13 @@ class CudaDevice:
 
     @property
     def free_nbytes(self) -> int:
-        """Return the bytes that this process may still allocate."""
+        """Return the bytes that this process may still allocate, also by the limit that its user has set."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         if self.memory.integrated:  # CUDA does not count what the page cache would give back
             free = free_memory()
-        return free + torch.cuda.memory_reserved(self.torch_device) - self.allocated_nbytes
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        allowed = int(self._users_fraction * torch.cuda.get_device_properties(self.torch_device).total_memory)
+        return max(0, min(free, allowed - reserved)) + reserved - self.allocated_nbytes
 
     @property
     def libraries_nbytes(self) -> int:
@@ -283,15 +285,21 @@ class CudaDevice:
         """Make torch refuse to hold more than ``nbytes`` for this process from now on; None restores the user's limit."""
         if nbytes is None and self._own_limit is None:
             return
-        if self._own_limit is None:
-            self._own_limit = torch.cuda.get_per_process_memory_fraction(self.torch_device)
-        fraction = self._own_limit
+        fraction = self._own_limit = self._users_fraction
         if nbytes is None:
             self._own_limit = None
         else:
             total = torch.cuda.get_device_properties(self.torch_device).total_memory
             fraction = min(fraction, nbytes / total)
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+
+    @property
+    def _users_fraction(self) -> float:
+        """The share of the memory that the user lets this process take; 1 if nothing is set."""
+        if self._own_limit is not None:
+            return self._own_limit
+        fraction: float = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        return fraction
 
     def give_back(self) -> None:
         """Return memory that torch's allocator caches to the system."""

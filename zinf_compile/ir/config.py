@@ -70,7 +70,7 @@ class FoundDevice:
     """What budgets depend on of a device that exists."""
 
     memory: MemorySpace
-    free_nbytes: int
+    largest_budget: int  # that fits in its free memory, beside what an allocator loses
     libraries_nbytes: int = 0  # of its memory, that libraries under PyTorch take once and keep
 
 
@@ -203,7 +203,7 @@ def make_config(
     if not memory.is_in_ram and "device_memory" not in sizes:
         if found is None:
             raise ConfigError(f"device={device!r} needs a budget here; give device_memory, such as '8GiB'")
-        sizes["device_memory"] = found.free_nbytes * 9 // 10
+        sizes["device_memory"] = found.largest_budget
     is_device_stated = "device_memory" in given or not memory.is_in_ram
     # Without a stated budget the two RAM tiers share what is free, leaving a fifth for Python, torch and the page cache.
     free = free_memory() * 4 // 5 if "device_memory" not in sizes or "host_memory" not in sizes else 0

@@ -1,10 +1,14 @@
 """The budget of a device with its own memory: measured and limited by the allocator, refused if others took the memory."""
 
+import re
+from contextlib import nullcontext
+
 import pytest
 
 from tests.support.fake_device import FakeDevice
 from zinf_compile.ir.errors import CapacityError
-from zinf_compile.runtime.device.allocations import DeviceAllocations
+from zinf_compile.ir.glossary import format_bytes
+from zinf_compile.runtime.device.allocations import DeviceAllocations, largest_budget, with_slack
 
 GIB, MIB = 2**30, 2**20
 
@@ -39,17 +43,57 @@ def test_the_peak_is_what_was_allocated_beside_what_was_there() -> None:
     device.close()
 
 
-def test_memory_that_others_took_since_planning_is_an_error_before_anything_runs() -> None:
-    device = Counting(nbytes=512 * MIB)
-    allocations = DeviceAllocations(device, budget=2 * GIB)
-    allocations.promise(GIB)
-    with pytest.raises(
-        CapacityError,
-        match=r"needs 1.00 GiB more of cpu, but 512.0 MiB are free: .* lower device_memory to 1536MiB",
-    ):
-        allocations.begin(homes_nbytes=0)
+def test_a_plan_needs_free_memory_for_its_slack_too() -> None:
+    """The allocator may take as much as the limit leaves: what is not free then would be missed in the middle of a step."""
+    needed = GIB + GIB // 8 + 256 * MIB
+    for free, fits in ((needed - 1, False), (needed, True)):
+        device = Counting(nbytes=free)
+        device.allocated_nbytes = 0
+        allocations = DeviceAllocations(device, budget=GIB)
+        allocations.promise(GIB)
+        with (
+            nullcontext() if fits else pytest.raises(CapacityError, match=r"needs 1.00 GiB more .* to 384.0 MiB beside")
+        ):
+            allocations.begin(homes_nbytes=0)
+        assert device.limits == [needed] * fits, "what the check asks for is what the limit allows"
+        device.close()
+
+
+@pytest.mark.parametrize("free", [512 * MIB, GIB, 1535 * MIB])
+def test_memory_that_others_took_since_planning_is_an_error_before_anything_runs(free: int) -> None:
+    """A plan that fills the budget that the error names is run."""
+    device = Counting(nbytes=free)
+    allocations = DeviceAllocations(device, budget=4 * GIB)
+    allocations.promise(2 * GIB)
+    with pytest.raises(CapacityError) as error:
+        allocations.begin(homes_nbytes=GIB)
+    assert re.match(
+        rf"the plan needs 1.00 GiB more of cpu, and torch's allocator up to 512.0 MiB beside it .*, but "
+        rf"{re.escape(format_bytes(free))} are free; end .*, or lower device_memory to \d+MiB$",
+        str(error.value),
+    )
     assert device.limits == []
+    (named,) = re.findall(r"(\d+)MiB$", str(error.value))
+    for more, fits in ((0, True), (1, False)):
+        again = DeviceAllocations(device, budget=(int(named) + more) * MIB)
+        with nullcontext() if fits else pytest.raises(CapacityError):
+            again.begin(homes_nbytes=GIB)
     device.close()
+
+
+def test_no_budget_fits_in_hardly_any_memory() -> None:
+    device = Counting(nbytes=256 * MIB)
+    allocations = DeviceAllocations(device, budget=2 * GIB)
+    with pytest.raises(CapacityError, match=r"but 256.0 MiB are free; end what else takes memory of the device$"):
+        allocations.begin(homes_nbytes=0)
+    device.close()
+
+
+def test_the_largest_budget_fits_with_its_slack() -> None:
+    for free in (0, 256 * MIB, GIB, 80 * GIB + 1):
+        fitting = largest_budget(free)
+        assert (with_slack(fitting) <= free) == (free >= 256 * MIB)
+        assert with_slack(fitting + 2) > free, "to the byte that is rounded"
 
 
 def test_more_may_be_promised_than_plans_say() -> None:

@@ -13,7 +13,9 @@ from zinf_compile.ir.config import FoundDevice, make_config
 from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device import cuda as cuda_module
+from zinf_compile.runtime.device.allocations import largest_budget
 from zinf_compile.runtime.device.cuda import CudaDevice
+from zinf_compile.runtime.device.make_device import find_device
 from zinf_compile.runtime.transfer.link import Link
 
 GIB = 2**30
@@ -285,6 +287,19 @@ def test_memory_is_asked_of_torch_and_limited(cuda: StandIn) -> None:
     assert cuda.calls[-1] == "reset peak"
 
 
+def test_what_is_free_is_no_more_than_a_user_allows(cuda: StandIn) -> None:
+    """Else a budget would fit in the memory of the device, and the allocator would refuse it in the middle of a step."""
+    device = CudaDevice("cuda")
+    cuda.fraction = 0.25  # the user's: 4 GiB, of which 2 are reserved and 1 is allocated
+    assert device.free_nbytes == 3 * GIB
+    device.limit(GIB)
+    assert device.free_nbytes == 3 * GIB, "our limit is not the user's"
+    device.limit(None)
+    cuda.fraction = 0.0625
+    assert device.free_nbytes == GIB, "what is reserved already"
+    assert find_device("cuda").largest_budget == largest_budget(GIB)
+
+
 def test_a_slice_of_a_gpu_is_limited_by_its_own_memory(cuda: StandIn) -> None:
     """The allocator takes the fraction of what the properties say, which of a slice (MIG) is the memory of the slice."""
     cuda.total = 10 * GIB
@@ -348,7 +363,7 @@ def test_an_integrated_gpu_reads_host_memory_in_place(
 
     monkeypatch.setattr(cuda_module.ctypes, "CDLL", load)
     monkeypatch.setattr(cuda_module, "free_memory", lambda: 20 * GIB)
-    cuda.is_integrated = is_integrated
+    cuda.is_integrated, cuda.total = is_integrated, 32 * GIB
     device = CudaDevice("cuda")
     assert device.memory == MemorySpace(unified=False, integrated=expected)
     assert device.memory.is_in_ram == expected
@@ -381,7 +396,7 @@ def test_plans_leave_room_for_workspaces_of_cublas(
     cuda.major = major
     device = CudaDevice("cuda")
     assert device.libraries_nbytes == nbytes
-    found = FoundDevice(memory=device.memory, free_nbytes=8 * GIB, libraries_nbytes=device.libraries_nbytes)
+    found = FoundDevice(memory=device.memory, largest_budget=8 * GIB, libraries_nbytes=device.libraries_nbytes)
     budgets = {"device": "cuda", "device_memory": "1GiB", "host_memory": "1GiB", "reserve_memory": "auto"}
     assert make_config(budgets, find_device=lambda name: found).reserve_memory == nbytes
     assert make_config({**budgets, "reserve_memory": 5}, find_device=lambda name: found).reserve_memory == 5

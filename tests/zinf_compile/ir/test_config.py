@@ -179,7 +179,7 @@ def test_budgets_of_an_integrated_device_share_the_ram(
     monkeypatch.setattr(config_module, "free_memory", lambda: 10 * GIB)
 
     def find(integrated: bool) -> FoundDevice:
-        return FoundDevice(memory=MemorySpace(unified=False, integrated=integrated), free_nbytes=10 * GIB)
+        return FoundDevice(memory=MemorySpace(unified=False, integrated=integrated), largest_budget=9 * GIB)
 
     given = {"device": "cuda"} if given_option is None else {"device": "cuda", given_option: "3GiB"}
     config = make_config(given, find_device=lambda name: find(integrated=True))
