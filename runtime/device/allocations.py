@@ -31,28 +31,40 @@ class CountingDevice(Protocol):
     torch_device: torch.device
 
     @property
-    def allocated_nbytes(self) -> int:
+    def requested_nbytes(self) -> int:
         """Return the bytes of all tensors of this process on the device."""
 
     @property
-    def peak_allocated_nbytes(self) -> int:
+    def peak_requested_nbytes(self) -> int:
         """Return the most bytes of tensors since the last ``forget_peak``."""
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Return the bytes of all tensors, each with what the allocator rounds it up to."""
+
+    @property
+    def peak_reserved_nbytes(self) -> int:
+        """Return the most that the allocator has taken from the device since the last ``forget_peak``."""
 
     @property
     def free_nbytes(self) -> int:
         """Return the bytes that this process may still allocate."""
 
     def forget_peak(self) -> None:
-        """Reset the peak to what is allocated now."""
+        """Reset the peaks to what is requested and reserved now."""
 
     def limit(self, nbytes: int | None) -> None:
         """Make torch refuse to hold more than ``nbytes`` for this process from now on; None removes the limit."""
 
 
 class DeviceAllocations:
-    """The peak of what torch has allocated on a device since the first graph ran.
+    """The peak of what tensors have taken on a device since the first graph ran, and of what torch's allocator has.
 
-    On a CPU, ``DeviceRam`` estimates it from the memory of the process.
+    Plans promise the bytes of tensors, as they are requested. What the allocator adds depends on its segments and on the
+    order of all allocations: 512 bytes each, up to 1 MiB of each large one where segments are not expandable, and what
+    lies unused between them. Plans leave that to the slack, and the limit is on what it takes from the device in all.
+
+    On a CPU, ``DeviceRam`` estimates the peak from the memory of the process.
     """
 
     may_settle_again = False  # the plan's workspace has what libraries keep permanently
@@ -60,8 +72,9 @@ class DeviceAllocations:
 
     def __init__(self, device: CountingDevice, *, budget: int) -> None:
         self._device = device
-        self._before: int | None = None
-        self._peak = 0
+        self._before: int | None = None  # bytes of tensors that are not the model's
+        self._others = 0  # the same as allocated, when a graph began to run last
+        self._peak = self._reserved_peak = 0
         self.budget = budget
         self.promised = budget
         self.least_promised = 0
@@ -71,17 +84,32 @@ class DeviceAllocations:
         """Return the peak bytes of the device tier, under any plan."""
         if self._before is None:
             return self._peak
-        return max(self._peak, self._device.peak_allocated_nbytes - self._before)
+        return max(self._peak, self._device.peak_requested_nbytes - self._before)
+
+    @property
+    def reserved_peak(self) -> int:
+        """Return the most that the allocator has taken from the device besides what is not the model's; 0 before a run."""
+        if self._before is None:
+            return 0
+        return max(self._reserved_peak, self._device.peak_reserved_nbytes - self._others)
+
+    @property
+    def reserved_limit(self) -> int:
+        """Return the most that it may take."""
+        return with_slack(self.budget)
+
+    def _keep_peaks(self) -> None:
+        self._peak, self._reserved_peak = self.peak, self.reserved_peak
 
     def begin_again(self, *, after_capture: bool = False) -> None:
         """Start measuring again, after plans changed or one was added."""
-        self._peak = self.peak
+        self._keep_peaks()
         self._device.forget_peak()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """A block for planning and measuring between runs, whose memory does not count."""
-        self._peak = self.peak
+        self._keep_peaks()
         yield
         self._device.forget_peak()
 
@@ -100,12 +128,12 @@ class DeviceAllocations:
         Until the run ends, torch's allocator refuses to exceed the budget, its slack, and what is not the model's now.
         CapacityError if less is free than the plan needs with its slack.
         """
-        others = max(0, self._device.allocated_nbytes - homes_nbytes)
+        self._others = max(0, self._device.allocated_nbytes - homes_nbytes)
         if self._before is None:
             self._check_free(homes_nbytes)
-            self._before = others
+            self._before = max(0, self._device.requested_nbytes - homes_nbytes)
             self._device.forget_peak()
-        self._device.limit(others + with_slack(self.budget))
+        self._device.limit(self._others + self.reserved_limit)
 
     def _check_free(self, homes_nbytes: int) -> None:
         free = self._device.free_nbytes
@@ -123,7 +151,7 @@ class DeviceAllocations:
     def end(self) -> None:
         """End a graph run, and remove the limit on allocations."""
         self._device.limit(None)
-        self._peak = self.peak
+        self._keep_peaks()
 
     def settle(self, ours_nbytes: int, *, again: bool = False) -> None:
         """Do nothing: the allocator counts tensors only, not other memory of the process."""

@@ -249,14 +249,30 @@ class CudaDevice:
         return alias_bytes(home, 0, home.numel(), home.dtype, self.torch_device).view(home.shape)
 
     @property
-    def allocated_nbytes(self) -> int:
+    def requested_nbytes(self) -> int:
         """Return the bytes of all tensors of this process on the device."""
+        return self._requested("current")
+
+    @property
+    def peak_requested_nbytes(self) -> int:
+        """Return the most bytes of tensors since the last ``forget_peak``."""
+        return self._requested("peak")
+
+    def _requested(self, when: str) -> int:
+        """Return a count of bytes as requested; as allocated with cudaMallocAsync, which counts nothing else."""
+        counted = "requested_bytes" if torch.cuda.get_allocator_backend() == "native" else "allocated_bytes"
+        nbytes: int = torch.cuda.memory_stats(self.torch_device).get(f"{counted}.all.{when}", 0)
+        return nbytes
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Return the bytes of all tensors, each with what the allocator rounds it up to."""
         return torch.cuda.memory_allocated(self.torch_device)
 
     @property
-    def peak_allocated_nbytes(self) -> int:
-        """Return the most bytes of tensors since the last ``forget_peak``."""
-        return torch.cuda.max_memory_allocated(self.torch_device)
+    def peak_reserved_nbytes(self) -> int:
+        """Return the most that the allocator has taken from the device since the last ``forget_peak``."""
+        return torch.cuda.max_memory_reserved(self.torch_device)
 
     @property
     def free_nbytes(self) -> int:
@@ -278,7 +294,7 @@ class CudaDevice:
         return DeviceAllocations(self, budget=budget)
 
     def forget_peak(self) -> None:
-        """Reset the peak to what is allocated now."""
+        """Reset the peaks to what is requested and reserved now."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def limit(self, nbytes: int | None) -> None:

@@ -76,6 +76,14 @@ class MemoryUse(Protocol):
     def process_peak(self) -> int:
         """Return the largest anonymous memory of the process of any sample; 0 if it is not measured."""
 
+    @property
+    def reserved_peak(self) -> int:
+        """Return the most that an allocator has taken from the device for the model; 0 if it is not measured."""
+
+    @property
+    def reserved_limit(self) -> int:
+        """Return the most that it may take; 0 if it is not limited."""
+
     def begin_again(self, *, after_capture: bool = False) -> None:
         """Start measuring again, after plans changed or one was added."""
 

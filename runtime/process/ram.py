@@ -22,6 +22,8 @@ class DeviceRam:
     exceeds the budget, unless it has hardly grown since the last time.
     """
 
+    reserved_peak = reserved_limit = 0  # no allocator of ours takes the memory
+
     def __init__(self, *, budget: int) -> None:
         self._latest = 0  # highest sample since a graph run last began or ended
         self._peak = 0  # before that, under the current plans

@@ -367,16 +367,28 @@ class FakeDevice:
         return alias
 
     @property
-    def allocated_nbytes(self) -> int:
+    def requested_nbytes(self) -> int:
         """Return the bytes of all tensors on the device, but for the user's."""
+        with self.own_memory.counted() as allocator:
+            return allocator.requested_nbytes
+
+    @property
+    def peak_requested_nbytes(self) -> int:
+        """Return the most of them since the last ``forget_peak``."""
+        with self.own_memory.counted() as allocator:
+            return allocator.peak_requested_nbytes
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Return the bytes of all of them, as the allocator rounds them up."""
         with self.own_memory.counted() as allocator:
             return allocator.allocated_nbytes
 
     @property
-    def peak_allocated_nbytes(self) -> int:
-        """Return the most of them since the last ``forget_peak``."""
+    def peak_reserved_nbytes(self) -> int:
+        """Return the most that the allocator has taken since the last ``forget_peak``."""
         with self.own_memory.counted() as allocator:
-            return allocator.peak_nbytes
+            return allocator.peak_reserved_nbytes
 
     @property
     def free_nbytes(self) -> int:
@@ -384,9 +396,9 @@ class FakeDevice:
         return self.nbytes - self.allocated_nbytes - (sum(self.pinned.values()) if self.memory.integrated else 0)
 
     def forget_peak(self) -> None:
-        """Reset the peak to what is allocated now."""
+        """Reset the peaks to what is there now."""
         with self.own_memory.counted() as allocator:
-            allocator.peak_nbytes = allocator.allocated_nbytes
+            allocator.forget_peaks()
 
     def limit(self, nbytes: int | None) -> None:
         """Record the limit, and keep to it."""

@@ -20,6 +20,7 @@ from zinf_compile.driver.session import Session, check_devices, session_of_store
 from zinf_compile.inspect.recordings import Recording
 from zinf_compile.inspect.reports import (
     AheadReport,
+    AllocatorReport,
     PhaseReport,
     ProcessReport,
     RankReport,
@@ -397,6 +398,7 @@ def report(model: Module, *, all_ranks: bool = False) -> Report:
             for tier in Tier
         ),
         process=_process_of(session),
+        allocator=_allocator_of(store),
         ahead=_ahead_of(store),
         phases=tuple(phases),
         step=step,
@@ -450,6 +452,11 @@ def _process_of(session: Session) -> ProcessReport | None:
     return ProcessReport(
         budget=config.device_memory + config.host_memory, reserved=config.reserve_memory, measured_peak=peak
     )
+
+
+def _allocator_of(store: Store) -> AllocatorReport | None:
+    peak = store.ram.reserved_peak
+    return AllocatorReport(limit=store.ram.reserved_limit, measured_peak=peak) if peak else None
 
 
 def _predicted_peak(session: Session, tier: Tier) -> int:

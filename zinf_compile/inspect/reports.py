@@ -91,6 +91,18 @@ class ProcessReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorReport:
+    """What torch's allocator takes of a GPU for the model's tensors, with what it rounds up and cannot reuse, in bytes."""
+
+    limit: int  # the budget and its slack
+    measured_peak: int
+
+    def __str__(self) -> str:
+        peak, limit = format_bytes(self.measured_peak), format_bytes(self.limit)
+        return f"allocator: {peak} reserved at most for the device tier, of {limit} that its limit allows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """One of several ranks: measured peaks in bytes, reads of its disk so far, and medians over its steps."""
 
@@ -113,6 +125,7 @@ class Report:
     step_plans: tuple[PlanView, ...]  # those of the graphs that run in one step
     tiers: tuple[TierReport, ...]
     process: ProcessReport | None = None  # None on a GPU, and before anything has run
+    allocator: AllocatorReport | None = None  # None on a CPU, and before anything has run
     phases: tuple[PhaseReport, ...]
     step: StepReport | None  # None before the second step
     moved: tuple[RouteReport, ...]
@@ -154,6 +167,8 @@ class Report:
                 lines.append(f"{tier.tier}: exceeded by {format_bytes(tier.measured_peak - tier.predicted_peak)}")
         if self.process is not None:
             lines.append(str(self.process))
+        if self.allocator is not None:
+            lines.append(str(self.allocator))
         if self.weight_files:
             names = ", ".join(self.weight_files[:2]) + (", ..." if len(self.weight_files) > 2 else "")
             lines.append(

@@ -39,6 +39,13 @@ class StandIn:
         self.registered_on: list[object] = []
         self.entered_on: list[object] = []  # the current devices where streams were chosen
         self.settings: list[str] = []
+        self.backend = "native"
+        self.stats = {
+            "requested_bytes.all.current": GIB - 3,
+            "requested_bytes.all.peak": 2 * GIB - 3,
+            "allocated_bytes.all.current": GIB,
+            "allocated_bytes.all.peak": 2 * GIB,
+        }
         outer = self
 
         class Event:
@@ -114,7 +121,9 @@ class StandIn:
             "mem_get_info": lambda device: (self.free, self.total),
             "memory_reserved": lambda device: 2 * GIB,
             "memory_allocated": lambda device: GIB,
-            "max_memory_allocated": lambda device: 3 * GIB,
+            "max_memory_reserved": lambda device: 3 * GIB,
+            "memory_stats": lambda device: self.stats,
+            "get_allocator_backend": lambda: self.backend,
             "reset_peak_memory_stats": lambda device: self.calls.append("reset peak"),
             "set_per_process_memory_fraction": self._limit,
             "get_per_process_memory_fraction": lambda device: self.fraction,
@@ -266,7 +275,7 @@ def test_segments_are_expandable_unless_a_user_chooses(
 def test_memory_is_asked_of_torch_and_limited(cuda: StandIn) -> None:
     device = CudaDevice("cuda")
     assert device.free_nbytes == 8 * GIB + 2 * GIB - GIB
-    assert (device.allocated_nbytes, device.peak_allocated_nbytes) == (GIB, 3 * GIB)
+    assert (device.allocated_nbytes, device.peak_reserved_nbytes) == (GIB, 3 * GIB)
     device.limit(4 * GIB)
     assert cuda.fraction == 0.25
     device.limit(32 * GIB)
@@ -285,6 +294,15 @@ def test_memory_is_asked_of_torch_and_limited(cuda: StandIn) -> None:
     assert cuda.calls[-1] == "empty cache"
     device.forget_peak()
     assert cuda.calls[-1] == "reset peak"
+
+
+def test_bytes_of_tensors_are_those_that_were_requested(cuda: StandIn) -> None:
+    """Of a block of torch's allocator up to 1 MiB is not the tensor's. CUDA's own allocator counts no requests."""
+    device = CudaDevice("cuda")
+    assert (device.requested_nbytes, device.peak_requested_nbytes) == (GIB - 3, 2 * GIB - 3)
+    cuda.backend = "cudaMallocAsync"
+    cuda.stats |= {"requested_bytes.all.current": 0, "requested_bytes.all.peak": 0}
+    assert (device.requested_nbytes, device.peak_requested_nbytes) == (GIB, 2 * GIB)
 
 
 def test_what_is_free_is_no_more_than_a_user_allows(cuda: StandIn) -> None:

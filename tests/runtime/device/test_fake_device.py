@@ -18,6 +18,7 @@ from tests.support.late_compute import LateCompute
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.device import allocations
+from zinf_compile.runtime.device.allocations import with_slack
 from zinf_compile.runtime.execute import op_bodies
 from zinf_compile.runtime.storage import state_codes
 from zinf_compile.runtime.transfer.link import Link
@@ -177,10 +178,24 @@ def test_the_peak_that_the_allocator_measures_is_within_the_plans(device: FakeDe
         model(torch.randn(64, 96)).square().sum().backward()
         adamw.step()
         adamw.zero_grad()
-    (tier,) = (each for each in zinf_compile.report(model).tiers if each.tier is Tier.DEVICE)
+    report = zinf_compile.report(model)
+    (tier,) = (each for each in report.tiers if each.tier is Tier.DEVICE)
     zinf_compile.close(model)
     assert tier.predicted_peak is not None
     assert 96 * 192 * 4 < tier.measured_peak <= tier.predicted_peak <= 2 * MIB
+    assert report.allocator is not None
+    assert report.allocator.measured_peak in range(2 * MIB, report.allocator.limit), "a segment at least"
+    assert report.allocator.limit == with_slack(2 * MIB)
+    assert str(report.allocator) in str(report)
+
+
+def test_what_the_allocator_rounds_up_is_not_the_plans(device: FakeDevice) -> None:
+    """A plan counts what tensors have. That of 800 bytes takes 1 KiB, and one of 11 MiB a segment of 12."""
+    before = device.requested_nbytes, device.allocated_nbytes
+    kept = [device.allocate([800], torch.uint8), device.allocate([11 * MIB + 5], torch.uint8)]
+    assert device.requested_nbytes - before[0] == sum(each.numel() for each in kept) == 11 * MIB + 805
+    assert device.allocated_nbytes - before[1] == 1024 + 12 * MIB
+    assert device.peak_requested_nbytes < 12 * MIB < device.peak_reserved_nbytes
 
 
 def test_a_graph_that_takes_more_than_its_limit_is_refused(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +237,7 @@ def test_sizes_are_rounded_and_segments_are_cut() -> None:
     assert allocator.allocated_nbytes == 0
     allocator.give_back()
     assert allocator.reserved_nbytes == 0, "neighbours that are free are one block again"
-    assert allocator.peak_nbytes == MIB + 1024 + 11 * MIB + 32 * MIB
+    assert allocator.peak_allocated_nbytes == MIB + 1024 + 11 * MIB + 32 * MIB
 
 
 def test_each_stream_has_blocks_of_its_own() -> None:
@@ -232,6 +247,44 @@ def test_each_stream_has_blocks_of_its_own() -> None:
     assert allocator.reserved_nbytes == 40 * MIB
     allocator.allocate(4 * MIB, "compute")
     assert allocator.reserved_nbytes == 40 * MIB
+
+
+def test_expandable_segments_take_pages_where_they_are_missing() -> None:
+    allocator = CachingAllocator(2**30, is_expandable=True)
+    first, second = allocator.allocate(31 * MIB + 1, "compute"), allocator.allocate(8 * MIB, "compute")
+    assert (first.nbytes, first.requested_nbytes) == (31 * MIB + 512, 31 * MIB + 1), "everything is cut off"
+    assert allocator.reserved_nbytes == 40 * MIB, "two pages of 20 MiB"
+    allocator.free(first)
+    third = allocator.allocate(36 * MIB, "compute")
+    assert allocator.reserved_nbytes == 80 * MIB
+    assert third.start == second.start + second.nbytes, "behind the second, with what is left of its page"
+    small = allocator.allocate(5, "compute")
+    assert (allocator.reserved_nbytes, small.start) == (82 * MIB, 0)
+    allocator.free(second)
+    allocator.give_back()
+    assert allocator.reserved_nbytes == 62 * MIB, "the first page, where nothing is any more"
+    again = allocator.allocate(24 * MIB, "compute")
+    assert (again.start, allocator.reserved_nbytes) == (0, 82 * MIB), (
+        "a page at the lowest addresses, before one in part"
+    )
+    for block in (third, small, again):
+        allocator.free(block)
+    allocator.give_back()
+    assert (allocator.reserved_nbytes, allocator.allocated_nbytes, allocator.requested_nbytes) == (0, 0, 0)
+
+
+def test_expandable_segments_keep_to_the_limit() -> None:
+    allocator = CachingAllocator(100 * MIB, is_expandable=True)
+    allocator.set_limit(50 * MIB)
+    allocator.free(allocator.allocate(24 * MIB, "compute"))
+    allocator.allocate(30 * MIB, "update")
+    assert (allocator.reserved_nbytes, allocator.num_given_back) == (40 * MIB, 1)
+    with pytest.raises(torch.OutOfMemoryError, match="41943040 of 52428800 are reserved"):
+        allocator.allocate(12 * MIB, "compute")
+    allocator.set_limit(None)
+    allocator.allocate(50 * MIB, "compute")
+    with pytest.raises(torch.OutOfMemoryError, match="are reserved"):
+        allocator.allocate(12 * MIB, "update2")
 
 
 def test_what_is_cached_is_given_back_before_memory_is_refused() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.hand_made_plans import make_report
-from zinf_compile.inspect.reports import RankReport, sum_runs
+from zinf_compile.inspect.reports import AllocatorReport, RankReport, sum_runs
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Plan
 
@@ -24,6 +24,15 @@ def test_every_number_has_its_ratio(small_plan: Plan) -> None:
 
 def test_a_promise_that_was_not_kept_is_told(small_plan: Plan) -> None:
     assert "device: exceeded by 1.0 KiB" in str(make_report(small_plan, measured_peak=5120))
+
+
+def test_what_an_allocator_reserves_is_beside_what_tensors_take(small_plan: Plan) -> None:
+    report = make_report(small_plan)
+    assert "allocator" not in str(report)
+    allocator = AllocatorReport(limit=9216, measured_peak=5120)
+    text = str(replace(report, allocator=allocator))
+    assert "\nallocator: 5.0 KiB reserved at most for the device tier, of 9.0 KiB that its limit allows\n" in text
+    assert "exceeded" not in text, "plans promise bytes of tensors"
 
 
 def test_its_repr_is_a_line(small_plan: Plan) -> None:
