@@ -1,5 +1,6 @@
 """Measures, by torch's allocator, how much device memory a model uses, and keeps it within its budget."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -13,6 +14,7 @@ _ROUNDED = 8  # 1/8 of what tensors take may be lost to rounding and fragmentati
 # And segments of 2 and 20 MiB of each stream, workspaces of cuBLAS (32 MiB for each thread that launches products),
 # and what Triton flushes the cache with while it times configurations (as large as the L2, up to 126 MB).
 _SEGMENTS_NBYTES = 2**28
+_log = logging.getLogger(__name__)
 
 
 def with_slack(nbytes: int) -> int:
@@ -55,6 +57,9 @@ class CountingDevice(Protocol):
 
     def limit(self, nbytes: int | None) -> None:
         """Make torch refuse to hold more than ``nbytes`` for this process from now on; None removes the limit."""
+
+    def give_back(self) -> None:
+        """Return memory that torch's allocator caches to the system."""
 
 
 class DeviceAllocations:
@@ -112,6 +117,33 @@ class DeviceAllocations:
         self._keep_peaks()
         yield
         self._device.forget_peak()
+
+    @contextmanager
+    def compiling(self, homes_nbytes: int) -> Iterator[None]:
+        """A block that compiles kernels. The log says what timing them took, if the budget has no room for it.
+
+        With ``max_autotune`` Inductor times kernels of a product on tensors of full size, and products whose sizes it may
+        pad also without. They are freed, and given back, before any graph of ours runs, so no plan counts them.
+        """
+        self._keep_peaks()
+        self._device.forget_peak()
+        before = self._device.requested_nbytes
+        try:
+            yield
+        finally:
+            taken = self._device.peak_requested_nbytes - before
+            self._device.forget_peak()
+            self._device.give_back()
+        if taken and homes_nbytes + taken > self.budget:
+            _log.warning(
+                "compiling took %s of %s for kernels that Inductor timed on tensors of full size, beside %s of the model: "
+                "together more than the %s that device_memory leaves to it. Where that is too much, turn off "
+                "torch._inductor.config.max_autotune and shape_padding",
+                format_bytes(taken),
+                self._device.torch_device,
+                format_bytes(homes_nbytes),
+                format_bytes(self.budget),
+            )
 
     def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
         """Set the limit that the plans promise for the device tier."""

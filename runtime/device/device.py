@@ -90,6 +90,9 @@ class MemoryUse(Protocol):
     def apart(self) -> AbstractContextManager[None]:
         """A block for planning between runs, whose memory does not count."""
 
+    def compiling(self, homes_nbytes: int) -> AbstractContextManager[None]:
+        """A block between runs that compiles kernels, beside homes. What timing them takes does not count."""
+
     def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
         """Set the limit that the plans promise for the device tier, with the share of it that is workspace of kernels."""
 

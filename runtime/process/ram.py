@@ -6,7 +6,7 @@ import gc
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class DeviceRam:
@@ -73,6 +73,10 @@ class DeviceRam:
         self._latest = 0
         if self._times_settled > 0:
             self._made += max(0, anonymous_rss() - held)
+
+    def compiling(self, homes_nbytes: int) -> AbstractContextManager[None]:
+        """A block that compiles kernels. What it leaves behind is the process's, like all that is left by a capture."""
+        return nullcontext()
 
     def promise(self, nbytes: int, workspace_nbytes: int = 0) -> None:
         """Set the limit that the plans promise for the device tier, with the share of it that is workspace of kernels."""

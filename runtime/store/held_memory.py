@@ -87,6 +87,13 @@ class HeldMemory:
         with self._staging.at_rest(), self._ram.apart():  # no samples are taken meanwhile
             yield
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A block between runs that compiles kernels: see ``MemoryUse.compiling``. Waits for updates first."""
+        self._updates.wait()
+        with self._ram.compiling(self.nbytes_on(Tier.DEVICE) + self._beside_homes_nbytes()):
+            yield
+
     @without_interrupts
     def begin_run(self) -> None:
         """Begin a graph run. At the first one, memory besides our homes is counted as not the model's."""

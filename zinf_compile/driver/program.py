@@ -163,8 +163,8 @@ class Program:
         computed = self._planner.compute_in_segments(graph, ops)
         if computed.op_by_op is None:
             assert computed.form.captured is not None
-            compile_segments(computed.form.captured)
-            self._store.device.give_back()  # the tensors on which kernels were timed
+            with self._store.held.compiling():
+                compile_segments(computed.form.captured)
             try:
                 computed = self._plan_as_compiled(computed)
             except CapacityError as error:

@@ -125,6 +125,26 @@ def test_more_may_be_promised_than_plans_say() -> None:
     assert device.num_forgotten == 1
 
 
+def test_timing_kernels_does_not_count_and_is_told_where_the_budget_has_no_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = Counting()
+    allocations = DeviceAllocations(device, budget=2 * GIB)
+    allocations.begin(homes_nbytes=GIB)
+    device.peak_requested_nbytes = 3 * GIB + MIB
+    allocations.end()
+    for taken in (GIB - MIB, GIB):
+        with allocations.compiling(homes_nbytes=GIB + 1):
+            device.peak_requested_nbytes = 3 * GIB + taken
+        assert allocations.peak == GIB + MIB
+        assert [each.getMessage() for each in caplog.records] == [
+            "compiling took 1.00 GiB of cpu for kernels that Inductor timed on tensors of full size, beside 1.00 GiB of the "
+            "model: together more than the 2.00 GiB that device_memory leaves to it. Where that is too much, turn off "
+            "torch._inductor.config.max_autotune and shape_padding"
+        ] * (taken == GIB)
+    device.close()
+
+
 def test_memory_that_is_measured_apart_does_not_count() -> None:
     device = Counting()
     allocations = DeviceAllocations(device, budget=2 * GIB)

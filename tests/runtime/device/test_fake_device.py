@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import zinf_compile
 from tests.support import fake_device
@@ -19,7 +20,7 @@ from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.device import allocations
 from zinf_compile.runtime.device.allocations import with_slack
-from zinf_compile.runtime.execute import op_bodies
+from zinf_compile.runtime.execute import op_bodies, segments
 from zinf_compile.runtime.storage import state_codes
 from zinf_compile.runtime.transfer.link import Link
 
@@ -32,10 +33,10 @@ def device() -> Any:
         yield made
 
 
-def optimized(**options: Any) -> nn.Module:
+def optimized(model: nn.Module | None = None, **options: Any) -> nn.Module:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96))
+    model = model or nn.Sequential(nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96))
     given = {"device": "cuda", "device_memory": 8 * MIB, "host_memory": 16 * MIB, "tiles": False, "compute": "aten"}
     return zinf_compile.optimize(model, **{**given, **options})
 
@@ -196,6 +197,32 @@ def test_what_the_allocator_rounds_up_is_not_the_plans(device: FakeDevice) -> No
     assert device.requested_nbytes - before[0] == sum(each.numel() for each in kept) == 11 * MIB + 805
     assert device.allocated_nbytes - before[1] == 1024 + 12 * MIB
     assert device.peak_requested_nbytes < 12 * MIB < device.peak_reserved_nbytes
+
+
+def test_what_timing_kernels_takes_is_not_the_models(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a second graph, which is compiled when the first has run."""
+    timed: list[int] = []
+
+    def compile_as_max_autotune(number: int, segment: Any) -> None:
+        with _disable_current_modes():  # as Inductor does, which has fake tensors otherwise
+            timed.append(device.allocate([24 * MIB], torch.uint8).numel())
+
+    monkeypatch.setattr(segments, "_compile", compile_as_max_autotune)
+    layers = [nn.Sequential(nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96)) for _ in range(2)]
+    model = optimized(nn.Sequential(*layers), device_memory=3 * MIB, compute="inductor")
+    model(torch.randn(64, 96)).square().sum().backward()
+    first = len(timed)
+    model(torch.randn(16, 4, 96)).square().sum().backward()
+    report = zinf_compile.report(model)
+    (tier,) = (each for each in report.tiers if each.tier is Tier.DEVICE)
+    zinf_compile.close(model)
+    assert len(report.plans) == 2
+    assert len(timed) > first > 0
+    assert tier.measured_peak <= tier.predicted_peak
+    told = [each.getMessage() for each in caplog.records if "compiling took 24.0 MiB" in each.getMessage()]
+    assert len(told) == 2
 
 
 def test_a_graph_that_takes_more_than_its_limit_is_refused(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
