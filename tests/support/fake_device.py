@@ -320,9 +320,15 @@ class FakeDevice:
         """Do nothing: all threads enqueue ops on the same stream."""
         return nullcontext()
 
-    def updating(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def updating(self) -> Iterator[None]:
         """A block whose ops run on the update stream."""
-        return LateCompute(self.update, self.own_memory, makes_here=True) if self._is_late else nullcontext()
+        if not self._is_late:
+            yield
+            return
+        # One stream takes the place of another: the mode of compute would enqueue what this one makes there.
+        with _disable_current_modes(), LateCompute(self.update, self.own_memory, makes_here=True):
+            yield
 
     def computing(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return a graph whose ops run on the compute stream. It ends when they have: user code runs by itself."""
