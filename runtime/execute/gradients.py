@@ -198,7 +198,7 @@ def _put_gradient(record: StoredParameter, grad: Tensor, source: Tier, experts: 
         source is Tier.DEVICE and record.store.memory.is_behind_link(Tier.DEVICE) and record.store.ranks.is_alone
     )
     if (leaves_device or not slot.in_memory) and grad.is_contiguous() and grad.dtype == slot.tensor.dtype:
-        note_norms(record, grad)
+        note_norms(record, grad, leaves_device=leaves_device)
     rows = None if experts is None else [slot.slice.part(each.start, each.stop) for each in experts]
     record.store.tensor_io.write_value(slot, grad, source, nonzero=rows)
     record.parameter.grad = show_gradient(record)

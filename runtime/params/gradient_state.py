@@ -29,13 +29,31 @@ class DeferredOp:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class WantedNorms:
+    """Orders of the norms of gradients that were asked for, which are taken where gradients pass by."""
+
+    as_they_are: set[float] = field(default_factory=set)
+    unscaled: set[float] = field(default_factory=set)  # of gradients that GradScaler has unscaled
+    inverse_scale: float | None = None  # by which it did so last
+
+    @property
+    def are_any(self) -> bool:
+        """Return whether a norm is to be taken."""
+        return bool(self.as_they_are or self.unscaled)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class GradientState:
     """The gradient of one parameter; without a slot while the parameter is frozen."""
 
     slot: Slot | None = None
     held: list[Slot] = field(default_factory=list)  # earlier ones, whose tensors users still hold
     deferred: list[DeferredOp] = field(default_factory=list)  # operations of the user, not yet applied
-    norms: dict[float, Tensor] = field(default_factory=dict)  # of the gradient at home, by order
+    norms: dict[float, Tensor] = field(default_factory=dict)  # of the gradient with these applied, by order
+    unscaled_norms: dict[tuple[float, float], Tensor] = field(
+        default_factory=dict
+    )  # times a factor; by that, and order
+    noted_edits: int = 0  # of ``num_edits``, those that the norms know of
     rows_home: list[Slice] | None = (
         None  # the tiles that have arrived of an incomplete gradient; None if it is complete
     )
@@ -77,14 +95,14 @@ class GradientState:
             self.held = [each for each in (*self.held, *([was] if was is not None else [])) if each is not slot]
             self.slot = slot
         self.deferred.clear()
-        self.norms.clear()
+        self.forget_norms()
         self.num_arrivals, self.was_edited = 0, False
 
     def note_arrival(self) -> None:
         """Note that a gradient, or a tile of one, has been stored or added."""
         assert self.slot is not None
         self.num_arrivals += 1
-        self.arrival_version, self.num_edits = self.slot.tensor._version, 0
+        self.arrival_version, self.num_edits, self.noted_edits = self.slot.tensor._version, 0, 0
 
     def note_edit(self) -> None:
         """Note that a user changes the value, or may do so unseen."""
@@ -103,8 +121,13 @@ class GradientState:
     @property
     def is_untouched(self) -> bool:
         """Return whether nobody has changed the value since the last gradient arrived."""
+        return not self.num_edits and self.is_as_noted
+
+    @property
+    def is_as_noted(self) -> bool:
+        """Return whether nobody has changed the value since the last gradient arrived, or only as the norms know."""
         slot = self.slot
-        return slot is not None and not self.num_edits and slot.tensor._version == self.arrival_version
+        return slot is not None and self.num_edits == self.noted_edits and slot.tensor._version == self.arrival_version
 
     def begin_tiles(self) -> None:
         """Note that the new gradient comes in tiles, none of which is there."""
@@ -126,22 +149,35 @@ class GradientState:
     # What is known of it, and deferred operations
 
     def note_norm(self, order: float, norm: Tensor) -> None:
-        """Remember a norm of the gradient as it is at home."""
+        """Remember a norm of the gradient as it is at home, with deferred operations applied."""
         self.norms[order] = norm
+
+    def note_unscaled_norm(self, inverse_scale: float, order: float, norm: Tensor) -> None:
+        """Remember a norm that the gradient will have if it is unscaled by a factor."""
+        self.unscaled_norms[inverse_scale, order] = norm
 
     def forget_norms(self) -> None:
         """Forget what is known of the value, which is about to change."""
         self.norms.clear()
+        self.unscaled_norms.clear()
 
     def defer(self, operation: DeferredOp) -> None:
         """Defer an operation until the gradient is read."""
-        self.norms.clear()
+        self.forget_norms()
         self.note_edit()
         self.deferred.append(operation)
 
+    def defer_unscaling(self, operation: DeferredOp, inverse_scale: float) -> None:
+        """Defer the multiplication by a factor. Norms that were taken for it are those of the gradient from now on."""
+        norms = self.unscaled_norms if self.is_as_noted else {}
+        known = {order: norm for (factor, order), norm in norms.items() if factor == inverse_scale}
+        self.defer(operation)
+        self.norms, self.noted_edits = known, self.num_edits
+
     def take_deferred(self) -> list[DeferredOp]:
         """Return the deferred operations, which the caller applies at once; nothing is known of the value any more."""
-        self.norms.clear()
+        self.forget_norms()
+        self.noted_edits = 0
         operations = self.deferred.copy()
         self.deferred.clear()
         return operations

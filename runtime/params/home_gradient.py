@@ -14,9 +14,19 @@ Any other access applies the deferred operations first, so that results are the 
 Operations on a gradient in host memory beside a device are deferred as well: the update applies them to a copy of each
 chunk. Its norms are taken on the device, before it leaves: from host memory it would take as long as to copy all gradients
 there. They hold until somebody changes it.
+
+``GradScaler.unscale_`` is deferred as clipping is: a gradient has an infinite or undefined element exactly if its largest
+absolute value, a norm, is so. Clipping then asks for norms of the products, which are rounded. These are taken on the
+device of a copy that is multiplied by the factor of the last step, and hold if the next factor is the same::
+
+    backward          sink          norms = {inf: ...}; unscaled_norms = {(1/1024, 2.0): ...}
+    unscale_                        found_inf = norms[inf] is not finite; deferred += [times 1/1024]
+    clip_grad_norm_   vector_norm   -> unscaled_norms[1/1024, 2.0]
 """
 
 import logging
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -74,21 +84,31 @@ class HomeGradient(HomeTensor):
                 return norm
             if func in _ELEMENT_WISE and _defer(func, args, kwargs):
                 return args[0] if isinstance(args[0], Tensor) else None
-            if func is _UNSCALE and homes and (record := homes[0].record()) is not None:
+            if func is not _UNSCALE or kwargs:
+                return cls._run_on_values(func, types, args, kwargs)
+            if homes and (record := homes[0].record()) is not None:
                 record.store.await_compute()  # the scale comes from the device, by an asynchronous copy
-            if func is _UNSCALE and all(map(_streamed_record, args[0])):
-                _unscale(*args)
-                return _spread_infinities(homes, args[1])
-            for home in homes:
-                if (record := _streamed_record(home)) is not None or (record := _deferred_record(home)) is not None:
-                    settle_gradient(record)
-            result = super().__torch_function__(func, types, args, kwargs)
-            for home in homes:
-                home.note_what_is_handed_out(func, result)
-            if func is _UNSCALE:
-                _spread_infinities(homes, args[1])
-            return result
+            records = [_unscaled_record(gradient) for gradient in args[0]]
+            rest = [gradient for gradient, record in zip(args[0], records, strict=True) if record is None]
+            if rest:
+                cls._run_on_values(func, types, (rest, *args[1:]), kwargs)
+            _unscale([record for record in records if record is not None], *args[1:])
+            return _spread_infinities(homes, args[1])
         return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def _run_on_values(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run ``func`` once deferred operations are applied, and note what it changes or hands out."""
+        homes = list(_homes_in((*args, *kwargs.values())))
+        for home in homes:
+            if (record := _streamed_record(home)) is not None or (record := _deferred_record(home)) is not None:
+                settle_gradient(record)
+        result = super().__torch_function__(func, types, args, kwargs)
+        for home in homes:
+            home.note_what_is_handed_out(func, result)
+        return result
 
     def prepare_look(self) -> None:
         """Reduce what has not been reduced over ranks yet: of all gradients, since every rank looks at the same time.
@@ -142,16 +162,33 @@ def begin_gradient(record: StoredParameter) -> Slot:
     return slot
 
 
-def note_norms(record: StoredParameter, value: Tensor) -> None:
-    """Compute the norms that were asked for so far, from a whole gradient in memory: contiguous, as it is stored."""
+def note_norms(record: StoredParameter, value: Tensor, *, leaves_device: bool = False) -> None:
+    """Compute the norms that were asked for so far, from a whole gradient in memory: contiguous, as it is stored.
+
+    Those of an unscaled gradient only if it ``leaves_device``, where plans count memory for a copy.
+    """
     assert record.gradient.slot is not None
-    if not record.gradient.slot.is_aliased:  # else it may change unseen
-        _note_norms(record, value)
+    if record.gradient.slot.is_aliased:  # it may change unseen
+        return
+    link, scratch = record.store.tensor_io.link, None
+    if leaves_device and record.store.wanted_norms.unscaled and value.nbytes <= link.leaving_limit:
+        link.make_room(value.nbytes)
+        scratch = torch.empty_like(value)
+    _note_norms(record, value, scratch)
 
 
-def _note_norms(record: StoredParameter, value: Tensor) -> None:
-    for order in record.store.wanted_norms:
-        record.gradient.note_norm(order, _VECTOR_NORM(value, order))
+def _note_norms(record: StoredParameter, value: Tensor, scratch: Tensor | None) -> None:
+    """Compute norms of a gradient; in ``scratch``, if there is some, those of the unscaled one."""
+    if not value.numel():
+        return
+    gradient, wanted = record.gradient, record.store.wanted_norms
+    for order in wanted.as_they_are:
+        gradient.note_norm(order, _VECTOR_NORM(value, order))
+    if scratch is None or wanted.inverse_scale is None:
+        return
+    _unscale_part(scratch.copy_(value), wanted.inverse_scale)
+    for order in wanted.unscaled:
+        gradient.note_unscaled_norm(wanted.inverse_scale, order, _VECTOR_NORM(scratch, order))
 
 
 def add_to_gradient(record: StoredParameter, value: Tensor) -> None:
@@ -159,10 +196,12 @@ def add_to_gradient(record: StoredParameter, value: Tensor) -> None:
     slot = record.gradient.slot
     assert slot is not None
     record.store.await_gradient(record)
+    wanted = record.store.wanted_norms
     # Asked now: what is being added is an alias, too.
-    is_known = record.store.wanted_norms and not slot.is_aliased
+    is_known = wanted.are_any and not slot.is_aliased
     on_sum = partial(_note_norms, record) if is_known else None
-    record.store.tensor_io.add_value(slot, value, Tier.DEVICE, on_sum=on_sum)
+    with_scratch = is_known and bool(wanted.unscaled)
+    record.store.tensor_io.add_value(slot, value, Tier.DEVICE, on_sum=on_sum, with_scratch=with_scratch)
 
 
 @without_interrupts
@@ -238,23 +277,27 @@ def _find_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | Non
     """Return the norm of a gradient on nvme, or one that was taken on the device; None if something else is asked for."""
     order = args[1] if len(args) == 2 else 2.0
     record = _streamed_record(args[0]) or _departed_record(args[0])
-    if record is None or len(args) > 2 or kwargs or not isinstance(order, int | float) or record.gradient.deferred:
+    if record is None or len(args) > 2 or kwargs or not isinstance(order, int | float):
         return None
-    assert record.gradient.slot is not None
-    slot = record.gradient.slot
-    if slot.is_aliased:  # it may change unseen
+    gradient, slot, wanted = record.gradient, record.gradient.slot, record.store.wanted_norms
+    assert slot is not None
+    is_unscaled = [operation.call for operation in gradient.deferred] == [_unscale_part]
+    if slot.is_aliased or (gradient.deferred and not is_unscaled):  # an alias may change it unseen
         return None
     order = float(order)
-    record.store.wanted_norms.add(order)
-    if order not in record.gradient.norms:
+    (wanted.unscaled if is_unscaled else wanted.as_they_are).add(order)
+    if order not in gradient.norms:
         if slot.in_memory:
             return None
         value = record.store.memory.new_value(slot.tensor.shape, slot.tensor.dtype)
         record.store.check_usable(record)
         with record.store.failing_on_error():
             record.store.tensor_io.read_value(slot, value)
-        record.gradient.note_norm(order, _VECTOR_NORM(value, order))
-    norm = record.gradient.norms[order].to(slot.tensor.device, copy=True)  # the device of the gradient that users see
+        with torch.no_grad():
+            for operation in gradient.deferred:  # to this copy; for the one at home they stay deferred
+                operation(value)
+        gradient.note_norm(order, _VECTOR_NORM(value, order))
+    norm = gradient.norms[order].to(slot.tensor.device, copy=True)  # the device of the gradient that users see
     return record.views.of_norm(norm, order)
 
 
@@ -282,18 +325,76 @@ def _defer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     return True
 
 
+def _unscaled_record(tensor: object) -> StoredParameter | None:
+    """Return whose gradient a tensor is, if it is unscaled by ``_unscale``; None if torch is to do that in memory.
+
+    Torch does where an alias would not show what is deferred, and where no norms are taken, as of tiles and in eager mode,
+    so that the host has to read the gradient anyway.
+    """
+    if (record := _streamed_record(tensor)) is not None:
+        return record
+    if (record := _record_beside_device(tensor)) is None:
+        return None
+    assert record.gradient.slot is not None
+    is_first = math.inf not in record.store.wanted_norms.as_they_are
+    can_defer = not record.gradient.slot.is_aliased and (is_first or _known_largest(record) is not None)
+    return record if can_defer else None
+
+
 @without_interrupts
-def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Unscale gradients as ``GradScaler.unscale_`` does, a staging buffer at a time."""
-    for gradient in gradients:
-        record = _streamed_record(gradient)
-        assert record is not None
-        settle_gradient(record)
-        record.gradient.note_edit()
-        _rewrite(record, lambda piece: _UNSCALE([piece], found_inf, inverse_scale))
-    record = _streamed_record(gradients[0]) if gradients else None
-    if record is not None and not record.store.ranks.is_alone:  # each rank has seen its own rows only
-        found_inf.fill_(record.store.ranks.largest("infinities in gradients", int(found_inf.item()))[0])
+def _unscale(records: Sequence[StoredParameter], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Unscale gradients at home as ``GradScaler.unscale_`` does, when they are next read, and note infinities now.
+
+    One on nvme with an alias is unscaled now, a staging buffer at a time. Raises what torch raises for arguments that it
+    does not accept.
+    """
+    for record in records:
+        _UNSCALE([torch.empty(0, dtype=record.dtype)], found_inf, inverse_scale)
+    largest: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    factor = inverse_scale.item()
+    for record in records:
+        record.store.wanted_norms.as_they_are.add(math.inf)
+        record.store.wanted_norms.inverse_scale = factor
+        norm = _find_largest(record)
+        largest[norm.device].append(norm)
+    if not all(bool(torch.stack(norms).isfinite().all()) for norms in largest.values()):  # one wait for each device
+        found_inf.fill_(1.0)
+    for record in records:
+        assert record.gradient.slot is not None
+        record.gradient.defer_unscaling(DeferredOp(call=_unscale_part, args=(factor,), kwargs={}), factor)
+        if record.gradient.slot.is_aliased:
+            settle_gradient(record)
+    if records and not records[0].store.ranks.is_alone:  # each rank has seen its own rows only
+        found_inf.fill_(records[0].store.ranks.largest("infinities in gradients", int(found_inf.item()))[0])
+
+
+def _unscale_part(gradient: Tensor, inverse_scale: float) -> Tensor:
+    """Unscale a gradient, or a part of one, in place, wherever it is. Whether it has infinities was asked before."""
+    found_inf = gradient.new_empty((), dtype=torch.float32)  # only written
+    _UNSCALE([gradient], found_inf, gradient.new_full((), inverse_scale, dtype=torch.float32))
+    return gradient
+
+
+def _known_largest(record: StoredParameter) -> Tensor | None:
+    """Return the largest absolute value of a gradient as it is at home; None if it is not known."""
+    slot = record.gradient.slot
+    assert slot is not None
+    is_known = not slot.is_aliased and (record.gradient.is_as_noted or not slot.in_memory)
+    return record.gradient.norms.get(math.inf) if is_known else None
+
+
+def _find_largest(record: StoredParameter) -> Tensor:
+    """Return the largest absolute value of a gradient: finite exactly if all are. Reads it if nothing is known of it."""
+    if (known := _known_largest(record)) is not None:
+        return known
+    slot = record.gradient.slot
+    assert slot is not None
+    settle_gradient(record)
+    record.store.check_usable(record)
+    norms = [torch.zeros((), dtype=slot.tensor.dtype)]
+    with torch.no_grad(), record.store.failing_on_error():
+        norms += [_VECTOR_NORM(piece, math.inf) for _, piece in record.store.tensor_io.read_pieces(slot)]
+    return torch.stack(norms).amax()
 
 
 def _spread_infinities(gradients: Sequence[HomeGradient], found_inf: Tensor) -> None:
@@ -335,9 +436,9 @@ def _record_beside_device(tensor: object) -> StoredParameter | None:
 
 
 def _departed_record(tensor: object) -> StoredParameter | None:
-    """Return whose gradient in host memory a tensor is, if it has come there from a device and is as it left."""
+    """Return whose gradient in host memory a tensor is, if it is as it left a device, or only unscaled since."""
     record = _record_beside_device(tensor)
-    return record if record is not None and record.gradient.is_untouched else None
+    return record if record is not None and record.gradient.is_as_noted else None
 
 
 def _deferred_record(tensor: object) -> StoredParameter | None:

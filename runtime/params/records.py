@@ -17,7 +17,7 @@ from zinf_compile.ir.plan import Placement
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.params.copies import Copies
-from zinf_compile.runtime.params.gradient_state import GradientState
+from zinf_compile.runtime.params.gradient_state import GradientState, WantedNorms
 from zinf_compile.runtime.params.update_state import UpdateState
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.ranks.reductions import Reductions
@@ -149,7 +149,7 @@ class RecordStore(Protocol):
     early_step: EarlyStep | None
     updates_ahead: UpdatesAhead | None
     background_work: BackgroundWork | None
-    wanted_norms: set[float]
+    wanted_norms: WantedNorms
     unreduced: dict[str, "StoredParameter"]
     facts: dict[str, ParameterFact]
     placements: dict[str, Placement]

@@ -23,6 +23,7 @@ from zinf_compile.ir.tiles import tile_name
 from zinf_compile.runtime.device.make_device import make_device
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.observe.open_forwards import OpenForwards
+from zinf_compile.runtime.params.gradient_state import WantedNorms
 from zinf_compile.runtime.params.home import refuse_gradient, torn_error
 from zinf_compile.runtime.params.home_gradient import drop_unreduced, settle_gradient
 from zinf_compile.runtime.params.numbers import new_id, register_stored
@@ -129,7 +130,7 @@ class Store:
         self.updates_ahead: UpdatesAhead | None = None  # begins updates in backward, which step() takes
         self.unreduced: dict[str, StoredParameter] = {}  # whose gradients are reduced once per step, in this order
         self._spreads: dict[str, _Spread] = {}  # by parameter: what brings the rows that other ranks have updated
-        self.wanted_norms: set[float] = set()  # orders of gradient norms that were requested, as by clip_grad_norm_
+        self.wanted_norms = WantedNorms()
         self.update_order: Mapping[str, int] = {}  # by parameter: the position of its first gather in the next forward
         self.chunk_elements = 2**20  # of the streamed step; set by the plan
         self.device_share = 0.0  # share of its elements that are updated on the device; set by the plan

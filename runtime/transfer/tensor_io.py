@@ -220,12 +220,17 @@ class TensorIO:
         self.link.let_go(flat)
         return (left,)
 
-    def _outliving(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a device value, flat, in memory that is not overwritten before its copies are done."""
-        if self._arena.holds(value) or value.dtype != dtype or not value.is_contiguous():
+    def _outliving(self, value: Tensor, dtype: torch.dtype, *, is_overwritten: bool = False) -> Tensor:
+        """Return a device value, flat, in memory that nobody else overwrites before its copies are done.
+
+        If the caller overwrites it, in memory of its own.
+        """
+        is_copied = value.dtype != dtype or not value.is_contiguous()
+        must_move = is_overwritten or self._arena.holds(value)
+        if is_copied or must_move:
             self.link.make_room(value.numel() * dtype.itemsize)  # for a copy
         flat = value.detach().to(dtype).contiguous().view(-1)
-        return flat.clone() if self._arena.holds(flat) else flat
+        return flat.clone() if must_move and not is_copied else flat
 
     def _pieces(self, slot: Slot | SlotPart) -> Iterator[Slice]:
         """Yield consecutive parts of a slot, each of which fits into a staging buffer."""
@@ -242,17 +247,19 @@ class TensorIO:
         value: Tensor,
         source: Tier = Tier.HOST,
         *,
-        on_sum: Callable[[Tensor], None] | None = None,
+        on_sum: Callable[[Tensor, Tensor | None], None] | None = None,
+        with_scratch: bool = False,
     ) -> None:
         """Start adding ``value`` to a slot; ``wait_writes`` completes it.
 
         ``on_sum`` is called with the whole sum where that is at hand: if it is added up on the device, or if the slot is on
-        nvme and half of staging can hold it.
+        nvme and half of staging can hold it. On the device it also gets memory like that of the sum, to be overwritten, if
+        it is to be called ``with_scratch``.
         """
         if source is Tier.DEVICE and self.link.is_crossed:
             # Two largest gradients may be leaving at once.
             if slot.in_memory and 2 * slot.nbytes <= self.link.leaving_limit:
-                self._add_on_device(slot, value, on_sum)
+                self._add_on_device(slot, value, on_sum, with_scratch=with_scratch)
             else:
                 self._add_from_device(slot, value)
             return
@@ -265,20 +272,28 @@ class TensorIO:
         def add(piece: Tensor, part: Slice) -> None:
             piece.add_(elements_of(flat, slot.slice, part).to(piece.dtype))
             if on_sum is not None and piece.numel() == flat.numel():
-                on_sum(piece.view(slot.tensor.shape))
+                on_sum(piece.view(slot.tensor.shape), None)
 
         self.rewrite_value(slot, add, source, whole=on_sum is not None and slot.nbytes <= self.staging.capacity // 2)
 
-    def _add_on_device(self, slot: Slot | SlotPart, value: Tensor, on_sum: Callable[[Tensor], None] | None) -> None:
+    def _add_on_device(
+        self,
+        slot: Slot | SlotPart,
+        value: Tensor,
+        on_sum: Callable[[Tensor, Tensor | None], None] | None,
+        *,
+        with_scratch: bool,
+    ) -> None:
         """Start adding a value on the device to a slot in host memory: there, beside compute, for processors are slower."""
         self.link.make_room(2 * slot.nbytes)  # for the sum, and for a copy of the value
-        flat = self._outliving(value, slot.tensor.dtype)
+        flat = self._outliving(value, slot.tensor.dtype, is_overwritten=with_scratch)
         self.wait_writes_of(slot)
 
         def add(there: Tensor) -> None:
             there.add_(flat)
             if on_sum is not None:
-                on_sum(there.view(slot.tensor.shape))
+                scratch = flat.view(slot.tensor.shape) if with_scratch else None  # it has been added
+                on_sum(there.view(slot.tensor.shape), scratch)
 
         home = slot.elements(slot.slice.flat).data  # has a version of its own: that of the home tells of edits of users
         routes = ((slot.tier, Tier.DEVICE), (Tier.DEVICE, slot.tier))

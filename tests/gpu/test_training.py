@@ -142,7 +142,7 @@ def test_updates_on_the_host_agree_to_rounding(compute: str, tmp_path: Path) -> 
 
 
 def train_in_half_precision(
-    model: Any, called: Any, *, scale: float, **options: Any
+    model: Any, called: Any, *, scale: float, clips: bool, **options: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the losses, and the parameters at the end, of training in float16 with a gradient scaler."""
     generator = torch.Generator().manual_seed(1)
@@ -154,6 +154,9 @@ def train_in_half_precision(
         with torch.autocast("cuda", dtype=torch.float16):
             loss = called(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         scaler.scale(loss).backward()
+        if clips:
+            scaler.unscale_(adamw)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         scaler.step(adamw)
         scaler.update()
         adamw.zero_grad()
@@ -164,17 +167,18 @@ def train_in_half_precision(
 @pytest.mark.parametrize("update_on", ["host", "device"])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**40], ids=["fits", "overflows"])
-def test_gradient_scaler(fused: bool, scale: float, update_on: str) -> None:
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradient_scaler(fused: bool, scale: float, update_on: str, *, clips: bool) -> None:
     """A scale of 2**40 overflows float16 at every step, and all steps are skipped."""
     plain = make_gpt().cuda()
     expected, wanted = train_in_half_precision(
-        plain, torch.compile(plain, backend="aot_eager"), scale=scale, fused=fused
+        plain, torch.compile(plain, backend="aot_eager"), scale=scale, clips=clips, fused=fused
     )
     torch._dynamo.reset()
     model = zinf_compile.optimize(
         make_gpt(), device="cuda", compute="aten", tiles=False, update_on=update_on, **BUDGETS["host"]
     )
-    losses, parameters = train_in_half_precision(model, model, scale=scale, fused=fused)
+    losses, parameters = train_in_half_precision(model, model, scale=scale, clips=clips, fused=fused)
     zinf_compile.close(model)
     for ours, theirs in zip(losses, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

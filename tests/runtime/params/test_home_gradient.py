@@ -13,7 +13,7 @@ from tests.support.fake_device import FakeDevice, on_fake_device
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.optim.step_chunks import Chunk
 from zinf_compile.runtime.params import home_gradient
-from zinf_compile.runtime.params.home import HomeTensor
+from zinf_compile.runtime.params.home import HomeTensor, looks_at_values
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.storage.engine import whole_sectors
 from zinf_compile.runtime.store.store import Store
@@ -423,3 +423,213 @@ def test_grad_scaler(bad: bool, pair: tuple[nn.Module, nn.Module]) -> None:
         assert_same(*pair)
     for one, other in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+SCALES = {"powers of two": (2.0**10, 2.0), "others": (1000.0, 3.0)}  # the first scale of a GradScaler, and how it grows
+
+
+def train_scaled(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scale: str = "powers of two",
+    *,
+    num_backwards: int = 1,
+    num_steps: int = 6,
+    look: Callable[[nn.Module], Any] = lambda model: None,
+) -> list[Any]:
+    """Train with a GradScaler and clipping; return norms, scales, and what each step has looked at after unscaling.
+
+    In step 2 the gradients of the weights overflow, and not those of the biases. The scale changes after every two steps.
+    """
+    first, growth = SCALES[scale]
+    scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_factor=growth, growth_interval=2)
+    dtype = next(model.parameters()).dtype
+    seen: list[Any] = []
+    for step in range(num_steps):
+        for index in range(num_backwards):
+            size = 1e38 if step == 2 and index == 0 else 1.0 + step + index
+            x = torch.linspace(-size, size, 2 * WIDTH).view(2, WIDTH)
+            scaler.scale(model(x.to(dtype)).float().sum()).backward()
+        scaler.unscale_(optimizer)
+        seen += [look(model), clip_grad_norm_(model.parameters(), 0.1)]
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(torch.tensor(scaler.get_scale()))
+        if step < num_steps - 1:
+            optimizer.zero_grad()
+    return seen
+
+
+def assert_seen(ours: list[Any], theirs: list[Any]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert type(one) is type(other)
+        assert one is None or torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+@pytest.fixture(params=["nvme", "beside a device"])
+def linear_pair(
+    optimize: Callable[..., nn.Module], request: pytest.FixtureRequest
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Return what ``pair`` does, of a model without activations, so that large inputs give large gradients."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(layer for layer in make_model() if isinstance(layer, nn.Linear)))
+
+    if request.param == "nvme":
+        model = optimize(make(), tiny=True)
+        assert weight_record(model).store.placements["0.weight"].gradient is Tier.NVME
+        yield make(), model
+        return
+    torch._dynamo.reset()
+    with on_fake_device():
+        options = {"device_memory": "64MiB", "host_memory": "64MiB", "compute": "aten", "tiles": False}
+        model = zinf_compile.optimize(make(), device="cuda", **options)
+        yield make(), model
+        zinf_compile.close(model)
+
+
+SCALED_LOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "nothing": lambda model: None,
+    "gradient": lambda model: next(model.parameters()).grad.clone(),  # type: ignore[union-attr]
+    "norm": lambda model: torch.linalg.vector_norm(next(model.parameters()).grad, 1.0),  # type: ignore[arg-type]
+    "clip by value": lambda model: clip_grad_value_(model.parameters(), 0.01),
+}
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("look", SCALED_LOOKS)
+def test_unscaling(look: str, scale: str, num_backwards: int, linear_pair: tuple[nn.Module, nn.Module]) -> None:
+    seen = []
+    for model in linear_pair:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        seen.append(train_scaled(model, optimizer, scale, num_backwards=num_backwards, look=SCALED_LOOKS[look]))
+    scales = [each.item() for each in seen[0][2::3]]
+    assert scales[2] == scales[1] / 2, "the step that overflows is skipped"
+    assert_seen(*seen)
+    assert_same(*linear_pair)
+
+
+@pytest.mark.parametrize("update_on", ["host", "device"])
+@pytest.mark.parametrize("kind", ["AdamW", "fused AdamW", "RMSprop", "Adafactor"])
+def test_beside_a_device_the_update_unscales(kind: str, update_on: str) -> None:
+    """Gradients in bfloat16 are rounded after unscaling, and again after clipping."""
+    torch._dynamo.reset()
+    name, fused = kind.removeprefix("fused "), {"fused": True} if kind.startswith("fused") else {}
+    with on_fake_device():
+        options = {"device_memory": "64MiB", "host_memory": "64MiB", "compute": "aten", "tiles": False}
+        models = [make_model().bfloat16() for _ in range(2)]
+        zinf_compile.optimize(models[1], device="cuda", update_on=update_on, **options)
+        seen = []
+        for model in models:
+            optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **fused)
+            seen.append(train_scaled(model, optimizer, "others", num_steps=4))
+        assert_seen(*seen)
+        assert_same(*models)
+        zinf_compile.close(models[1])
+
+
+def unscale(model: nn.Module, found_inf: Tensor, factor: float = 0.3) -> None:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, torch.tensor(factor))
+
+
+@pytest.mark.parametrize("bad", ["none", "nan at home", "inf of the user's"])
+def test_unscaling_beside_gradients_of_the_user(bad: str, pair: tuple[nn.Module, nn.Module]) -> None:
+    found = []
+    for model in pair:
+        backward(model)
+        weight, bias, *_ = model.parameters()
+        bias.grad = torch.linspace(-1, 1, WIDTH)
+        if bad == "nan at home":
+            assert weight.grad is not None
+            weight.grad[3, 4] = float("nan")
+        elif bad == "inf of the user's":
+            bias.grad[5] = float("-inf")
+        found.append(torch.zeros(1))
+        unscale(model, found[-1])
+    assert torch.equal(*found)
+    assert found[0].item() == (bad != "none")
+    for one, other in zip(*(model.parameters() for model in pair), strict=True):
+        assert torch.equal(one.grad.nan_to_num(7.0), other.grad.nan_to_num(7.0))  # type: ignore[union-attr]
+
+
+def test_a_view_shows_unscaling(pair: tuple[nn.Module, nn.Module]) -> None:
+    seen: list[list[Tensor]] = []
+    for model in pair:
+        backward(model)
+        views = [parameter.grad.view(-1) for parameter in model.parameters() if parameter.grad is not None]
+        unscale(model, torch.zeros(()))
+        seen.append([each.clone() for each in views])
+        for view in views:
+            view.mul_(3)
+        seen[-1].append(clip_grad_norm_(model.parameters(), 0.1))
+    assert all(map(torch.equal, *seen))
+    assert_same(*pair)
+
+
+@pytest.mark.parametrize("found_inf", [torch.zeros((), dtype=torch.float64), torch.zeros(2)], ids=["dtype", "size"])
+def test_unscaling_takes_no_other_arguments_than_torch(found_inf: Tensor, pair: tuple[nn.Module, nn.Module]) -> None:
+    for model in pair:
+        backward(model)
+        with pytest.raises(RuntimeError, match="found_inf"):
+            unscale(model, found_inf)
+    assert_same(*pair)
+
+
+def run_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    assert not looks_at_values(func), "the host reads a gradient"
+    return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("num_backwards", [1, 3])
+def test_beside_a_device_the_host_reads_no_gradient_to_unscale_and_clip(
+    num_backwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second step on: the first one shows that gradients are unscaled, and which norms of them are asked for."""
+    torch._dynamo.reset()
+    seen: list[list[Tensor]] = []
+    with on_fake_device():
+        options = {"device_memory": "64MiB", "host_memory": "64MiB", "compute": "aten", "tiles": False}
+        models = [make_model(), zinf_compile.optimize(make_model(), device="cuda", **options)]
+        for model in models:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+            seen.append([])
+            for step in range(3):
+                optimizer.zero_grad()
+                for index in range(num_backwards):
+                    x = torch.linspace(-1.0 - index, 1.0 + step, 2 * WIDTH).view(2, WIDTH)
+                    scaler.scale(model(x).pow(2).sum()).backward()
+                with monkeypatch.context() as patch:
+                    if step > 0:
+                        patch.setattr(HomeTensor, "_run", staticmethod(run_without_values))
+                        patch.setattr(home_gradient, "_rewrite", lambda *args: pytest.fail("the host multiplies"))
+                        patch.setattr(tensor_io.TensorIO, "read_pieces", lambda *args: pytest.fail("the host reads"))
+                    scaler.unscale_(optimizer)
+                    seen[-1].append(clip_grad_norm_(model.parameters(), 0.1))
+                scaler.step(optimizer)
+                scaler.update()
+        assert_seen(*seen)
+        assert_same(*models)
+        zinf_compile.close(models[1])
+
+
+def test_unscaling_on_nvme_moves_nothing(optimize: Callable[..., nn.Module]) -> None:
+    """From the second step on. Clipping then reads each gradient once: its norm is that of rounded products."""
+    model = optimize(make_model(512, 3), tiny=True, device_memory="4608KiB", host_memory="4MiB")
+    store = weight_record(model).store
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 512)).sum()).backward()
+        on_disk = [each.gradient.slot.nbytes for each in store.records.values() if not each.gradient.slot.in_memory]
+        assert on_disk
+        before = disk_bytes(store)
+        scaler.unscale_(optimizer)
+        assert disk_bytes(store) - before == (0 if step else sum(map(whole_sectors, on_disk)))
+        clip_grad_norm_(model.parameters(), 0.1)
+        assert disk_bytes(store) - before == (1 if step else 2) * sum(map(whole_sectors, on_disk))
+        scaler.step(optimizer)
+        scaler.update()
