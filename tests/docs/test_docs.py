@@ -17,6 +17,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.distributed import run as torchrun
 
 import zinf_compile
 from zinf_compile.cli import plan
@@ -338,7 +339,9 @@ def test_commands_exist(document: Path, capsys: pytest.CaptureFixture[str], help
     for words in _commands(document):
         program, *rest = words
         if program == "torchrun":
-            program, rest = "python", rest[2:]  # without the number of processes
+            first = next(place for place, word in enumerate(rest) if word == "-m" or word.endswith(".py"))
+            _assert_options(rest[:first], torchrun.get_args_parser().format_help())
+            program, rest = "python", rest[first:]
             if rest[:2] == ["-m", "zinf_compile.cli"]:
                 program, rest = "zinf", rest[2:]
         if program == "make":
