@@ -1,6 +1,7 @@
 """Training that goes on when ranks die, with as many as are left. docs/ranks.md says how torchrun starts it."""
 
 import argparse
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,8 +16,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--checkpoint", type=Path, default="checkpoint", help="a folder that all machines can reach")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds to wait for ranks that start, plan or are gone"
+    )
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     train(args.steps, args.save_every, args.checkpoint)
     dist.destroy_process_group()
 

@@ -89,6 +89,11 @@ class ElasticAgents:
             _kill(pid, of=self._script)
         self._agents[agent].wait(_SECONDS)
 
+    def drain_agent(self, agent: int) -> None:
+        """End an agent as a scheduler does that wants its machine: it ends its ranks."""
+        self._agents[agent].terminate()
+        self._agents[agent].wait(_SECONDS)
+
     def groups(self) -> list[Group]:
         """Return all groups so far, in their order."""
         return [
@@ -113,7 +118,7 @@ class ElasticAgents:
 
         self.wait_until(trains, f"{num_ranks} ranks train {num_steps} steps after group {after}")
 
-    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+    def wait_until(self, is_so: Callable[[], object], what: str) -> None:
         """Wait, but not for ever."""
         deadline = time.monotonic() + _SECONDS
         while not is_so():
