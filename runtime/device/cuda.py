@@ -67,6 +67,7 @@ class CudaStream:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
+        self._gpu: int = stream.device.index
 
     def wait(self, event: Event) -> None:
         """Make later work on this stream wait for an event. Does not block."""
@@ -82,14 +83,21 @@ class CudaStream:
         """Enqueue copies of flat bytes. Asynchronous if host memory is pinned; else CUDA copies to its own buffer first."""
         # To ``data``, whose version is its own: what arrives in a parameter was not written by its user. Other threads read
         # that version meanwhile. The stream is chosen once, which takes as long as enqueueing a copy.
-        with torch.cuda.stream(self.stream), torch.no_grad():
+        with torch.cuda.device(self._gpu), torch.cuda.stream(self.stream), torch.no_grad():
             for source, destination in pairs:
                 destination.data.copy_(source, non_blocking=True)
 
     def run(self, call: Callable[[], None]) -> None:
         """Enqueue what ``call`` enqueues on the current stream of torch."""
-        with torch.cuda.stream(self.stream):
+        with self.current():
             call()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """A block in which the calling thread enqueues ops on this stream, and its GPU is the current one."""
+        # The GPU first: leaving the block of a stream would make a context on the thread's own GPU, if that is another.
+        with torch.cuda.device(self._gpu), torch.cuda.stream(self.stream):
+            yield
 
 
 def _cublas_workspace_nbytes(major: int) -> int:
@@ -195,7 +203,7 @@ class CudaDevice:
 
     def updating(self) -> AbstractContextManager[object]:
         """A block in which the calling thread enqueues ops on the update stream."""
-        return torch.cuda.stream(self._update.stream)
+        return self._update.current()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return device memory from torch's allocator. CapacityError, with the free bytes, if there is too little."""
@@ -215,12 +223,9 @@ class CudaDevice:
         """Return one allocation for many tensors. CapacityError, with the free bytes, if there is too little."""
         return AllocatedBlock(self.allocate([nbytes], torch.uint8))
 
-    @contextmanager
-    def selected(self) -> Iterator[None]:
+    def selected(self) -> AbstractContextManager[object]:
         """A block in which the calling thread enqueues ops on the compute stream, even if it is not the model's thread."""
-        # The device first: leaving the block of a stream would make a context on the thread's own GPU, if that is another.
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self.compute.stream):
-            yield
+        return self.compute.current()
 
     def synchronize(self) -> None:
         """Block until all streams have finished their work."""

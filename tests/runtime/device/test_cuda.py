@@ -2,31 +2,48 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.support.fake_device import AutogradThread
+from tests.support.small_training import train
 from zinf_compile.ir.config import FoundDevice, make_config
 from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.hardware import MemorySpace
 from zinf_compile.runtime.device import cuda as cuda_module
+from zinf_compile.runtime.device import device as device_module
 from zinf_compile.runtime.device.allocations import largest_budget
+from zinf_compile.runtime.device.cpu import CPU
 from zinf_compile.runtime.device.cuda import CudaDevice
+from zinf_compile.runtime.device.device import Device
 from zinf_compile.runtime.device.make_device import find_device
+from zinf_compile.runtime.transfer import link as link_module
 from zinf_compile.runtime.transfer.link import Link
+from zinf_compile.runtime.transfer.transfers import Transfers
 
-GIB = 2**30
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 UUID = "4a9f0d1c-1c4e-5a0b-9d7e-2f6c8b3a1e55"
 
 
 class StandIn:
-    """The part of ``torch.cuda`` that a device uses; ``calls`` records what was called."""
+    """The part of ``torch.cuda`` that a device uses; ``calls`` records what was called.
+
+    Each thread has a current GPU, at first the first one. The last of ``count`` is the one that computes, and work of it on
+    a thread whose current GPU is another is an error: CUDA would make a context there.
+    """
 
     def __init__(self, *, count: int = 1, free: int = 8 * GIB, refusal: int = 0) -> None:
         self.calls: list[str] = []
+        self._thread = threading.local()
+        self.used_by: set[str] = set()  # names of threads
+        self.misplaced: list[str] = []  # work on a thread whose current GPU is another; some threads keep errors
         self.count, self.free, self.refusal = count, free, refusal
         self.total = 16 * GIB
         self.is_integrated, self.major = False, 8
@@ -34,10 +51,7 @@ class StandIn:
         self.num_streams = 0
         self.fraction = 1.0
         self.has_happened = False  # every event, as long as nobody waits for it
-        self.current_device_is: object = None
         self.chosen: list[tuple[str, object]] = []  # threads, and the device that each has chosen for itself
-        self.registered_on: list[object] = []
-        self.entered_on: list[object] = []  # the current devices where streams were chosen
         self.settings: list[str] = []
         self.backend = "native"
         self.stats = {
@@ -54,9 +68,11 @@ class StandIn:
                 self.is_timed, self.milliseconds = enable_timing, 0.0
 
             def synchronize(self) -> None:
+                outer.use("waiting for an event", is_guarded=True)
                 outer.calls.append("synchronize event")
 
             def query(self) -> bool:
+                outer.use("a query of an event", is_guarded=True)
                 return outer.has_happened
 
             def elapsed_time(self, later: "Event") -> float:
@@ -69,6 +85,7 @@ class StandIn:
                 if name is None:
                     outer.num_streams += 1
                 self.name = name or f"stream {outer.num_streams}"
+                self.device = torch.device("cuda", outer._index_of(device))
 
             def __eq__(self, other: object) -> bool:
                 return isinstance(other, Stream) and self.name == other.name
@@ -77,43 +94,71 @@ class StandIn:
                 return hash(self.name)
 
             def wait_event(self, event: Event) -> None:
+                outer.use(f"a wait of {self.name}", is_guarded=True)
                 outer.calls.append(f"{self.name} waits for an event")
 
             def wait_stream(self, other: "Stream") -> None:
                 outer.calls.append(f"{self.name} waits for {other.name}")
 
             def record_event(self, event: Event) -> Event:
+                outer.use(f"an event of {self.name}", is_guarded=True)
                 outer.calls.append(f"{self.name} records")
                 return event
 
         self.Event, self.Stream = Event, Stream
         self.cudart = lambda: SimpleNamespace(
             cudaHostRegister=self._register,
-            cudaHostUnregister=lambda address: self.calls.append("unregister"),
+            cudaHostUnregister=self._unregister,
             cudaGetErrorString=lambda code: f"error {code}",
         )
 
+    def use(self, what: str, *, is_guarded: bool = False) -> None:
+        """Raise AssertionError if the current GPU of the calling thread is not the one that computes.
+
+        The user's thread may have any for what is guarded: torch chooses the right one itself. Ours choose it first.
+        """
+        thread, current = threading.current_thread(), self.current_device()
+        if current != self.count - 1 and not (is_guarded and thread is threading.main_thread()):
+            self.misplaced.append(
+                f"{what} of GPU {self.count - 1} on {thread.name}, whose current one is GPU {current}"
+            )
+            raise AssertionError(self.misplaced[-1])
+        self.used_by.add(thread.name)
+
+    def current_device(self) -> int:
+        return getattr(self._thread, "current", 0)
+
+    def set_device(self, device: object) -> None:
+        self.chosen.append((threading.current_thread().name, device))
+        self._thread.current = self._index_of(device)
+
+    def _index_of(self, device: Any) -> int:
+        """Return the index of a GPU. It is called "cpu" where the tensors of the one that computes are there."""
+        if isinstance(device, int):
+            return device
+        return self.count - 1 if device == torch.device("cpu") else torch.device(device).index or 0
+
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
+        self.use(f"work on {stream.name}")  # at the end torch chooses the GPU from before
         self.calls.append(f"on {stream.name}")
-        self.entered_on.append(self.current_device_is)
         yield
 
     @contextlib.contextmanager
     def device(self, device: object) -> Iterator[None]:
-        before, self.current_device_is = self.current_device_is, device
-        yield
-        self.current_device_is = before
+        before, self._thread.current = self.current_device(), self._index_of(device)
+        try:
+            yield
+        finally:
+            self._thread.current = before
 
     def current_stream(self, device: object) -> Any:
-        return self.Stream(name=self.current)
+        return self.Stream(device, name=self.current)
 
     def __getattr__(self, name: str) -> Any:
         return {
             "is_available": lambda: self.count > 0,
             "device_count": lambda: self.count,
-            "set_device": lambda device: self.chosen.append((threading.current_thread().name, device)),
-            "current_device": lambda: 0,
             "get_device_properties": lambda device: SimpleNamespace(
                 total_memory=self.total, uuid=UUID, is_integrated=int(self.is_integrated), major=self.major
             ),
@@ -134,8 +179,12 @@ class StandIn:
         self.fraction = fraction
 
     def _register(self, address: int, nbytes: int, flags: int) -> int:
-        self.registered_on.append(self.current_device_is)
+        self.use("registering memory")
         return self.refusal
+
+    def _unregister(self, address: int) -> None:
+        self.use("unregistering memory")
+        self.calls.append("unregister")
 
 
 @pytest.fixture
@@ -233,9 +282,11 @@ def test_pinning_that_is_refused_says_why(cuda: StandIn, monkeypatch: pytest.Mon
 
 def test_memory_is_pinned_for_the_device_that_computes(cuda: StandIn) -> None:
     cuda.count = 2
-    CudaDevice("cuda:1").pin(4096, 8192)
-    assert cuda.registered_on == [torch.device("cuda:1")]
-    assert cuda.current_device_is is None
+    device = CudaDevice("cuda:1")
+    device.pin(4096, 8192)
+    device.unpin(4096)
+    assert cuda.used_by == {"MainThread"}
+    assert cuda.current_device() == 0
 
 
 def test_a_thread_begins_on_the_device_that_computes(cuda: StandIn) -> None:
@@ -243,14 +294,96 @@ def test_a_thread_begins_on_the_device_that_computes(cuda: StandIn) -> None:
     cuda.count = 2
     link = Link(CudaDevice("cuda:1"))
     source, destination = torch.arange(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
-    link.bring(source, destination, behind=link.mark()).done.result(60)
-    link.take(source, destination).done.result(60)
-    link.close()
+    with cuda.device("cuda:1"):
+        link.bring(source, destination, behind=link.mark()).done.result(60)
+        link.take(source, destination).done.result(60)
+        link.close()
     assert cuda.chosen == [("zinf-to-device", torch.device("cuda:1")), ("zinf-to-host", torch.device("cuda:1"))]
+    assert cuda.used_by == {"MainThread", "zinf-to-device", "zinf-to-host"}
     with CudaDevice("cuda:1").selected():
-        assert cuda.current_device_is == torch.device("cuda:1")
-        assert cuda.entered_on[-1] == torch.device("cuda:1")
-    assert cuda.current_device_is is None
+        assert cuda.current_device() == 1
+    assert cuda.current_device() == 0
+
+
+class WithCuda:
+    """The module ``torch`` with another ``torch.cuda``, for one module that uses it."""
+
+    def __init__(self, cuda: StandIn) -> None:
+        self.cuda = cuda
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class SecondGpu(CudaDevice):
+    """The second of two GPUs, whose tensors are on the CPU."""
+
+    def __init__(self, cuda: StandIn) -> None:
+        super().__init__("cuda:1")
+        self._cuda = cuda
+        self.torch_device = torch.device("cpu")
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory."""
+        self._cuda.use("an allocation", is_guarded=True)
+        return super().allocate(shape, dtype)
+
+
+@pytest.fixture
+def second_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """Models are on the second of two GPUs, and autograd runs backward on a thread of that GPU."""
+    cuda = StandIn(count=2)
+    for module in (cuda_module, device_module):
+        monkeypatch.setattr(module, "torch", WithCuda(cuda))
+    device = SecondGpu(cuda)
+    begin, wait, engine = device_module.use_on_this_thread, Transfers.wait_gather, torch.autograd._engine_run_backward
+    autograd = AutogradThread()
+
+    def make(name: str) -> Device:
+        return CPU if name == "cpu" else device
+
+    def wait_gather(transfers: Transfers, *args: Any) -> Any:
+        cuda.use("an op of a graph")
+        return wait(transfers, *args)
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with cuda.device("cuda:1"):
+            return engine(*args, **kwargs)
+
+    monkeypatch.setattr("zinf_compile.runtime.store.store.make_device", make)
+    monkeypatch.setattr("zinf_compile.runtime.device.make_device.make_device", make)
+    monkeypatch.setattr(link_module, "use_on_this_thread", lambda _: begin(torch.device("cuda:1")))
+    monkeypatch.setattr(Transfers, "wait_gather", wait_gather)
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", partial(autograd.run, backward))
+    yield cuda
+    autograd.close()
+
+
+# How a small model trains, and threads that then work for the device.
+WAYS = {
+    "resident": ({"device_memory": 64 * MIB, "update_on": "device"}, {"update"}),
+    "offloaded": ({"num_micro_steps": 2, "update_on": "host"}, {"to-host", "to-device"}),
+    "on disk": ({"depth": 5, "host_memory": 700 * KIB, "update_on": "device"}, {"transfer", "update-to-host"}),
+    "on disk, updated on the host": (
+        {"depth": 5, "host_memory": 700 * KIB, "update_on": "host"},
+        {"transfer", "update"},
+    ),
+    "ahead": ({"speculate": True, "depth": 3}, {"update", "update-to-host"}),
+    "in backward": ({"step_in_backward": True, "update_on": "device"}, {"to-device"}),
+    "at once": ({"overlap_step": False, "update_on": "device"}, {"to-device"}),
+}
+LONG = ("on disk, updated on the host", "in backward")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long) if way in LONG else way for way in WAYS])
+def test_all_work_is_for_the_second_of_two_gpus(second_gpu: StandIn, tmp_path: Path, way: str) -> None:
+    """The first is the current one of the user's thread, and of every thread when it begins."""
+    changed, workers = WAYS[way]
+    budgets = {"device_memory": 900 * KIB, "host_memory": 64 * MIB, "nvme": tmp_path, "tiles": False, "compute": "aten"}
+    train(**{"width": 96, "depth": 2, **budgets, "device": "cuda:1", **changed})
+    assert second_gpu.misplaced == []
+    names = {name.removeprefix("zinf-").rstrip("_0123456789") for name in second_gpu.used_by}
+    assert names >= {"MainThread", "fake-autograd"} | workers
 
 
 def test_two_gpus_are_two_devices(cuda: StandIn) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import zinf_compile
-from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream, on_fake_device
+from tests.support.fake_device import FakeDevice, FakeEvent, on_fake_device
 from tests.support.memory_engine import MemoryEngine
 from tests.support.races import Races, watching_races
 from tests.support.small_training import Net, train
@@ -30,7 +30,6 @@ from zinf_compile.runtime.storage.engine import ALIGN
 from zinf_compile.runtime.storage.layout import FileLayout
 from zinf_compile.runtime.storage.slots import Slot, map_tensor
 from zinf_compile.runtime.storage.staging import StagingPool
-from zinf_compile.runtime.transfer import link
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
 from zinf_compile.runtime.transfer.in_flight import InFlight, LinkFiller
 from zinf_compile.runtime.transfer.link import Link
@@ -155,47 +154,6 @@ def races_with(tmp_path: Path, device: FakeDevice | None = None, **changed: Any)
 def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     with mock.patch.object(owner, name, make(getattr(owner, name))):
         yield
-
-
-def test_who_uses_streams_has_chosen_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread begins on the first GPU, and ops that look for no device in their inputs use the current one."""
-    begun, used, selected = set[str](), set[str](), []
-
-    class Selecting(FakeDevice):
-        is_selected = False
-
-        @contextmanager
-        def selected(self) -> Iterator[None]:
-            before, self.is_selected = self.is_selected, True
-            yield
-            self.is_selected = before
-
-    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*args: Any, **kwargs: Any) -> Any:
-            used.add(threading.current_thread().name)
-            return call(*args, **kwargs)
-
-        return note
-
-    for each, name in ((FakeStream, "copy_all"), (FakeStream, "record"), (FakeStream, "wait"), (FakeEvent, "wait")):
-        monkeypatch.setattr(each, name, noted(getattr(each, name)))
-    monkeypatch.setattr(link, "use_on_this_thread", lambda _: begun.add(threading.current_thread().name))
-    device = Selecting()
-    with on_fake_device(device):
-        wait = Transfers.wait_gather
-
-        def wait_gather(transfers: Transfers, *args: Any) -> Any:
-            selected.append(device.is_selected)
-            return wait(transfers, *args)
-
-        monkeypatch.setattr(Transfers, "wait_gather", wait_gather)
-        train(**{**SMALL, "host_memory": 700 * KIB, "nvme": tmp_path, "device": "cuda", "update_on": "device"})
-    ours = {name for name in used if not name.startswith(("fake-", "MainThread"))}
-    assert ours
-    assert ours <= begun
-    assert {name.rstrip("_0123456789") for name in ours} >= {"zinf-update", "zinf-transfer"}
-    assert selected
-    assert all(selected)
 
 
 def test_what_streams_do_is_recorded_and_reported(tmp_path: Path) -> None:
