@@ -17,20 +17,34 @@ import torch
 from benchmarks import gpu_step
 from benchmarks.gpu_step import PREDICTED, SHAPES, _build
 from benchmarks.predictions import find_case
+from tests.support.gpu_image import make_environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 
 
+@pytest.fixture(scope="module")
+def run_tests(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return what runs pytest with the packages of a machine with a GPU, and returns what it prints."""
+    python = make_environment(tmp_path_factory.mktemp("image"))
+    ours = ("PYTHONPATH", "VIRTUAL_ENV", "ZINF_PART", "ZINF_VARIANTS")
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+
+    def run(*arguments: str) -> str:
+        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=native", *arguments]
+        ran = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True, check=False, timeout=900)
+        assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+        return ran.stdout
+
+    return run
+
+
 @pytest.mark.slow
-def test_its_tests_are_collected_with_the_packages_of_such_a_machine() -> None:
+def test_its_tests_are_collected_with_the_packages_of_such_a_machine(run_tests: Callable[..., str]) -> None:
     paths = sorted(set(re.findall(r"tests/[\w/]+(?:\.py)?", SCRIPT.read_text())))
     assert "tests/gpu" in paths
     assert all((ROOT / path).exists() for path in paths)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.gpu_image", "--collect-only", "-q", *paths]
-    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert collected.returncode == 0, collected.stdout[-2000:]
-    assert "tests/gpu/test_training.py" in collected.stdout
+    assert "tests/gpu/test_training.py" in run_tests("--collect-only", *paths)
 
 
 def test_the_script_is_one() -> None:

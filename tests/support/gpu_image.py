@@ -1,25 +1,47 @@
-"""A plugin for pytest, `-p tests.support.gpu_image`: what a rented machine with a GPU may lack cannot be imported.
+"""A virtual environment with no more packages than a rented machine with a GPU has, which has no network to install others.
 
-Such a machine has torch, CuPy, pytest and the usual numeric packages, and no network to install others.
+It has links to the packages of the environment that makes it.
 """
 
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+import importlib.metadata
+import tomllib
+import venv
+from collections.abc import Iterator
+from pathlib import Path
 
-MISSING = frozenset({"bitsandbytes", "expecttest", "kvikio", "optimi", "plotly", "torchao"})
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-
-class _Hidden:
-    """A finder that comes first, and says that a package is not there."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Raise ModuleNotFoundError for what is missing; return None for everything else."""
-        if name.partition(".")[0] in MISSING:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return None
+_PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+_OF_IMAGE = ("pytest", "pytest-xdist", "transformers")  # besides what the package requires
+_MISSING = frozenset({"plotly"})  # is imported only where a page of charts is made
 
 
-sys.meta_path.insert(0, _Hidden)  # type: ignore[arg-type]
+def make_environment(folder: Path) -> Path:
+    """Make the environment in a folder, and return its Python."""
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    required = tomllib.loads(_PYPROJECT.read_text())["project"]["dependencies"]
+    for top in sorted({top for each in _find_needed([*required, *_OF_IMAGE]) for top in _tops_of(each)}):
+        (packages / top.name).symlink_to(top)
+    return folder / "bin" / "python"
+
+
+def _find_needed(requirements: list[str]) -> Iterator[importlib.metadata.Distribution]:
+    """Return what is required, and what that requires, without extras."""
+    seen, waiting = set(_MISSING), [Requirement(each) for each in requirements]
+    while waiting:
+        needed = waiting.pop()
+        name = canonicalize_name(needed.name)
+        if name in seen or not (needed.marker is None or needed.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        found = importlib.metadata.distribution(name)
+        waiting += map(Requirement, found.requires or ())
+        yield found
+
+
+def _tops_of(found: importlib.metadata.Distribution) -> Iterator[Path]:
+    """Return the files and folders of a package that lie where packages are imported from."""
+    for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+        yield Path(str(found.locate_file(name)))
