@@ -27,12 +27,14 @@ SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 def run_tests(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Return what runs pytest with the packages of a machine with a GPU, and returns what it prints."""
     python = make_environment(tmp_path_factory.mktemp("image"))
-    ours = ("PYTHONPATH", "VIRTUAL_ENV", "ZINF_PART", "ZINF_VARIANTS")
+    ours = ("PYTHONPATH", "VIRTUAL_ENV", "ZINF_PART", "ZINF_VARIANTS", "ZINF_STREAMS")
     inherited = {name: value for name, value in os.environ.items() if name not in ours}
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str, **variables: str) -> str:
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=native", *arguments]
-        ran = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True, check=False, timeout=900)
+        ran = subprocess.run(
+            command, cwd=ROOT, env=inherited | variables, capture_output=True, text=True, check=False, timeout=900
+        )
         assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
         return ran.stdout
 
@@ -45,6 +47,26 @@ def test_its_tests_are_collected_with_the_packages_of_such_a_machine(run_tests: 
     assert "tests/gpu" in paths
     assert all((ROOT / path).exists() for path in paths)
     assert "tests/gpu/test_training.py" in run_tests("--collect-only", *paths)
+
+
+# Tests of one run, each with so many of its variants that all values occur.
+RUNS = ("bitwise", "codes", "updates_on_the_host", "scaler", "options", "llama", "eager or limit or recorded or inputs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [*(pytest.param(each, marks=pytest.mark.long) for each in RUNS[:-1]), RUNS[-1]])
+def test_its_tests_run_on_the_tests_own_gpu(run_tests: Callable[..., str], names: str) -> None:
+    """But for what needs a real one. A mistake in a test is found here."""
+    printed = run_tests("-m", "not long", "-k", names, "tests/gpu", ZINF_STREAMS="1")
+    assert re.search(r"\d+ passed", printed)
+    skipped = re.findall(r"^SKIPPED \[\d+\] \S+ (.*)$", printed, re.MULTILINE)
+    assert all(reason.startswith("it needs a real GPU: ") for reason in skipped), skipped
+
+
+def test_every_test_of_a_gpu_is_in_one_of_these_runs() -> None:
+    tests = re.findall(r"^def (test_\w+)", (ROOT / "tests/gpu/test_training.py").read_text(), re.MULTILINE)
+    words = [word for run in RUNS for word in run.split(" or ")]
+    assert [name for name in tests if not any(word in name for word in words)] == []
 
 
 def test_the_script_is_one() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import zinf_compile
+from tests.support.gpus import Gpu
 from zinf_compile.ir.copies import LEAST_CODED, Code
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.storage.state_codes import decode, encode
@@ -19,7 +20,6 @@ from zinf_compile.runtime.storage.state_codes import decode, encode
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
 
-STEPS = 4
 MIB = 2**20
 ROUNDING = {"aten": 1e-5, "inductor": 1e-4}  # of losses after a few steps of Adam. Inductor reorders sums
 
@@ -36,14 +36,19 @@ def make_gpt() -> GPT:
 
 
 def train(
-    model: Any, called: Any, *, clip: bool = False, after_step: Callable[[torch.optim.Optimizer], None] = lambda _: None
+    gpu: Gpu,
+    model: Any,
+    called: Any,
+    *,
+    clip: bool = False,
+    after_step: Callable[[torch.optim.Optimizer], None] = lambda _: None,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the losses and the parameters at the end, on the CPU."""
     generator = torch.Generator().manual_seed(1)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    for _ in range(STEPS):
-        tokens = torch.randint(2048, (4, 129), generator=generator).cuda()
+    for _ in range(gpu.steps):
+        tokens = gpu.put(torch.randint(2048, (gpu.batch, 129), generator=generator))
         loss = called(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         loss.backward()
         if clip:
@@ -63,19 +68,18 @@ BUDGETS = {
 
 
 @pytest.mark.parametrize("placement", sorted(BUDGETS))
-def test_bitwise_within_the_budget(placement: str, tmp_path: Path) -> None:
-    plain = make_gpt().cuda()
-    expected = train(plain, torch.compile(plain, backend="aot_eager"))
+def test_bitwise_within_the_budget(gpu: Gpu, placement: str, tmp_path: Path) -> None:
+    plain = gpu.put(make_gpt())
+    expected = train(gpu, plain, torch.compile(plain, backend="aot_eager"))
     del plain
     torch._dynamo.reset()
     torch.cuda.empty_cache()
     model = zinf_compile.optimize(
         make_gpt(), device="cuda", nvme=tmp_path, compute="aten", tiles=False, **BUDGETS[placement]
     )
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    torch.cuda.reset_peak_memory_stats()
-    losses, parameters = train(model, model)
-    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    before = gpu.forget_peak()
+    losses, parameters = train(gpu, model, model)
+    peak = gpu.peak - before
     report = zinf_compile.report(model)
     device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
     store = next(model.parameters())._zinf_record.store
@@ -107,16 +111,16 @@ def round_state(code: Code, model: torch.nn.Module, adamw: torch.optim.Optimizer
 
 @pytest.mark.parametrize("placement", sorted(BUDGETS))
 @pytest.mark.parametrize("code", Code)
-def test_state_in_codes_is_rounded_as_on_a_cpu(code: Code, placement: str, tmp_path: Path) -> None:
-    plain = make_gpt().cuda()
+def test_state_in_codes_is_rounded_as_on_a_cpu(gpu: Gpu, code: Code, placement: str, tmp_path: Path) -> None:
+    plain = gpu.put(make_gpt())
     rounds = partial(round_state, code, plain)
-    expected = train(plain, torch.compile(plain, backend="aot_eager"), after_step=rounds)
+    expected = train(gpu, plain, torch.compile(plain, backend="aot_eager"), after_step=rounds)
     del plain, rounds
     torch._dynamo.reset()
     torch.cuda.empty_cache()
     options = {"compute": "aten", "tiles": False, "state_dtype": code, "update_on": "device"}
     model = zinf_compile.optimize(make_gpt(), device="cuda", nvme=tmp_path, **options, **BUDGETS[placement])
-    losses, parameters = train(model, model)
+    losses, parameters = train(gpu, model, model)
     report = zinf_compile.report(model)
     device = next(tier for tier in report.tiers if tier.tier is Tier.DEVICE)
     zinf_compile.close(model)
@@ -127,31 +131,30 @@ def test_state_in_codes_is_rounded_as_on_a_cpu(code: Code, placement: str, tmp_p
     assert device.measured_peak <= device.predicted_peak, report
 
 
-@pytest.mark.parametrize("compute", ["aten", "inductor"])
-def test_updates_on_the_host_agree_to_rounding(compute: str, tmp_path: Path) -> None:
-    plain = make_gpt().cuda()
-    expected, _ = train(plain, torch.compile(plain, backend="aot_eager"), clip=True)
+def test_updates_on_the_host_agree_to_rounding(gpu: Gpu, compute: str, tmp_path: Path) -> None:
+    plain = gpu.put(make_gpt())
+    expected, _ = train(gpu, plain, torch.compile(plain, backend="aot_eager"), clip=True)
     torch._dynamo.reset()
     model = zinf_compile.optimize(
         make_gpt(), device="cuda", compute=compute, nvme=tmp_path, tiles=False, update_on="host", **BUDGETS["nvme"]
     )
-    losses, _ = train(model, model, clip=True)
+    losses, _ = train(gpu, model, model, clip=True)
     zinf_compile.close(model)
     for ours, theirs in zip(losses, expected, strict=True):  # Adam's quotient is rounded otherwise on a CPU
         torch.testing.assert_close(ours, theirs, rtol=ROUNDING[compute], atol=ROUNDING[compute])
 
 
 def train_in_half_precision(
-    model: Any, called: Any, *, scale: float, clips: bool, **options: Any
+    gpu: Gpu, model: Any, called: Any, *, scale: float, clips: bool, **options: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the losses, and the parameters at the end, of training in float16 with a gradient scaler."""
     generator = torch.Generator().manual_seed(1)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, **options)  # rounding is not amplified
-    scaler = torch.amp.GradScaler("cuda", init_scale=scale)
+    scaler = torch.amp.GradScaler(gpu.kind, init_scale=scale)
     losses = []
-    for _ in range(STEPS):
-        tokens = torch.randint(2048, (4, 129), generator=generator).cuda()
-        with torch.autocast("cuda", dtype=torch.float16):
+    for _ in range(gpu.steps):
+        tokens = gpu.put(torch.randint(2048, (gpu.batch, 129), generator=generator))
+        with torch.autocast(gpu.kind, dtype=torch.float16):
             loss = called(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         scaler.scale(loss).backward()
         if clips:
@@ -168,17 +171,17 @@ def train_in_half_precision(
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**40], ids=["fits", "overflows"])
 @pytest.mark.parametrize("clips", [False, True])
-def test_gradient_scaler(fused: bool, scale: float, update_on: str, *, clips: bool) -> None:
+def test_gradient_scaler(gpu: Gpu, fused: bool, scale: float, update_on: str, *, clips: bool) -> None:
     """A scale of 2**40 overflows float16 at every step, and all steps are skipped."""
-    plain = make_gpt().cuda()
+    plain = gpu.put(make_gpt())
     expected, wanted = train_in_half_precision(
-        plain, torch.compile(plain, backend="aot_eager"), scale=scale, clips=clips, fused=fused
+        gpu, plain, torch.compile(plain, backend="aot_eager"), scale=scale, clips=clips, fused=fused
     )
     torch._dynamo.reset()
     model = zinf_compile.optimize(
         make_gpt(), device="cuda", compute="aten", tiles=False, update_on=update_on, **BUDGETS["host"]
     )
-    losses, parameters = train_in_half_precision(model, model, scale=scale, clips=clips, fused=fused)
+    losses, parameters = train_in_half_precision(gpu, model, model, scale=scale, clips=clips, fused=fused)
     zinf_compile.close(model)
     for ours, theirs in zip(losses, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -186,15 +189,17 @@ def test_gradient_scaler(fused: bool, scale: float, update_on: str, *, clips: bo
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("compute", ["aten", "inductor"])
 @pytest.mark.parametrize("options", [{"capturable": True}, {"foreach": False}, {"fused": True}], ids=str)
-def test_options_of_adamw(options: dict[str, bool], compute: str) -> None:
+def test_options_of_adamw(gpu: Gpu, options: dict[str, bool], compute: str) -> None:
+    if "capturable" in options:
+        gpu.must_be_real("torch takes capturable for tensors of a GPU only")
+
     def run(model: Any, called: Any) -> list[Tensor]:
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
         generator = torch.Generator().manual_seed(1)
         losses = []
-        for _ in range(STEPS):
-            tokens = torch.randint(2048, (4, 129), generator=generator).cuda()
+        for _ in range(gpu.steps):
+            tokens = gpu.put(torch.randint(2048, (gpu.batch, 129), generator=generator))
             loss = called(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
             loss.backward()
             adamw.step()
@@ -202,7 +207,7 @@ def test_options_of_adamw(options: dict[str, bool], compute: str) -> None:
             losses.append(loss.detach().cpu())
         return losses
 
-    plain = make_gpt().cuda()
+    plain = gpu.put(make_gpt())
     expected = run(plain, torch.compile(plain, backend="aot_eager"))
     torch._dynamo.reset()
     model = zinf_compile.optimize(make_gpt(), device="cuda", compute=compute, tiles=False, **BUDGETS["host"])
@@ -213,8 +218,7 @@ def test_options_of_adamw(options: dict[str, bool], compute: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("compute", ["aten", "inductor"])
-def test_llama_whose_queries_share_keys(dtype: torch.dtype, compute: str) -> None:
+def test_llama_whose_queries_share_keys(gpu: Gpu, dtype: torch.dtype, compute: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=2048, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
@@ -229,8 +233,8 @@ def test_llama_whose_queries_share_keys(dtype: torch.dtype, compute: str) -> Non
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(1)
         losses = []
-        for _ in range(STEPS):
-            tokens = torch.randint(2048, (2, 256), generator=generator).cuda()
+        for _ in range(gpu.steps):
+            tokens = gpu.put(torch.randint(2048, (min(2, gpu.batch), 256), generator=generator))
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             sgd.step()
@@ -238,7 +242,7 @@ def test_llama_whose_queries_share_keys(dtype: torch.dtype, compute: str) -> Non
             losses.append(loss.detach().cpu())
         return losses
 
-    expected = run(make().cuda())
+    expected = run(gpu.put(make()))
     model = zinf_compile.optimize(
         make(), device="cuda", compute=compute, tiles=False, device_memory="96MiB", host_memory="1GiB"
     )
@@ -250,37 +254,41 @@ def test_llama_whose_queries_share_keys(dtype: torch.dtype, compute: str) -> Non
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0.0)
 
 
-def test_eager_gathers_leave_no_limit_on_memory() -> None:
+def test_eager_gathers_leave_no_limit_on_memory(gpu: Gpu) -> None:
     model = zinf_compile.optimize(make_gpt(), device="cuda", **BUDGETS["host"])
-    before = torch.cuda.get_per_process_memory_fraction()
+    before = gpu.limit
     for parameter in model.parameters():
         parameter.detach().sum()
-    assert torch.cuda.get_per_process_memory_fraction() == before
+    assert gpu.limit == before
     zinf_compile.close(model)
+
+
+def test_a_limit_of_the_user_stays(gpu: Gpu) -> None:
+    gpu.must_be_real("the limit is one of torch's allocator for CUDA")
     torch.cuda.set_per_process_memory_fraction(0.5)
     try:
         model = zinf_compile.optimize(make_gpt(), device="cuda", **BUDGETS["host"])
-        train(model, model)
+        train(gpu, model, model)
         zinf_compile.close(model)
-        assert torch.cuda.get_per_process_memory_fraction() == 0.5
+        assert gpu.limit == 0.5
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@pytest.mark.parametrize("compute", ["aten", "inductor"])
-def test_what_streams_did_is_recorded(compute: str, tmp_path: Path) -> None:
+def test_what_streams_did_is_recorded(gpu: Gpu, compute: str, tmp_path: Path) -> None:
     options = {"compute": compute, "tiles": False}
     model = zinf_compile.optimize(make_gpt(), device="cuda", nvme=tmp_path, **options, **BUDGETS["host"])
-    train(model, model)
+    train(gpu, model, model)
     with zinf_compile.record(model) as recording:
-        train(model, model)
+        train(gpu, model, model)
     zinf_compile.close(model)
     lanes = {event.lane for event in recording.events}
     assert {"compute", "host -> device", "device -> host"} <= lanes
     assert all(event.end_seconds >= event.start_seconds for event in recording.events)
 
 
-def test_inputs_that_were_left_on_the_cpu() -> None:
+def test_inputs_that_were_left_on_the_cpu(gpu: Gpu) -> None:
+    gpu.must_be_real("the tensors of the tests' own are on the CPU")
     model = zinf_compile.optimize(make_gpt(), device="cuda", **BUDGETS["resident"])
     with pytest.raises(zinf_compile.ConfigError, match="is on cpu, and the model computes on cuda:0"):
         model(torch.zeros(1, 8, dtype=torch.long))
