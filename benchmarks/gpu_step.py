@@ -107,9 +107,10 @@ def _fill(model: Any) -> None:
 def _train(
     shape: Shape, args: argparse.Namespace, loss_of: Callable[[Any], Any], optimizer: Any, recorded: Any = None
 ) -> dict[str, Any]:
-    """Return the seconds of some steps, after warm-up steps that compile, and what more steps under profilers have shown.
+    """Return the seconds of some steps, after warm-up steps, and what more steps under profilers have shown.
 
-    ``recorded`` is a model of ours, of which a step is recorded as well.
+    ``first_seconds`` are those of the first of all, which captures and compiles. ``recorded`` is a model of ours, of which a
+    step is recorded as well.
     """
     import torch
 
@@ -125,8 +126,9 @@ def _train(
         loss.item()  # synchronises, as a loop that prints the loss does: the previous step has ended on the device
         return time.perf_counter() - start
 
-    seconds = [step() for _ in range(_WARM_UP_STEPS + args.rounds)][_WARM_UP_STEPS:]
-    result: dict[str, Any] = {"seconds": seconds, "device_nbytes": _peak(args.device)}
+    first, *others = (step() for _ in range(_WARM_UP_STEPS + args.rounds))
+    result: dict[str, Any] = {"first_seconds": first, "seconds": others[_WARM_UP_STEPS - 1 :]}
+    result["device_nbytes"] = _peak(args.device)
     return result if args.profile is None else {**result, "profile": _profile(step, args, recorded)}
 
 

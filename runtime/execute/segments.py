@@ -234,7 +234,8 @@ def _compile(number: int, segment: fx.GraphModule) -> _Run | None:
     with fake_mode or nullcontext():
         examples: list[Any] = [example_of(value) for value in values]
     source: Any = "from_example_inputs" if fake_mode is None else "from_tracing_context"
-    # Compiled here, one after another: no worker processes that outlive us, and nothing is compiled speculatively.
+    # Compiled here, one after another: no worker processes that outlive us, and nothing is compiled speculatively. For a GPU
+    # they would compile kernels of Triton at once, in memory that no budget counts; what they would save is not measured.
     # Code on disk may hold only for the sizes of the capture in which it was compiled, and this capture may have ended.
     keep = KeepStrides(segment, is_only_here=symbols is not None and not is_guarded)
     # No CUDA graphs either, whatever is set for others: they would replay with the addresses of what moves.
