@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, CopyKey, state_key
+from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.optim.fused_ops import FusedOp, FusedOps
+from zinf_compile.runtime.optim.shadow import is_scaled
 from zinf_compile.runtime.optim.step_chunks import Chunk, Operands, decoding, update_slice
 from zinf_compile.runtime.optim.step_jobs import Job
 from zinf_compile.runtime.storage.engine import whole_sectors
@@ -36,7 +38,12 @@ class DeviceChunks:
         assert job.before is not None
         self._updates, self._job, self._before = store.device_updates, job, job.before
         self._name = job.record.name
-        away = [key for key in job.home_slots if key != GRADIENT and key not in job.device_slots]
+        self._device = store.device
+        in_place = _slots_in_place(store, job)
+        self._in_place = _places_of(job, in_place)
+        away = [
+            key for key in job.home_slots if key != GRADIENT and key not in job.device_slots and key not in in_place
+        ]
         self._away = [job.home_slots[key] for key in away]
         gradient_dtype = job.grad.dtype if job.home_gradient is None else job.home_gradient.tensor.dtype
         self._gradient_itemsize = gradient_dtype.itemsize
@@ -47,7 +54,8 @@ class DeviceChunks:
         instead = [key for key in away if key in job.shadows and job.reads(key)]
         self._instead = _places_of(job, {key: job.home_slots[key] for key in instead})
         self._gradient = _places_of(job, {} if job.home_gradient is None else {GRADIENT: job.home_gradient})
-        self._read = tuple(key for key in (*away, GRADIENT) if job.reads(key))
+        self._copies_gradient = GRADIENT not in in_place
+        self._read = tuple(key for key in (*away, *([GRADIENT] * self._copies_gradient)) if job.reads(key))
         self._states = [(name, state_key(name)) for name in job.record.copies.states]
         self._is_coded = bool(job.coded_states)
         self._op = ops.find(job)
@@ -58,12 +66,14 @@ class DeviceChunks:
         length = chunk.slice.length
         if length != self._length:
             away = sum(whole_sectors(slot.staged_nbytes(length)) for slot in self._away)
-            self._length, self._nbytes = length, away + whole_sectors(self._gradient_itemsize * length)
+            gradient = whole_sectors(self._gradient_itemsize * length) if self._copies_gradient else 0
+            self._length, self._nbytes = length, away + gradient
             self._form = None
-        self._updates.make_room(self._nbytes)
+        if self._nbytes:
+            self._updates.make_room(self._nbytes)
 
     def update(self, chunk: Chunk) -> EnqueuedCopy | None:
-        """Enqueue the update of a chunk whose reads are done; return the copies of what comes back to host memory.
+        """Enqueue the update of a chunk whose reads are done; return what is done when host memory has the results.
 
         Call ``make_room`` for it first.
         """
@@ -71,12 +81,25 @@ class DeviceChunks:
         host = written.copy()
         if self._instead:
             host |= _tensors_at(self._instead, chunk)
-        host |= _tensors_at(self._gradient, chunk) if self._gradient else {GRADIENT: chunk.raw_gradient()}
+        if self._copies_gradient:
+            host |= _tensors_at(self._gradient, chunk) if self._gradient else {GRADIENT: chunk.raw_gradient()}
         here = _tensors_at(self._here, chunk) if self._here else {}
+        homes = _tensors_at(self._in_place, chunk) if self._in_place else {}
+        for key, home in homes.items():
+            here[key] = self._device.in_place(home.detach())
         if self._form is None:
             self._form = self._updates.form_of(host, self._read, written)
         change = partial(self._change, chunk)
-        return self._updates.run(self._name, host, self._form, written, change, here=here, before=self._before)
+        return self._updates.run(
+            self._name,
+            host,
+            self._form,
+            written,
+            change,
+            here=here,
+            before=self._before,
+            in_place=tuple(homes.values()),
+        )
 
     def _change(self, chunk: Chunk, there: Mapping[CopyKey, Tensor]) -> None:
         """Update a chunk that is on the device."""
@@ -112,6 +135,22 @@ class DeviceChunks:
             self._widened = torch.empty_like(gradient, dtype=dtype)
         widened = self._widened if self._widened.numel() == size else self._widened[:size]
         return widened.copy_(gradient)
+
+
+def _slots_in_place(store: Store, job: Job) -> Mapping[CopyKey, Slot]:
+    """Return the slots of a job whose chunks an integrated device updates in host memory: homes there, or staging."""
+    # What an update ahead of its step writes are other copies than those that it reads.
+    if not store.memory.reads_in_place(Tier.HOST) or job.shadows:
+        return {}
+    keeps_gradient = bool(job.deferred) or is_scaled(job.optimizer)  # as it is at home, while the update changes it
+    return {
+        key: slot
+        for key, slot in job.home_slots.items()
+        if key not in job.device_slots
+        and slot.num_ranks == 1
+        and not slot.is_mapped
+        and not (key == GRADIENT and keeps_gradient)
+    }
 
 
 def _places_of(job: Job, slots: Mapping[CopyKey, Slot]) -> list[_Place]:

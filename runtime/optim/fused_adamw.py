@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zinf_compile.ir.copies import Code
 from zinf_compile.runtime.native.compiled import load_compiled
-from zinf_compile.runtime.optim.shadow import SCALER_ATTRIBUTES, shadow_step
+from zinf_compile.runtime.optim.shadow import is_scaled, shadow_step
 from zinf_compile.runtime.storage.state_codes import c_maps
 
 _NARROW = torch.bfloat16
@@ -223,8 +223,8 @@ def has_plain_options(optimizer: Optimizer, group: Mapping[str, Any], *, may_sca
         return False
     if group.get("capturable") or group["differentiable"]:
         return False
-    if not may_scale and any(getattr(optimizer, scaled, None) is not None for scaled in SCALER_ATTRIBUTES):
-        return False  # torch.amp.GradScaler lets a fused optimizer divide gradients itself
+    if not may_scale and is_scaled(optimizer):
+        return False
     lr = group["lr"]
     if isinstance(lr, Tensor):
         is_plain = lr.numel() == 1 and lr.device.type == "cpu" and not lr.requires_grad and not group["foreach"]

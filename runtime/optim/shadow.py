@@ -190,6 +190,11 @@ def freeze(optimizer: Optimizer, *, in_place: bool | None = None) -> Optimizer:
     return frozen
 
 
+def is_scaled(optimizer: Optimizer) -> bool:
+    """Return whether a GradScaler lets a fused optimizer unscale gradients itself, in place."""
+    return any(getattr(optimizer, name, None) is not None for name in SCALER_ATTRIBUTES)
+
+
 def put_into(optimizer: Optimizer, place: Place, parameter: Tensor) -> int:
     """Put a parameter into a copy of a frozen optimizer, in its place, or alone if groups are empty; return its group."""
     index, position = place

@@ -35,7 +35,7 @@ from zinf_compile.runtime.observe.progress import say
 from zinf_compile.runtime.optim.block_wise import is_block_wise
 from zinf_compile.runtime.optim.element_wise import is_same_value
 from zinf_compile.runtime.optim.optimizer import StreamedStep
-from zinf_compile.runtime.optim.shadow import SCALER_ATTRIBUTES, copy_scalars, is_element_wise, is_known
+from zinf_compile.runtime.optim.shadow import copy_scalars, is_element_wise, is_known, is_scaled
 from zinf_compile.runtime.optim.step_jobs import Job, JobCollector
 from zinf_compile.runtime.params.home import HomeParameter
 from zinf_compile.runtime.params.records import StoredParameter, record_of
@@ -431,7 +431,7 @@ def _find_difference(begun: Begun, optimizer: Optimizer, habit: _Habit, jobs: Jo
         return "the parameter or its state was looked at or changed"
     if record.update.count != begun.num_updates or record.update.is_torn:
         return "the parameter was updated meanwhile"
-    if any(getattr(optimizer, name, None) is not None for name in SCALER_ATTRIBUTES):
+    if is_scaled(optimizer):
         return "a gradient scaler takes the step"
     index = job.place[0]
     if jobs.place_of(record) != job.place or not _are_same_options(jobs.options_of(index), job.group):

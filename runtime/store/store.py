@@ -114,6 +114,7 @@ class Store:
             arena=self.arena,
             meter=self.meter,
             device=self.device,
+            reads_in_place=partial(self.memory.reads_in_place, Tier.HOST),
             ranks=ranks,
         )
         self.io_pool, self.tensor_io = self.transfers.pool, self.transfers.tensors

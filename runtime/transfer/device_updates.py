@@ -4,6 +4,8 @@
     update              arrived -> the user's optimizer on chunk 1 | ...
     to_host                        done -> master copy, moments, compute copy of chunk 1 | ...
 
+Of a device that reads host memory in place only what must not change there is copied, such as a gradient that is scaled.
+
 A few sets of buffers take turns: the next chunk arrives while one is updated and the previous one is copied back. Small
 chunks, as of norms, take turns of their own: else a large one behind two of them would wait for its predecessor to leave.
 """
@@ -92,27 +94,31 @@ class DeviceUpdates:
         *,
         here: Mapping[CopyKey, Tensor],
         before: Event,
+        in_place: Sequence[Tensor] = (),
     ) -> EnqueuedCopy | None:
-        """Start updating the flat ``host`` tensors of ``name``; call ``make_room`` first.
+        """Start updating the flat ``host`` tensors of ``name``; call ``make_room`` first, if there are any.
 
         ``form`` says which of them are copied to the device, and ``written`` is where they are copied back: the same
-        tensors, or others. ``here`` are tensors on the device, updated in place after the event ``before``. ``update``
-        receives all of them on the device, and enqueues ops that change them in place. Returns the copies of what is written
-        back to host memory, None if nothing is. Until they are done no host tensor may be read or written by others.
+        tensors, or others. ``here`` are tensors on the device, updated in place after the event ``before``; some may be host
+        memory, which ``in_place`` names, and then nothing is ``written``. ``update`` receives all of them on the device, and
+        enqueues ops that change them in place. Returns the copies of what is written back to host memory, or the end of
+        writes in place; None if there are none. Until they are done no host tensor may be read or written by others.
         """
-        buffers, read = self._sets.popleft(), form.read
-        there = buffers.cut(form)
+        buffers, read = self._sets.popleft() if host else None, form.read
+        there: Mapping[CopyKey, Tensor] = {}
         if here:
-            # Hazard: compute enqueued earlier may still read a resident copy that is updated in place.
+            # Hazard: compute enqueued earlier may still read a copy that is updated in place.
             self._device.update.wait(before)
-        # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
-        arrived = buffers.free
-        if read:
-            arriving = [(host[key], there[key]) for key in read]
-            timings = self._count(name, read, arriving, form.nbytes_read, Tier.HOST, Tier.DEVICE)
-            arrived = self._link.bring_all(arriving, behind=buffers.free, timings=timings).event
-        # Hazard: the update reads the copied tensors, and writes others that are not copied.
-        self._device.update.wait(arrived)
+        if buffers is not None:
+            there = buffers.cut(form)
+            # Hazard: the previous chunk in these buffers may still be copied back; its last copy ends at ``free``.
+            arrived = buffers.free
+            if read:
+                arriving = [(host[key], there[key]) for key in read]
+                timings = self._count(name, read, arriving, form.nbytes_read, Tier.HOST, Tier.DEVICE)
+                arrived = self._link.bring_all(arriving, behind=buffers.free, timings=timings).event
+            # Hazard: the update reads the copied tensors, and writes others that are not copied.
+            self._device.update.wait(arrived)
         try:
             with self._device.updating():
                 update({**there, **here} if here else there)
@@ -121,14 +127,18 @@ class DeviceUpdates:
             raise
         # Hazard: the copies back read what the update writes.
         done = self._device.update.record()
-        buffers.free = done  # of what lives on the device nothing is copied back
         copies: EnqueuedCopy | None = None
         if written:
             leaving = [(there[key], home) for key, home in written.items()]
             timings = self._count(name, written, leaving, form.nbytes_written, Tier.DEVICE, Tier.HOST)
             copies = self._link.take_all(leaving, behind=done, timings=timings)
-            buffers.free = copies.event
-        self._sets.append(buffers)
+        elif in_place:
+            copies = self._link.note_written(in_place)
+        if buffers is not None:
+            buffers.free = (
+                done if copies is None else copies.event
+            )  # of what lives on the device nothing is copied back
+            self._sets.append(buffers)
         return copies
 
     def copy_there(self, name: str, copies: Mapping[CopyKey, tuple[Tensor, Tensor]], *, before: Event) -> EnqueuedCopy:

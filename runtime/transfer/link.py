@@ -228,18 +228,28 @@ def _is_past(event: Event) -> bool:
 class Link:
     """Copies between host memory and one device in both directions. Thread-safe."""
 
-    def __init__(self, device: Device, *, leaving_nbytes: int = 0, for_updates: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        leaving_nbytes: int = 0,
+        for_updates: bool = False,
+        reads_in_place: Callable[[], bool] = lambda: False,
+    ) -> None:
         """``leaving_nbytes`` limits the device bytes of tensors that are being copied to host memory.
 
-        ``for_updates``: copy on the streams of updates.
+        ``for_updates``: copy on the streams of updates. ``reads_in_place`` returns whether ops of the device reach our host
+        memory where it is; it is asked each time, since pinning may be refused later.
         """
         self._device = device
+        self.reads_in_place = reads_in_place
         self._streams = device.update_copies if for_updates else device.copies
         self.is_crossed = not device.memory.unified  # whether bytes are copied between host and device
         self._in_lock, self._out_lock = threading.Lock(), threading.Lock()
         whose = "update-" if for_updates else ""
         self._arrivals = CopyWatcher(f"zinf-{whose}to-device", device.torch_device)
         self._departures = CopyWatcher(f"zinf-{whose}to-host", device.torch_device, self._arrivals)
+        self._written = CopyWatcher(f"zinf-{whose}in-place", device.torch_device)  # in place, by the stream of updates
         self._last_left: Event | None = None  # the end of the last copy to host memory
         self._leaving: deque[_Leaving] = deque()
         self._leaving_nbytes = 0
@@ -298,42 +308,55 @@ class Link:
             event = self._last_left = _enqueue(pairs, timings, stream)
             return self._departures.add(event, [destination for _, destination in pairs])
 
+    def note_written(self, memory: Sequence[Tensor]) -> EnqueuedCopy:
+        """Return what stands for writes in place, by the update stream so far, as if host memory had got copies of them."""
+        with self._out_lock:
+            return self._written.add(self._device.update.record(), memory)
+
     def rewrite(
         self, home: Tensor, change: Callable[[Tensor], object], timings: tuple[Timing | None, Timing | None]
     ) -> EnqueuedCopy:
         """Start changing flat host memory on the device: bring it there, enqueue ``change``, and take it back.
 
+        Where the device reaches host memory it is changed there, and nothing is copied or timed.
+
         ``change`` runs on the stream of updates, behind the compute enqueued so far, which goes on beside it. What it reads
         must not be freed before ``let_go``. What is there counts as leaving: call ``make_room`` first. ``timings`` are those
         of the way there and of the way back.
         """
-        there = self._device.allocate([home.numel()], home.dtype)
-        # Hazard: ops that had this memory before may be enqueued and not yet done.
-        arrived = self.bring(home, there, behind=self.mark(), timing=timings[0])
-        update = self._device.update
+        is_in_place, update = self.reads_in_place(), self._device.update
+        if is_in_place:
+            there, arrived = self._device.in_place(home), self.mark()
+        else:
+            there = self._device.allocate([home.numel()], home.dtype)
+            # Hazard: ops that had this memory before may be enqueued and not yet done.
+            arrived = self.bring(home, there, behind=self.mark(), timing=timings[0]).event
         # Hazard: ``change`` reads what arrives, and what compute has enqueued by now; the copy back reads what it writes.
-        update.wait(arrived.event)
+        update.wait(arrived)
         try:
             with self._device.updating():
                 change(there)
         except BaseException:
             self._device.synchronize()  # else memory is freed to which, or from which, a copy or an op is enqueued
             raise
+        if is_in_place:
+            return self.note_written([home])
         left = self.take(there, home, behind=update.record(), timing=timings[1])
         self.let_go(there)
         return left
 
-    def let_go(self, value: Tensor) -> None:
-        """Free a tensor on the device once the copies that this link enqueued for it are done.
+    def let_go(self, value: Tensor, *, left: Event | None = None) -> None:
+        """Free a tensor on the device once the copies that this link enqueued for it are done, or after ``left``.
 
         Ops of the compute stream may get its memory, without waiting for copies. So it is kept alive until the compute
         stream waits for them, which happens when more than the limit is being copied.
         """
         nbytes = value.untyped_storage().nbytes()
         with self._out_lock:
-            if self._last_left is None:  # nothing has ever been copied
+            left = left or self._last_left
+            if left is None:  # nothing has ever been copied
                 return
-            self._leaving.append(_Leaving(value, nbytes, self._last_left))
+            self._leaving.append(_Leaving(value, nbytes, left))
             self._leaving_nbytes += nbytes
             self._free_beyond(self.leaving_limit)
 
@@ -353,6 +376,7 @@ class Link:
         """Wait for all copies, and end the threads."""
         self._arrivals.close()
         self._departures.close()
+        self._written.close()
         self._leaving.clear()
 
 

@@ -298,10 +298,12 @@ class TensorIO:
         home = slot.elements(slot.slice.flat).data  # has a version of its own: that of the home tells of edits of users
         routes = ((slot.tier, Tier.DEVICE), (Tier.DEVICE, slot.tier))
         there, back = (self._meter.copying(*route, home.nbytes, slot.name) for route in routes)
-        for route in routes:
-            self._meter.add_moved(*route, home.nbytes)
-        self._writes.append((slot.whole, self.link.rewrite(home, add, (there, back)).done))
-        self.link.let_go(flat)
+        if not self.link.reads_in_place():
+            for route in routes:
+                self._meter.add_moved(*route, home.nbytes)
+        added = self.link.rewrite(home, add, (there, back))
+        self._writes.append((slot.whole, added.done))
+        self.link.let_go(flat, left=added.event)
 
     def _add_from_device(self, slot: Slot | SlotPart, value: Tensor) -> None:
         flat = self._outliving(value, slot.tensor.dtype)

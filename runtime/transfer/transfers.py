@@ -83,12 +83,16 @@ class Transfers:
         arena: Arena,
         meter: Meter,
         device: Device = CPU,
+        reads_in_place: Callable[[], bool] = lambda: False,
         ranks: Ranks = ALONE,
     ) -> None:
-        """``device`` computes, and ``arena`` is in its memory. Each of ``ranks`` moves its shards."""
+        """``device`` computes, and ``arena`` is in its memory. Each of ``ranks`` moves its shards.
+
+        ``reads_in_place``: see Link.
+        """
         self._ranks = ranks
         self._device = device
-        self.link = link = Link(device)
+        self.link = link = Link(device, reads_in_place=reads_in_place)
         self.pool = IOPool(engine=engine, staging=staging, meter=meter, link=link)
         self.tensors = TensorIO(self.pool, arena=arena, meter=meter)
         self._arena = arena

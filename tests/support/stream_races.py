@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream
+from zinf_compile.ir.copies import GRADIENT
 from zinf_compile.runtime.execute.executor import Executor
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
 from zinf_compile.runtime.transfer.link import CopyWatcher
@@ -185,6 +186,7 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
             *,
             here: Any,
             before: Any,
+            in_place: Any = (),
         ) -> Any:
             device = updates._device
             assert isinstance(device, FakeDevice)
@@ -194,10 +196,12 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
                     for key, tensor in there.items():
                         where = " that lives there" if key in here else ""
                         what = f"the update on the device, at its {key.label}{where}"
-                        touch_tensor_of(races, tensor, what, write=key in here or key in written)
+                        is_written = key != GRADIENT and (key in here or key in written)
+                        touch_tensor_of(races, tensor, what, write=is_written)
                 return change(there)
 
-            return original(updates, name, host, form, written, touch_and_change, here=here, before=before)
+            order = {"here": here, "before": before, "in_place": in_place}
+            return original(updates, name, host, form, written, touch_and_change, **order)
 
         return call
 

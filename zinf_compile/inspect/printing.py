@@ -301,9 +301,11 @@ def _dump_values(plan: Plan) -> list[str]:
             f"to {shadows} of shadows"
         )
     if on_device.share:
+        in_place = f"; {format_bytes(on_device.nbytes_in_place)} are read and written in host memory"
         lines.append(
             f"             {on_device.share:.0%} of the elements updated on the device, {step.chunk_elements:,} at a time; "
             f"{format_bytes(on_device.nbytes_in)} go there, {format_bytes(on_device.nbytes_out)} come back"
+            f"{in_place if on_device.nbytes_in_place else ''}"
         )
     return lines
 

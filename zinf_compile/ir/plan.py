@@ -58,7 +58,9 @@ class Placement:
     parameter: str  # its name, or that of the tile
     copies: tuple[Copy, ...]  # in the order of roles: at most one of each, and any number of states
     splits_master: bool = False  # updates write of a master copy on nvme what its bfloat16 compute copy lacks
-    in_place: bool = False  # compute reads what is in host memory where it is, without a transfer
+    in_place: bool = (
+        False  # a device reads what is in host memory where it is, and updates it there, without a transfer
+    )
 
     @cached_property
     def by_role(self) -> dict[Role, tuple[Copy, ...]]:
@@ -233,14 +235,19 @@ class Placement:
 
     @cached_property
     def update_nbytes_to_device(self) -> int:
-        """Return the bytes that an update on the device copies in: gradient, master copy, and state that lives elsewhere."""
+        """Return the bytes that an update on the device reads: gradient, master copy, and state that lives elsewhere."""
         return self.gradient_nbytes + (self.master_nbytes or self.compute_nbytes) + self._state_nbytes_away
 
     @cached_property
     def update_nbytes_to_host(self) -> int:
-        """Return the bytes that an update on the device copies back: every copy and all state that live elsewhere."""
+        """Return the bytes that an update on the device writes: every copy and all state that live elsewhere."""
         compute = 0 if self.compute is Tier.DEVICE else self.compute_nbytes
         return self.master_nbytes + compute + self._state_nbytes_away
+
+    @property
+    def update_nbytes_with_host(self) -> int:
+        """Return the bytes of host memory that an update on the device reads and writes, by copies or in place."""
+        return self.update_nbytes_to_device + self.update_nbytes_to_host
 
     @property
     def has_device_state(self) -> bool:
@@ -366,6 +373,7 @@ class DeviceUpdatesPlan:
     share: float  # of all elements
     nbytes_in: int  # that come from host memory
     nbytes_out: int  # that go back there
+    nbytes_in_place: int  # that an integrated device reads and writes in host memory, where no copy is needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,11 +477,21 @@ class Plan:
         ]
         reloaded = sum(item.reloaded_nbytes(self.shadow_tier) for item, _ in trained if item.parameter in ahead)
         updated = sum(placement.gradient_nbytes * each for placement, each in trained)
+        copied = [each for each in trained if not self.is_updated_in_place(each[0])]
+        in_place = [each for each in trained if self.is_updated_in_place(each[0])]
         return DeviceUpdatesPlan(
             share=updated / max(1, sum(placement.gradient_nbytes for placement in self.placements)),
-            nbytes_in=int(sum(placement.update_nbytes_to_device * each for placement, each in trained)) + reloaded,
-            nbytes_out=int(sum(placement.update_nbytes_to_host * each for placement, each in trained)) + reloaded,
+            nbytes_in=int(sum(placement.update_nbytes_to_device * each for placement, each in copied)) + reloaded,
+            nbytes_out=int(sum(placement.update_nbytes_to_host * each for placement, each in copied)) + reloaded,
+            nbytes_in_place=int(sum(placement.update_nbytes_with_host * each for placement, each in in_place)),
         )
+
+    def is_updated_in_place(self, placement: Placement) -> bool:
+        """Return whether an update on the device reads and writes host memory where it is.
+
+        One ahead of ``step()`` writes shadows, and copies.
+        """
+        return placement.in_place and placement.parameter not in self.step.ahead
 
     @property
     def leaving_nbytes(self) -> int:

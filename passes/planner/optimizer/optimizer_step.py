@@ -34,15 +34,19 @@ def chunk_nbytes_per_element(parameter: ParameterFact) -> int:
     return gradient + master + state + (compute if parameter.has_compute_copy else 0)
 
 
-def plan_device_share(config: Config, hardware: Hardware, parameters: Sequence[ParameterFact]) -> float:
+def plan_device_share(
+    config: Config, hardware: Hardware, parameters: Sequence[ParameterFact], *, num_ranks: int = 1
+) -> float:
     """Return the share of elements to update on the device, so that its updates and the host's end at the same time.
 
     ``update_on`` may force 0 or 1. ``compute="aten"`` forces 1, so that results equal PyTorch's on the device bit for bit.
+    An integrated device that updates in place takes all: the host's processors would share its memory's bandwidth.
     """
     trained = [parameter for parameter in parameters if parameter.trainable]
     if config.memory.unified or not trained or config.update_on == "host":
         return 0.0
-    if config.update_on == "device" or config.compute == "aten":
+    is_in_place = config.memory.integrated and num_ranks == 1
+    if config.update_on == "device" or config.compute == "aten" or is_in_place:
         return 1.0
     num_elements = sum(parameter.num_elements for parameter in trained)
     moved = sum(chunk_nbytes_per_element(parameter) * parameter.num_elements for parameter in trained) / num_elements

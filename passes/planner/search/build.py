@@ -145,7 +145,9 @@ class PlanBuilder:
             (item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0
         )
         self._outside = count_outside(staying, self._activations.peak_nbytes + self._workspace)
-        self._device_share = plan_device_share(request.config, request.hardware, request.parameters)
+        self._device_share = plan_device_share(
+            request.config, request.hardware, request.parameters, num_ranks=request.num_ranks
+        )
         self._updates = _count_updates(request, self._device_share)
         self._leaving = _count_leaving(request, graph)
         self._reductions = _count_reductions(request, graph)

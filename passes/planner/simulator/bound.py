@@ -77,7 +77,8 @@ class _BusyLanes:
         update_seconds = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
         if timing is StepTiming.SYNCHRONOUS:
             step, on_device = self.phases[Phase.STEP], plan.device_updates
-            step[UPDATE_LANE] = (1 - on_device.share) * update_seconds
+            in_place = on_device.nbytes_in_place / plan.hardware.memory_bytes_per_second
+            step[UPDATE_LANE] = max((1 - on_device.share) * update_seconds, in_place)
             moved = _Moves()
             moved.add(Tier.NVME, Tier.HOST, plan.step.nbytes_read)
             moved.add(Tier.HOST, Tier.NVME, plan.step.nbytes_written)
@@ -103,11 +104,13 @@ class _BusyLanes:
                     read -= placement.gradient_nbytes
                 moved.add(Tier.NVME, Tier.HOST, read)
                 moved.add(Tier.HOST, Tier.NVME, placement.update_nbytes_written)
-                if device.takes(placement):
+                if not device.takes(placement):
+                    busy[UPDATE_LANE] += update_seconds * placement.gradient_nbytes / nbytes
+                elif plan.is_updated_in_place(placement):
+                    busy[UPDATE_LANE] += placement.update_nbytes_with_host / plan.hardware.memory_bytes_per_second
+                else:
                     moved.add(Tier.HOST, Tier.DEVICE, placement.update_nbytes_to_device)
                     moved.add(Tier.DEVICE, Tier.HOST, placement.update_nbytes_to_host)
-                else:
-                    busy[UPDATE_LANE] += update_seconds * placement.gradient_nbytes / nbytes
         self._add_moves(phase, moved_within)
         self._add_moves(self.beside, moved_beside)
 

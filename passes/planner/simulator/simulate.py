@@ -350,7 +350,10 @@ class _Walk:
         ):
             if nbytes:
                 self.lanes.move(source, destination, "optimizer state", nbytes, after)
-        if on_device.share:
+        if on_device.nbytes_in_place:
+            in_place = on_device.nbytes_in_place / self._plan.hardware.memory_bytes_per_second
+            self.lanes.update("optimizer (device)", in_place, after)
+        elif on_device.share:
             self.lanes.move(Tier.HOST, Tier.DEVICE, "optimizer state", on_device.nbytes_in, after)
             self.lanes.move(Tier.DEVICE, Tier.HOST, "optimizer state", on_device.nbytes_out, after)
         self.clock = self.lanes.end_of(range(len(self.lanes.nodes)))

@@ -24,9 +24,10 @@ class _Update(NamedTuple):
     nbytes_read: int = 0
     nbytes_written: int = 0
     nbytes_updated: int = 0  # of gradients, on the host; 0 where an update ahead of step() is only read back
-    # On a device only the copies there and back take time.
+    # On a device only the copies there and back take time, or what it reads and writes in host memory in place.
     nbytes_in: int = 0
     nbytes_out: int = 0
+    nbytes_in_place: int = 0
 
 
 class DeviceShare:
@@ -65,6 +66,8 @@ class Updates:
         nbytes = sum(placement.gradient_nbytes for placement in plan.placements)
         seconds = plan.step.num_elements / plan.hardware.optimizer_elements_per_second
         self._seconds_per_nbyte = seconds / nbytes if nbytes else 0.0
+        self._seconds_per_nbyte_in_place = 1 / plan.hardware.memory_bytes_per_second
+        self._is_in_place = plan.is_updated_in_place
         self._device = DeviceShare(plan)
         self._shadows = plan.shadow_tier
         self._queued: deque[_Update] = deque()
@@ -87,11 +90,13 @@ class Updates:
             written, read = placement.update_nbytes_written, placement.update_nbytes_read
             if not with_gradient and placement.gradient is Tier.NVME:
                 read -= placement.gradient_nbytes
-            if self._device.takes(placement):
+            if not self._device.takes(placement):
+                update = _Update(placement, after, read, written + away, placement.gradient_nbytes)
+            elif self._is_in_place(placement):
+                update = _Update(placement, after, read, written, nbytes_in_place=placement.update_nbytes_with_host)
+            else:
                 there, back = placement.update_nbytes_to_device, placement.update_nbytes_to_host + away
                 update = _Update(placement, after, read, written, nbytes_in=there, nbytes_out=back)
-            else:
-                update = _Update(placement, after, read, written + away, placement.gradient_nbytes)
             self._append(update, is_ahead=is_ahead)
 
     def queue_reload(self, placement: Placement) -> None:
@@ -178,6 +183,7 @@ class Updates:
             self._begin_on_device(update, after)
             return
         seconds = update.nbytes_updated * self._seconds_per_nbyte
+        seconds += update.nbytes_in_place * self._seconds_per_nbyte_in_place
         if update.nbytes_read:
             read = self._lanes.move(Tier.NVME, Tier.HOST, f"update of {placement.parameter}", update.nbytes_read, after)
             computed = self._lanes.update(f"optimizer ({placement.parameter})", seconds, self._lanes.nodes[read].after)
