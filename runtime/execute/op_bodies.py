@@ -130,6 +130,20 @@ def wait_swap_in(
     return owner.arena.strided_view(offset, tuple(shape), tuple(stride), dtype, storage_offset=storage_offset)
 
 
+def read_swapped(
+    token: Tensor,
+    store: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return an offloaded activation, or a view of it, in the host memory where it rests."""
+    flat = find_store(store).activations.read_in_place(token, dtype)
+    return flat.as_strided(tuple(shape), tuple(stride), storage_offset)
+
+
 @functools.cache
 def register() -> torch.library.Library:
     """Register the bodies above; the library must stay alive as long as they are used."""
@@ -148,6 +162,7 @@ def register() -> torch.library.Library:
         (ops.WAIT_SWAP_OUT, without_interrupts(wait_swap_out)),
         (ops.ISSUE_SWAP_IN, without_interrupts(issue_swap_in)),
         (ops.WAIT_SWAP_IN, without_interrupts(wait_swap_in)),
+        (ops.READ_SWAPPED, without_interrupts(read_swapped)),
         (ops.LOGIT_SUMS, logit_sums),
         (ops.LOGIT_SUMS_BACKWARD, logit_sums_backward),
         (ops.WEIGH_LOGIT_SUMS, weigh_logit_sums),

@@ -146,6 +146,7 @@ class Store:
             engine=self.engine,
             room=partial(_room_for_activations, config, self.staging, homes_nbytes),
             allocate=self.memory.allocate,
+            device=self.device,
         )
         self.open_forwards = OpenForwards()
         self.held = HeldMemory(

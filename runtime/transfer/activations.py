@@ -18,7 +18,8 @@ from torch import Tensor
 
 from zinf_compile.ir.errors import CapacityError, UnsupportedError
 from zinf_compile.ir.glossary import Tier, format_bytes
-from zinf_compile.runtime.device.device import Event
+from zinf_compile.runtime.device.cpu import CPU
+from zinf_compile.runtime.device.device import Device, Event
 from zinf_compile.runtime.device.host_mapping import map_memory
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.process.waiting import wait_future
@@ -51,6 +52,7 @@ class SwappedValue:
     returning: list[InFlight] = field(default_factory=list)  # reloads that may be in flight
     on_device: Tensor | None = None  # over a link: the value itself, until the compute stream waits for its copies
     left: Event | None = None  # the end of the last of these copies
+    is_read_in_place: bool = False  # by ops of a device, in host memory, which may not be done when its token is freed
 
     @property
     def device_bytes(self) -> None:
@@ -76,9 +78,11 @@ class Activations:
         engine: Engine | None,
         room: Callable[[Tier], int | None],
         allocate: Allocate = map_memory,
+        device: Device = CPU,
     ) -> None:
         """``room`` returns the bytes that activations may take of a tier now; None if only the disk is the limit."""
         self._transfers = transfers
+        self._device = device
         self._arena = arena
         self._meter = meter
         self._layout = layout
@@ -155,6 +159,29 @@ class Activations:
         swapped.returning = [back for back in swapped.returning if not back.is_done]
         swapped.returning.append(self._transfers.in_flight(ticket))
         return ticket
+
+    def read_in_place(self, token: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a value that rests in host memory, flat, for ops of the device: there, or in a copy if it is not pinned.
+
+        ``wait_out`` comes first.
+        """
+        swapped = self._find(token)
+        assert swapped.buffer is not None
+        for copied in swapped.leaving:
+            if copied.done():
+                copied.result()  # raises its error
+        home = torch.frombuffer(swapped.buffer.view, dtype=dtype, count=swapped.nbytes // dtype.itemsize)
+        link = self._transfers.link
+        if not link.reads_in_place():
+            value = self._device.allocate(home.shape, dtype)
+            # Hazard: ops that had this memory before may be enqueued and not yet done, and the next ones read it.
+            link.join(link.bring(home.view(torch.uint8), value.view(torch.uint8), behind=link.mark()).event)
+            self._meter.add_moved(Tier.HOST, Tier.DEVICE, swapped.nbytes)
+            return value
+        value, swapped.is_read_in_place = self._device.in_place(home), True
+        # Hazard: ops that read it are enqueued as long as there is a tensor over it. So long its token counts as alive.
+        weakref.finalize(value.untyped_storage(), _let_go, swapped.token()).atexit = False
+        return value
 
     def forget_peak(self) -> None:
         """Free unused host memory, and reset its peak to what is taken now."""
@@ -253,14 +280,23 @@ class Activations:
 
     def give_back_dropped(self) -> None:
         """Free the bytes of activations whose tokens were freed, unless some are still in flight."""
+        read: Event | None = None
         for number, swapped in list(self._swapped.items()):
             if swapped.token() is not None or not swapped.is_at_rest:
                 continue
+            if swapped.is_read_in_place and read is None:
+                # Hazard: ops that are enqueued and not yet done may still read these bytes, and copies would overwrite them.
+                read = self._transfers.link.mark()
+                read.wait()
             del self._swapped[number]
             if swapped.buffer is not None:
                 self._memory.return_(swapped.buffer)
             if swapped.extent is not None:
                 self._layout.free(swapped.extent)
+
+
+def _let_go(token: _TokenBytes | None) -> None:
+    """Drop the last reference to a token that a finalizer kept alive."""
 
 
 def _flat_in(value: Tensor, stride: Sequence[int]) -> Tensor:

@@ -18,9 +18,11 @@ from zinf_compile.passes.planner.search.planner import Request
 Destination = Callable[[int, ValueFact], Tier | None]  # from the index and the value; None: it stays on the device
 
 
-def swap_activations(plan: Plan, graph: GraphFacts, destinations: Mapping[str, Tier]) -> Plan:
+def swap_activations(
+    plan: Plan, graph: GraphFacts, destinations: Mapping[str, Tier], *, in_place: bool = False
+) -> Plan:
     """Return the plan with activations offloaded to the tiers in ``destinations``, and no other change."""
-    swaps = plan_swaps(graph, destinations, plan.hardware)
+    swaps = plan_swaps(graph, destinations, plan.hardware, in_place=in_place)
     left = without_swapped(graph, swaps)
     transfers = max((transfer.offset + transfer.nbytes for transfer in plan.gathers), default=0)
     bound = bind_values(left, base=transfers, swaps=swaps)
@@ -62,7 +64,7 @@ def swapping(choose: Destination, *, at_least: int = 64 * 2**10) -> Iterator[lis
         destinations = {name: tier for name, tier in chosen.items() if tier is not None}
         if not destinations:
             return plan
-        made.append(swap_activations(plan, graph, destinations))
+        made.append(swap_activations(plan, graph, destinations, in_place=request.config.integrated))
         return made[-1]
 
     planning.make_plan = make_plan

@@ -89,7 +89,7 @@ class World:
             return self.gather_legs(transfer.source, transfer.moved_nbytes, transfer.decoded)
         if transfer.what is Moved.GRADIENT:
             return self.gradient_legs(transfer.destination, transfer.moved_nbytes, is_resident=is_resident)
-        return (Leg(self.routes[transfer.source, transfer.destination], transfer.nbytes),)
+        return () if transfer.stays else (Leg(self.routes[transfer.source, transfer.destination], transfer.nbytes),)
 
     def gather_legs(self, source: Tier, nbytes: int, decoded: Decoded = NOT_DECODED) -> tuple[Leg, ...]:
         """Return the legs of gathering a full value: a read of the shard, and with several ranks an all-gather.

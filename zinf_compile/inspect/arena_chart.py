@@ -34,8 +34,13 @@ class ByteRange(NamedTuple):
 
 def bound_region(plan: Plan) -> ByteRange | None:
     """Return the arena bytes after those of transfers: bound values and reloaded activations; None if there are none."""
-    offsets = [*(value.offset for value in plan.bound), *(swap.reload.offset for swap in plan.swaps)]
+    offsets = [*(value.offset for value in plan.bound), *(reload.offset for reload in _reloads(plan))]
     return ByteRange(min(offsets), plan.arena_nbytes) if offsets else None
+
+
+def _reloads(plan: Plan) -> list[Transfer]:
+    """Return what brings activations back to the arena: not those that are read in host memory."""
+    return [swap.reload for swap in plan.swaps if not swap.reload.stays]
 
 
 def transfer_range(transfer: Transfer) -> ByteRange:
@@ -106,9 +111,10 @@ def _make_rows(plan: Plan) -> list[_Row]:
     region = bound_region(plan)
     if region is not None:
         name = f"{len(plan.bound)} bound value{'' if len(plan.bound) == 1 else 's'}"
-        if plan.swaps:
-            name += f", {len(plan.swaps)} swapped"
-        live = [*(value.live for value in plan.bound), *(swap.reload.live for swap in plan.swaps)]
+        reloads = _reloads(plan)
+        if reloads:
+            name += f", {len(reloads)} swapped"
+        live = [*(value.live for value in plan.bound), *(reload.live for reload in reloads)]
         rows.append(_Row(region, name, _draw_live(live, plan.num_ticks)))
     return rows
 

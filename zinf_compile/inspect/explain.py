@@ -99,8 +99,8 @@ def _explain_value(plan: Plan, graph: GraphFacts, value: ValueFact, op: OpFact[S
     if swap is not None:
         offload, reload = swap
         yield (
-            f"  leaves for {swap.rests_on} after tick {offload.made_at}, gone by {offload.need_by}, comes back at "
-            f"{reload.issue}"
+            f"  leaves for {swap.rests_on} after tick {offload.made_at}, gone by {offload.need_by}, "
+            f"{'is read there' if reload.stays else 'comes back'} at {reload.issue}"
         )
     elif bound is not None:
         yield f"  bound to the arena's bytes from {bound.offset:,}"

@@ -91,6 +91,7 @@ def _place_blocks(plan: Plan) -> tuple[list[_Block], list[_Block]]:
         *(
             _Block(item.name, MemoryRole.ACTIVATION, arena + item.offset, item.nbytes, item.issue, item.release)
             for _, item in plan.swaps
+            if not item.stays
         ),
         *(
             _Block(f"others in {span.module}", MemoryRole.ACTIVATION, outside, span.peak_nbytes, span.start, span.end)

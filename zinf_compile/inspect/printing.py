@@ -209,10 +209,11 @@ def _dump_swaps(plan: Plan, width: int) -> list[str]:
             nbytes = format_bytes(sum(item.nbytes for item in row.items))
             rows.append(f"      ... {len(row.items)} more, {nbytes}")
             continue
+        issue = "there" if row.reload.stays else row.reload.issue  # read in host memory
         rows.append(
             (
                 f"{row.offload.made_at:>5} -> {row.offload.need_by:>4}",
-                f"{row.reload.issue:>5} -> {row.reload.need_by:>7} -> {row.reload.release:>7}",
+                f"{issue:>5} -> {row.reload.need_by:>7} -> {row.reload.release:>7}",
                 str(row.rests_on),
                 row.value,
                 format_bytes(row.nbytes),
@@ -249,7 +250,8 @@ def _dump_values(plan: Plan) -> list[str]:
     region = bound_region(plan)
     if region is not None and plan.bound:
         largest = max(plan.bound, key=lambda value: value.nbytes)
-        swapped = f", and {len(plan.swaps):,} swapped," if plan.swaps else ""
+        num_swapped = sum(not swap.reload.stays for swap in plan.swaps)
+        swapped = f", and {num_swapped:,} swapped," if num_swapped else ""
         lines += [
             f"bound        {len(plan.bound):,} of compute's values{swapped} in {format_bytes(region.nbytes)} of the arena",
             f"             the largest is {largest.name}: {format_bytes(largest.nbytes)} "

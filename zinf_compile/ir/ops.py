@@ -25,6 +25,7 @@ A *token* stands for an activation that has left the device, from forward to the
     ticket = zinf::issue_swap_in(token, store, offset)             start moving it back into the arena
     v      = zinf::wait_swap_in(ticket, store, offset, ...)        block until it is there; it, or a view of it
     zinf::release(ticket, store)                                   the bytes may be reused from here on
+    v      = zinf::read_swapped(token, store, ...)                 it, or a view of it, where it rests in host memory
 
 Four more make the loss of a language model without its logits (``passes/transforms/tiling/linear_loss.py`` uses them)::
 
@@ -71,6 +72,10 @@ _LIBRARY.define(
     "ScalarType dtype, Device device) -> Tensor"
 )
 _LIBRARY.define(
+    "read_swapped(Tensor token, int store, SymInt[] shape, SymInt[] stride, SymInt storage_offset, ScalarType dtype, "
+    "Device device) -> Tensor"
+)
+_LIBRARY.define(
     "logit_sums(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, int first, bool last, "
     "SymInt tile_rows) -> (Tensor, Tensor, Tensor)"
 )
@@ -101,6 +106,7 @@ SWAP_OUT = torch.ops.zinf.swap_out.default
 WAIT_SWAP_OUT = torch.ops.zinf.wait_swap_out.default
 ISSUE_SWAP_IN = torch.ops.zinf.issue_swap_in.default
 WAIT_SWAP_IN = torch.ops.zinf.wait_swap_in.default
+READ_SWAPPED = torch.ops.zinf.read_swapped.default
 LOGIT_SUMS = torch.ops.zinf.logit_sums.default
 LOGIT_SUMS_BACKWARD = torch.ops.zinf.logit_sums_backward.default
 WEIGH_LOGIT_SUMS = torch.ops.zinf.weigh_logit_sums.default
@@ -109,7 +115,7 @@ RUN_SEGMENT = torch.ops.zinf.run_segment.default
 
 ALL_OPS = (
     *(GATHER, STORE_GRAD, ISSUE_GATHER, LAUNCH_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS),
-    *(ARENA_VIEW, SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN, WAIT_SWAP_IN),
+    *(ARENA_VIEW, SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN, WAIT_SWAP_IN, READ_SWAPPED),
     *(LOGIT_SUMS, LOGIT_SUMS_BACKWARD, WEIGH_LOGIT_SUMS, SCALE_GRADIENT, RUN_SEGMENT),
 )
 
@@ -207,6 +213,25 @@ def _wait_swap_in_fake(
     storage_offset: int,
     dtype: torch.dtype,
     device: torch.device,
+) -> Tensor:
+    return _view_of_swapped(shape, stride, storage_offset, dtype, device)
+
+
+@torch.library.register_fake("zinf::read_swapped", lib=_LIBRARY)
+def _read_swapped_fake(
+    token: Tensor,
+    store: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return _view_of_swapped(shape, stride, storage_offset, dtype, device)
+
+
+def _view_of_swapped(
+    shape: Sequence[int], stride: Sequence[int], storage_offset: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return torch.empty(storage_offset + reach, dtype=dtype, device=device).as_strided(shape, stride, storage_offset)

@@ -182,9 +182,11 @@ def _judge_way(move: Transfer) -> str | None:
         if move.source is not Tier.DEVICE or move.parameters != (move.name,) or move.issue == 0:
             return "it moves no gradient that the device has"
     else:
-        if move.parameters or (move.source is Tier.DEVICE) == (move.destination is Tier.DEVICE) or move.issue == 0:
-            return "it moves no activation from the device or to it"
-        num_offsets = int(move.is_reload)
+        is_read_there = move.source is Tier.HOST and move.stays
+        crosses = (move.source is Tier.DEVICE) != (move.destination is Tier.DEVICE)
+        if move.parameters or not (crosses or is_read_there) or move.issue == 0:
+            return "it moves no activation from the device or to it, and none is read in host memory"
+        num_offsets = int(move.is_reload and not move.stays)
     if len(move.offsets) != num_offsets:
         return f"it has {len(move.offsets)} offsets in the arena, not {num_offsets}"
     return None

@@ -6,6 +6,7 @@ moved        way                     ``issue``                              ``ne
 parameters   home -> device          as planned: late, but in time          the first reader of this gather
 activation   device -> host, nvme    after the op that computes it          compute waits here until it has left
 activation   host, nvme -> device    as planned, in backward                the first reader in backward
+activation   host -> host            the first reader in backward           the same: an integrated device reads it in place
 gradient     device -> home          after the op that computes it          the end of backward
 ===========  ======================  =====================================  ==========================================
 
@@ -33,7 +34,7 @@ class Moved(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One movement between tiers. A gradient that stays on the device has it as source and as destination.
+    """One movement between tiers. What stays where it is has one tier as source and as destination.
 
     Ticks are those of nodes: what happens at a tick happens before its node runs.
     """
@@ -88,7 +89,7 @@ class Transfer:
 
     @property
     def stays(self) -> bool:
-        """Return whether nothing moves: a gradient whose home is the device."""
+        """Return whether nothing moves: a gradient whose home is the device, an activation that is read in host memory."""
         return self.source is self.destination
 
     @property
@@ -98,7 +99,7 @@ class Transfer:
 
     @property
     def is_reload(self) -> bool:
-        """Return whether it brings an activation back to the device."""
+        """Return whether it brings an activation back to the device, or lets it be read where it rests."""
         return self.what is Moved.ACTIVATION and self.source is not Tier.DEVICE
 
     @property

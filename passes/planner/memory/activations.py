@@ -42,7 +42,7 @@ def unbound_values(graph: GraphFacts) -> list[ValueFact]:
 def bind_values(graph: GraphFacts, *, base: int, swaps: Sequence[Transfer] = ()) -> BoundValues:
     """Return arena offsets, from ``base`` on, for every value that can be bound and every reload among ``swaps``."""
     values = sorted(filter(_is_bound, graph.values), key=lambda value: (value.live.start, value.name))
-    reloads = [swap for swap in swaps if swap.is_reload]
+    reloads = [swap for swap in swaps if swap.is_reload and not swap.stays]
     pieces = [
         *(Piece(nbytes=value.nbytes, live=value.live) for value in values),
         *(Piece(nbytes=swap.nbytes, live=swap.live) for swap in reloads),
@@ -58,7 +58,7 @@ def bind_values(graph: GraphFacts, *, base: int, swaps: Sequence[Transfer] = ())
             BoundValue(name=value.name, offset=offsets[index], nbytes=value.nbytes, live=value.live)
             for index, value in enumerate(values)
         ),
-        swaps=tuple(placed[swap.name] if swap.is_reload else swap for swap in swaps),
+        swaps=tuple(placed[swap.name] if swap.is_reload and not swap.stays else swap for swap in swaps),
         nbytes=layout.nbytes,
     )
 

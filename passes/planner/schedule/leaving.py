@@ -36,7 +36,8 @@ def leaving_levels(
         destination = _destination(config, nbytes[count - 1]) if count > taken else None
         if destination is not None:
             taken = count
-            yield plan_swaps(graph, {value.name: destination for value in values[:count]}, hardware, seconds_of_ops)
+            destinations = {value.name: destination for value in values[:count]}
+            yield plan_swaps(graph, destinations, hardware, seconds_of_ops, in_place=config.integrated)
 
 
 def _may_leave(graph: GraphFacts) -> list[ValueFact]:

@@ -24,11 +24,14 @@ def plan_swaps(
     destinations: Mapping[str, Tier],
     hardware: Hardware,
     seconds_of_ops: Sequence[float] | None = None,
+    *,
+    in_place: bool = False,
 ) -> tuple[Transfer, ...]:
     """Return the offloads of the values named in ``destinations``, each to that tier, and their reloads.
 
-    ``seconds_of_ops`` saves estimating them again. Offsets are 0 until ``bind_values`` assigns some. VerifyError for a
-    name that is no value that may leave (``idle``).
+    ``in_place``: what rests in host memory is read there, and its reload moves nothing. ``seconds_of_ops`` saves estimating
+    them again. Offsets are 0 until ``bind_values`` assigns some. VerifyError for a name that is no value that may leave
+    (``idle``).
     """
     leaving = {value.name: value for value in graph.values if value.idle is not None and value.name in destinations}
     if unknown := destinations.keys() - leaving.keys():
@@ -36,7 +39,8 @@ def plan_swaps(
     values = [(value, destinations[value.name]) for value in leaving.values()]
     reached = _seconds_at(graph, seconds_of_ops or list(ops_seconds(graph.ops, hardware)))
     gone = _plan_out(graph, values, hardware, reached)
-    issues = _plan_back(graph, values, hardware, reached)
+    moved_back = [item for item in values if not (in_place and item[1] is Tier.HOST)]
+    issues = _plan_back(graph, moved_back, hardware, reached)
     swaps: list[Transfer] = []
     for value, destination in sorted(values, key=lambda item: (item[0].live.start, item[0].name)):
         name, nbytes, left_at = value.name, align(value.nbytes), gone[value.name]
@@ -57,12 +61,12 @@ def plan_swaps(
                 name=name,
                 parameters=(),
                 source=destination,
-                destination=Tier.DEVICE,
+                destination=Tier.DEVICE if name in issues else destination,
                 nbytes=nbytes,
-                issue=issues[name],
+                issue=issues.get(name, _idle(value).end),
                 need_by=_idle(value).end,
                 release=value.live.end,
-                offsets=(0,),
+                offsets=(0,) if name in issues else (),
             ),
         )
     return tuple(swaps)

@@ -146,7 +146,8 @@ def _stays(plan: Plan, tier: Tier) -> Iterator[_Stay]:
     for swap in plan.swaps:
         if swap.rests_on is tier:
             held = Held(name=swap.value, role=MemoryRole.ACTIVATION, nbytes=swap.nbytes)
-            yield _Stay(held, swap.offload.issue, swap.reload.need_by, is_inside=True)
+            end = swap.reload.release if swap.reload.stays else swap.reload.need_by
+            yield _Stay(held, swap.offload.issue, end, is_inside=True)
     if tier is Tier.DEVICE:
         yield from _device_stays(plan)
 

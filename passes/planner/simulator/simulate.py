@@ -261,6 +261,8 @@ class _Walk:
         if transfer.what is Moved.GRADIENT:
             self._start_sink(transfer)
             return
+        if transfer.stays:  # an activation, whose offload has ended in forward
+            return
         after = self._after
         if transfer.what is Moved.PARAMETERS:
             after = (*after, *self._updates.finish(transfer.parameters))

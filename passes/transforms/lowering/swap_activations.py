@@ -13,6 +13,10 @@ and in backward, where the placeholder is now the token::
     ...
     gelu_back = zinf.wait_swap_in(gelu_swap, store, offset, ...)        before its first reader; likewise for each saved view
 
+or, where an integrated device reads it in host memory::
+
+    gelu_back = zinf.read_swapped(gelu, store, ...)                     before its first reader; likewise for each saved view
+
 The number and order of saved values stay the same, as AOTAutograd relies on them.
 """
 
@@ -23,7 +27,7 @@ import torch
 from torch import fx
 
 from zinf_compile.ir.errors import VerifyError
-from zinf_compile.ir.ops import ISSUE_SWAP_IN, SWAP_OUT, WAIT_SWAP_IN, WAIT_SWAP_OUT
+from zinf_compile.ir.ops import ISSUE_SWAP_IN, READ_SWAPPED, SWAP_OUT, WAIT_SWAP_IN, WAIT_SWAP_OUT
 from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.analysis.storages import find_roots
@@ -103,10 +107,7 @@ class _Swapper:
         values = {node: node.meta["val"] for node in inputs}
         for node in inputs:
             node.meta["val"] = node.meta["val"].new_empty(1, dtype=torch.int64)
-        before = self._at(max(transfer.issue, self._first_op))
-        issue = (inputs[0], self._store_id, transfer.offset)
-        ticket = insert_call(self._graph, before, ISSUE_SWAP_IN, issue, name=f"{transfer.name}_swap")
-        ticket.meta[NODE_FACTS] = NodeFacts(transfer=transfer)
+        ticket = None if transfer.stays else self._issue(transfer, inputs[0])
         for node, users in readers.items():
             if not users:
                 continue
@@ -117,10 +118,21 @@ class _Swapper:
                 )
             value = values[node]
             place = (list(value.shape), list(value.stride()), value.storage_offset(), value.dtype, value.device)
-            args = (ticket, self._store_id, transfer.offset, *place)
-            back = insert_call(self._graph, reader, WAIT_SWAP_IN, args, name=f"{node.name}_back")
+            name = f"{node.name}_back"
+            if ticket is None:
+                back = insert_call(self._graph, reader, READ_SWAPPED, (node, self._store_id, *place), name=name)
+            else:
+                args = (ticket, self._store_id, transfer.offset, *place)
+                back = insert_call(self._graph, reader, WAIT_SWAP_IN, args, name=name)
             for user in users:
                 user.replace_input_with(node, back)
+
+    def _issue(self, transfer: Transfer, token: fx.Node) -> fx.Node:
+        before = self._at(max(transfer.issue, self._first_op))
+        args = (token, self._store_id, transfer.offset)
+        ticket = insert_call(self._graph, before, ISSUE_SWAP_IN, args, name=f"{transfer.name}_swap")
+        ticket.meta[NODE_FACTS] = NodeFacts(transfer=transfer)
+        return ticket
 
 
 def _tick(node: fx.Node) -> int:

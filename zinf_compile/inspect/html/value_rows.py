@@ -92,7 +92,8 @@ def _activation_rows(timeline: Timeline) -> Iterator[ValueRow]:
             role=MemoryRole.ACTIVATION,
             nbytes=swap.nbytes,
             home=str(swap.rests_on),
-            moves=f"leaves at {out}, gone by {gone}; back from {back}, needed at {need}",
+            moves=f"leaves at {out}, gone by {gone}; "
+            + (f"read there from {need}" if swap.reload.stays else f"back from {back}, needed at {need}"),
             why="saved for backward, and its bytes on the device serve others in between",
         )
     for value in timeline.plan.bound:
