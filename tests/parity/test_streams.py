@@ -1,5 +1,8 @@
 """Bitwise parity on a device with streams. `make test-streams` runs all tests of this folder on one."""
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -7,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
+from tests.support.fake_device import FakeStream
 from tests.support.small_models import MLP, gpt, gpt_tied, mlp, vector_batches
+from tests.support.swapping import swapping
 from zinf_compile.ir.errors import CapacityError, ConfigError
+from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.store.store import Store
@@ -36,6 +42,56 @@ def test_an_integrated_device_reads_host_memory_in_place(parity, workload, updat
     assert (moved.get("device -> host", 0) > 0) == captured, "gradients; those of eager code are on the host"
     assert "host -> device" not in moved
     assert not any(plan.gathers for plan in report.plans)
+
+
+@contextmanager
+def _counted_copies() -> Iterator[Counter[str]]:
+    """Count the bytes that streams copy inside the block, by their names."""
+    counted: Counter[str] = Counter()
+    copy = FakeStream._copy
+
+    def count(stream: FakeStream, source: Tensor, destination: Tensor) -> None:
+        counted[stream.name] += source.numel() * source.itemsize
+        copy(stream, source, destination)
+
+    with mock.patch.object(FakeStream, "_copy", count):
+        yield counted
+
+
+@pytest.mark.parametrize(
+    ("num_backwards", "is_clipped", "offloads"),
+    [(1, False, False), (1, True, False), (2, False, False), (1, False, True)],
+    ids=["plain", "clipped", "accumulated", "offloaded"],
+)
+def test_a_step_of_an_integrated_device_copies_only_results_of_compute(
+    parity, num_backwards: int, is_clipped: bool, offloads: bool
+) -> None:
+    """Each gradient once, one that clipping scales once more for its update, and activations on their way out."""
+    device = parity.on_streams(integrated=True)
+    swaps = swapping(lambda number, value: Tier.HOST, at_least=1) if offloads else nullcontext([])
+    with swaps as plans:
+        model, batches = parity.optimized(gpt, "host", update_on="device")
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for batch in batches:
+            zinf_compile.synchronize(model)
+            before = {route.route: route.nbytes for route in zinf_compile.report(model).moved}
+            with _counted_copies() as copied:
+                for _ in range(num_backwards):
+                    model(**batch).backward()
+                if is_clipped:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                adamw.step()
+                adamw.zero_grad()
+                zinf_compile.synchronize(model)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    offloaded = sum(swap.nbytes for plan in plans[-1:] for swap in plan.swaps)
+    assert (offloaded > 0) == offloads
+    # Activations are planned in whole sectors.
+    assert gradients <= copied.pop("to-host") <= gradients + offloaded
+    assert copied == ({"update-to-device": gradients} if is_clipped else {})
+    moved = {route.route: route.nbytes - before.get(route.route, 0) for route in zinf_compile.report(model).moved}
+    assert moved.get("host -> device", 0) == (gradients if is_clipped else 0)
+    assert device.memory.integrated
 
 
 @pytest.mark.parametrize(

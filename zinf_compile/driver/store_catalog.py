@@ -47,8 +47,8 @@ class StoreCatalog:
         self.notes: list[str] = []  # sentences added to the notes of every plan
         if store.config.integrated:
             self.notes.append(
-                "device and host are one RAM: compute reads what is in host memory in place, and other copies between the "
-                "two tiers move bytes within it"
+                "device and host are one RAM: what is in host memory is read and updated in place, and what still moves "
+                "between the two tiers is copied within it"
             )
         self.placements: tuple[Placement, ...] = ()  # of every parameter, by the newest plan
         self.plans: dict[str, Plan] = {}  # of the compiled graphs, by name

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +32,7 @@ from zinf_compile.runtime.storage.slots import Slot, map_tensor
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
 from zinf_compile.runtime.transfer.in_flight import InFlight, LinkFiller
-from zinf_compile.runtime.transfer.link import Link
+from zinf_compile.runtime.transfer.link import EnqueuedCopy, Link
 from zinf_compile.runtime.transfer.transfers import Transfers
 
 KIB, MIB = 2**10, 2**20
@@ -424,6 +424,24 @@ def test_homes_are_not_written_while_ops_read_them_in_place(tmp_path: Path) -> N
     with mock.patch.object(UpdateState, "note_read_in_place"):
         found = _step_behind_a_forward(tmp_path, FakeDevice(integrated=True)).found
     assert any("the update, at its compute copy" in race and "compute, reading in place" in race for race in found)
+
+
+def test_an_update_in_place_that_is_not_waited_for_is_found(tmp_path: Path) -> None:
+    """Who reads a home next waits for the update stream, as it would wait for a copy from the device."""
+
+    def run() -> Races:
+        device = FakeDevice(integrated=True, most_seconds=2e-3)
+        return races_with(tmp_path, device, host_memory=64 * MIB, update_on="device", speculate=False)
+
+    races = run()
+    assert races.found == []
+    assert "the update on the device, at its master copy that lives there" in races.num_accesses
+
+    def note(link: Link, memory: Sequence[Tensor]) -> EnqueuedCopy:
+        return link._written.add(link._device.update_copies.to_host.record(), memory)  # on which nothing is enqueued
+
+    with mock.patch.object(Link, "note_written", note):
+        assert any("the update on the device" in race and "that lives there" in race for race in run().found)
 
 
 @pytest.mark.parametrize("update_on", ["host", "device"])

@@ -1,18 +1,27 @@
 """Offloaded activations come back as they were, and their memory is freed with their tokens."""
 
+import threading
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.fake_device import FakeDevice
 from tests.support.memory_engine import Fault, Operation
 from tests.support.transfer_bench import TransferBench
 from tests.support.transfer_bench import benches as benches
 from zinf_compile.ir.errors import CapacityError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.device.host_mapping import map_memory
+from zinf_compile.runtime.observe.meter import Meter
+from zinf_compile.runtime.storage.arena import Arena
 from zinf_compile.runtime.storage.engine import ALIGN
+from zinf_compile.runtime.storage.layout import FileLayout
+from zinf_compile.runtime.storage.staging import StagingPool
+from zinf_compile.runtime.storage.tier_memory import TierMemory
 from zinf_compile.runtime.transfer.activations import Activations
+from zinf_compile.runtime.transfer.transfers import Transfers
 
 
 class Bench(TransferBench):
@@ -81,6 +90,47 @@ def test_a_kernel_may_lay_its_result_out_otherwise_than_it_was_traced(bench: Ben
     traced = torch.empty(30, 20)
     token = bench.activations.swap_out(values(20, 30).t(), traced.stride(), "sin", tier)
     assert torch.equal(bench.back(token, traced), values(20, 30).t())
+
+
+def test_what_ops_read_in_place_is_kept_until_they_are_done() -> None:
+    """Its memory is free when its token is dropped, no tensor is over it, and all that was enqueued by then has run."""
+    device, ran = FakeDevice(integrated=True), threading.Event()
+    memory, staging = TierMemory(device), StagingPool(16 * ALIGN, map_memory)
+    transfers = Transfers(
+        engine=None, staging=staging, arena=Arena(device), meter=Meter(), device=device, reads_in_place=lambda: True
+    )
+    activations = Activations(
+        transfers=transfers,
+        arena=Arena(device),
+        meter=Meter(),
+        layout=FileLayout(),
+        engine=None,
+        room=lambda tier: 64 * ALIGN,
+        allocate=memory.allocate,
+        device=device,
+    )
+    value = values(500, 7)
+    token = activations.swap_out(device.own_memory.make(value.clone(), device.compute), (7, 1), "sin", Tier.HOST)
+    activations.wait_out(token)
+    there = activations.read_in_place(token, torch.float32)
+    device.compute.drain()
+    assert torch.equal(there.view(500, 7), value)
+    assert device.copies.to_device.num_copied == 0
+
+    def num_taken() -> int:
+        activations.give_back_dropped()
+        return len(activations._swapped)
+
+    del token
+    assert num_taken() == 1, "ops that are enqueued next may read it"
+    device.compute.enqueue(lambda: ran.wait(10))
+    del there
+    threading.Timer(0.05, ran.set).start()
+    assert num_taken() == 0
+    assert ran.is_set()
+    transfers.close()
+    memory.close()
+    device.close()
 
 
 def test_backward_may_run_twice(bench: Bench, tier: Tier) -> None:

@@ -198,6 +198,10 @@ def test_swaps_keep_their_promises(record: StoredParameter, tier: str) -> None:
     torch.library.opcheck(ops.WAIT_SWAP_IN, turned, test_utils=SCHEMA_FAKE_AUTOGRAD)
     assert torch.equal(ops.WAIT_SWAP_IN(*turned), value.t()[50:])
     ops.RELEASE(ticket, store)
+    if tier == "host":
+        read = (token, store, *turned[3:])
+        torch.library.opcheck(ops.READ_SWAPPED, read, test_utils=SCHEMA_FAKE_AUTOGRAD)
+        assert torch.equal(ops.READ_SWAPPED(*read), value.t()[50:])
 
 
 @pytest.mark.parametrize("op", ops.ALL_OPS, ids=str)

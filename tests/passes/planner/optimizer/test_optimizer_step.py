@@ -133,6 +133,10 @@ def test_where_updates_run(parameter: Function) -> None:
     assert plan_device_share(_gpu(update_on="host"), machine, parameters) == 0.0
     assert plan_device_share(_gpu(), machine, parameters[1:]) == 0.0
     assert plan_device_share(ALL_ON_HOST, machine, parameters) == 0.0
+    integrated = replace(_gpu(compute="inductor"), integrated=True)
+    assert plan_device_share(integrated, machine, parameters) == 1.0, "it updates host memory in place"
+    assert plan_device_share(integrated, machine, parameters, num_ranks=2) == pytest.approx(0.25)
+    assert plan_device_share(replace(integrated, update_on="host"), machine, parameters) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,23 @@ def test_values_take_turns_on_a_lane(plan: Callable[..., tuple[Swap, ...]]) -> N
     }
 
 
+def test_what_rests_in_host_memory_may_be_read_there(graph: Callable[..., GraphFacts]) -> None:
+    """Then its reload moves nothing, takes no turn on a lane and no bytes of the arena."""
+    values = [_saved("x", 1, (2, 17), 18), _saved("y", 1, (2, 17), 18)]
+    facts = graph({}, num_forward_ticks=FORWARD, num_ticks=TICKS, values=values)
+    tiers = {"x": Tier.HOST, "y": Tier.NVME}
+    planned = plan_swaps(facts, tiers, _hardware(pages_per_second=1.0), in_place=True)
+    swaps = {swap.value: swap for swap in pair_swaps(planned)}
+    assert _times(swaps["x"])[2:] == (17, 17, 18)
+    assert _times(swaps["y"])[2:] == (15, 17, 18)
+    assert [swaps[name].reload.stays for name in "xy"] == [True, False]
+    assert [swaps[name].reload.destination for name in "xy"] == [Tier.HOST, Tier.DEVICE]
+    bound = bind_values(without_swapped(facts, planned), base=0, swaps=planned)
+    assert bound.nbytes == 2 * PAGE
+    offsets = {swap.value: swap.reload.offsets for swap in pair_swaps(bound.moved(PAGE).swaps)}
+    assert offsets == {"x": (), "y": (PAGE,)}
+
+
 def test_only_values_that_may_leave_are_taken(graph: Callable[..., GraphFacts]) -> None:
     stays = replace(_saved("x", 1, (2, 17), 18), idle=None)
     facts = graph({}, num_forward_ticks=FORWARD, num_ticks=TICKS, values=[stays, _saved("y", 1, (2, 17), 18)])

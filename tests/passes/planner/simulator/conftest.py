@@ -41,15 +41,16 @@ def make_random_plan(
     num_forward = random.randint(3, 20)
     num_ticks = num_forward + random.randint(3, 30)
     placements, uses, transfers, sinks = [], [], [], []
+    device_share = random.choice((0.0, 0.5, 1.0))
+    is_in_place = device_share > 0 and num_ranks == 1 and random.random() < 0.5  # updates in host memory, as on a GB10
     for index in range(random.randint(1, 8)):
         name, home, rest = f"layers.{index}.weight", random.choice(list(Tier)), random.choice((Tier.HOST, Tier.NVME))
         nbytes, is_trainable = 2 * random.randint(1, 250), random.random() < 0.8
-        placements.append(
-            make_placement(
-                make_parameter(name, nbytes // 2, compute_dtype="bfloat16", trainable=is_trainable),
-                dict.fromkeys(Role, rest) | {Role.COMPUTE: home},
-            )
+        placed = make_placement(
+            make_parameter(name, nbytes // 2, compute_dtype="bfloat16", trainable=is_trainable),
+            dict.fromkeys(Role, rest) | {Role.COMPUTE: home},
         )
+        placements.append(replace(placed, in_place=is_in_place))
         ticks = []
         for start, end in ((0, num_forward), (num_forward, num_ticks)):
             issue, need_by = sorted(random.choices(range(start, end), k=2))
@@ -162,6 +163,7 @@ def make_random_plan(
             nbytes_read=sum(placement.update_nbytes_read for placement in trained),
             nbytes_written=sum(placement.update_nbytes_written for placement in trained),
             num_elements=sum(placement.gradient_nbytes // 2 for placement in trained),
+            device_share=device_share,
         ),
         tiers=(),
         num_ranks=num_ranks,

@@ -1,6 +1,7 @@
 """SWAP_ACTIVATIONS: forward saves a token for an offloaded value, and backward reloads the value before its first use."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,32 @@ sin_back = zinf.wait_swap_in(sin_swap, 7, 8192, [2, 2], [2, 1], 0, float32, cpu)
 mm = aten.mm(exp, sin_back)
 add = aten.add.Tensor(mm, 1)
 sin_release = zinf.release(sin_swap, 7)
+return add
+""",
+    )
+
+
+def test_what_rests_in_host_memory_may_be_read_there(
+    graphs: tuple[fx.GraphModule, fx.GraphModule], swap: Callable[..., list[str]]
+) -> None:
+    offload, reload = make_sin()
+    there = Swap(
+        replace(offload, destination=Tier.HOST),
+        replace(reload, source=Tier.HOST, destination=Tier.HOST, issue=reload.need_by, offsets=()),
+    )
+    forward, backward = swap(*graphs, there)
+    assert "sin_token = zinf.swap_out(sin, 7, sin, host, [2, 1])" in forward
+    assert_expected_inline(
+        backward,
+        """\
+boxed_inputs = placeholder[boxed_inputs]
+anchor_1 = take_input(boxed_inputs, 0)
+sin = take_input(boxed_inputs, 1)
+dy_1 = take_input(boxed_inputs, 2)
+exp = aten.exp(dy_1)
+sin_back = zinf.read_swapped(sin, 7, [2, 2], [2, 1], 0, float32, cpu)
+mm = aten.mm(exp, sin_back)
+add = aten.add.Tensor(mm, 1)
 return add
 """,
     )
