@@ -249,7 +249,8 @@ class Link:
         whose = "update-" if for_updates else ""
         self._arrivals = CopyWatcher(f"zinf-{whose}to-device", device.torch_device)
         self._departures = CopyWatcher(f"zinf-{whose}to-host", device.torch_device, self._arrivals)
-        self._written = CopyWatcher(f"zinf-{whose}in-place", device.torch_device)  # in place, by the stream of updates
+        # In place, by the stream of updates.
+        self._written = CopyWatcher(f"zinf-{whose}in-place", device.torch_device, self._arrivals)
         self._last_left: Event | None = None  # the end of the last copy to host memory
         self._leaving: deque[_Leaving] = deque()
         self._leaving_nbytes = 0
