@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zinf_compile
-from tests.support.fake_device import on_fake_device
+from tests.support.fake_device import FakeDevice, on_fake_device
 from zinf_compile.checkpoint.checkpoint_folder import OPTIMIZER, read_manifest
 from zinf_compile.ir.config import make_config
 from zinf_compile.ir.copies import LEAST_CODED, Code, Encoding
@@ -740,6 +740,22 @@ def test_state_on_the_device_is_seen_changed_saved_and_loaded(
             trained(is_loaded=False, num_steps=2, budgets="on the device")
             for one, other in zip(resumed, whole, strict=True):
                 assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("budgets", ["on disk", "in host memory"])
+@pytest.mark.parametrize("code", CODES)
+def test_an_integrated_device_updates_pages_where_they_are(
+    code: Code, budgets: str, optimize: Callable[..., nn.Sequential]
+) -> None:
+    """In host memory, or in staging."""
+    with on_fake_device(FakeDevice(integrated=True)) as device:
+        given = {**BESIDE_A_DEVICE[budgets], "update_on": "device", "speculate": False}
+        model = optimize(code, "in host memory", device="cuda", **given)
+        check(Loop(), model, code)
+        assert device.update.num_waits > 0
+        assert device.update_copies.to_device.num_copied == device.update_copies.to_host.num_copied == 0
+        assert store_of(model).device_updates.nbytes == 0
+        zinf_compile.close(model)
 
 
 def test_pages_cross_the_link(optimize: Callable[..., nn.Sequential], monkeypatch: pytest.MonkeyPatch) -> None:

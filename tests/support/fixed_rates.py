@@ -23,7 +23,7 @@ def with_fixed_rates(store: Store, dtypes: frozenset[torch.dtype]) -> Hardware:
 
     Measuring takes as long as a whole test of a small model, and plans would differ from run to run.
     """
-    key = ("hardware", type(store.device), type(store.engine), store.device.memory.unified, sorted(map(str, dtypes)))
+    key = ("hardware", type(store.device), type(store.engine), store.device.memory, sorted(map(str, dtypes)))
     measured = made_once(repr(key), lambda: measure_hardware(store, dtypes))
     return replace(
         measured,
