@@ -53,18 +53,21 @@ class Pair:
         assert record is not None
         self.store = store_of(record)
         self.store.device_share, self.store.chunk_elements = 1.0, CHUNK
+        self.gradients: list[Tensor] = []  # of the last step, before it
         self._scales = itertools.cycle((1.0, 1e-3, 10.0))
 
-    def step(self, ours: Optimizer, plain: Optimizer) -> None:
+    def step(self, ours: Optimizer, plain: Optimizer, *, zeroes: bool = True) -> None:
         """Take a step of both optimizers with the gradients of a backward."""
         x = next(self._scales) * torch.randn(2, INPUTS, dtype=self.dtype)
         self.model(x).float().square().sum().backward()
         for parameter, other in zip(self.model.parameters(), self.plain, strict=True):
             assert parameter.grad is not None
             other.grad = parameter.grad.float().clone()
+        self.gradients = [parameter.grad.clone() for parameter in self.model.parameters()]
         ours.step()
         plain.step()
-        ours.zero_grad()
+        if zeroes:
+            ours.zero_grad()
 
     def check(self, ours: Optimizer, plain: Optimizer) -> None:
         """Compare all values and all state, bit by bit."""
@@ -82,10 +85,14 @@ class Pair:
             assert torch.equal(copies.compute.tensor, copies.master.tensor.to(copies.compute.tensor.dtype))
 
 
-@pytest.fixture(params=[None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(
+    params=[(None, False), (torch.bfloat16, False), (None, True), (torch.bfloat16, True)],
+    ids=["float32", "bfloat16", "float32 in place", "bfloat16 in place"],
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with on_streams():
-        pair = Pair(request.param)
+    dtype, integrated = request.param
+    with on_streams(integrated=integrated):
+        pair = Pair(dtype)
         yield pair
         zinf_compile.close(pair.model)
 
@@ -204,8 +211,11 @@ def test_ops_divide_by_the_scale_of_a_gradient_scaler_and_skip_infinities(
         for optimizer in (ours, plain):
             optimizer.grad_scale = None if scale is None else torch.tensor(scale)
             optimizer.found_inf = torch.tensor(found_inf)
-        pair.step(ours, plain)
+        pair.step(ours, plain, zeroes=False)
         pair.check(ours, plain)
+        for parameter, gradient in zip(pair.model.parameters(), pair.gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient), "the one at home is not unscaled"
+        ours.zero_grad()
     assert counts["chunks"] == counts["ops"] == 3 * NUM_CHUNKS
 
 
