@@ -280,14 +280,14 @@ class Activations:
 
     def give_back_dropped(self) -> None:
         """Free the bytes of activations whose tokens were freed, unless some are still in flight."""
-        read: Event | None = None
+        are_read = False
         for number, swapped in list(self._swapped.items()):
             if swapped.token() is not None or not swapped.is_at_rest:
                 continue
-            if swapped.is_read_in_place and read is None:
+            if swapped.is_read_in_place and not are_read:
                 # Hazard: ops that are enqueued and not yet done may still read these bytes, and copies would overwrite them.
-                read = self._transfers.link.mark()
-                read.wait()
+                self._transfers.link.compute.record().wait()
+                are_read = True
             del self._swapped[number]
             if swapped.buffer is not None:
                 self._memory.return_(swapped.buffer)
