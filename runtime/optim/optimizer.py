@@ -17,6 +17,7 @@ from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import UPDATE_NBYTES
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.optim.background_work import work_of
+from zinf_compile.runtime.optim.chunk_reads import ChunkReads
 from zinf_compile.runtime.optim.device_chunks import DeviceChunks
 from zinf_compile.runtime.optim.fused_adamw import Kernel, update_threads
 from zinf_compile.runtime.optim.fused_ops import FusedOps
@@ -54,8 +55,7 @@ from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.process.failure import describe_error
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import wait_future
-from zinf_compile.runtime.storage.futures import call_when_done, return_when_done, then_start
-from zinf_compile.runtime.storage.staging import StagingBuffer
+from zinf_compile.runtime.storage.futures import call_when_done, then_start
 from zinf_compile.runtime.store.store import Store
 from zinf_compile.runtime.transfer.link import EnqueuedCopy
 
@@ -89,6 +89,7 @@ class StreamedStep:
         self._is_shown = False  # whether optimizer.state shows the state after the step
         self._is_cut = True  # chunks are updated in pieces where the update allocates
         self._jobs: list[Job] = []
+        self._reads = ChunkReads(store)
         self._kernels: dict[Job, Kernel | None] = {}
         self._on_device: dict[Job, DeviceChunks] = {}  # from the first chunk of a job to its last
         # The last copies of jobs that are not staged, until they are among their writes: all chunks leave on one stream.
@@ -348,7 +349,7 @@ class StreamedStep:
             kernel = self._kernels.get(job)
             is_cut = kernel is None or bool(job.deferred)  # which copy the gradient of each chunk
             return max(multiple, wanted - wanted % multiple) if is_cut else max(1, job.num_elements)
-        if self._shares_staging(job):
+        if self._reads.shares_staging(job):
             wanted //= 2
         fitting = min(wanted, self._store.staging.capacity * multiple // job.lease_nbytes(multiple))
         return max(multiple, fitting - fitting % multiple)
@@ -361,10 +362,6 @@ class StreamedStep:
         if wanted >= at_once:
             return wanted - wanted % at_once
         return max(multiple, wanted - wanted % multiple)
-
-    def _shares_staging(self, job: Job) -> bool:
-        """Return whether an update leaves half of staging to gradients on their way to the disk."""
-        return job.ahead is not None and self._store.device.memory.unified
 
     def _check_fits(self, job: Job) -> None:
         needed = job.lease_nbytes(min(job.num_elements, self._chunk_elements(job)))
@@ -390,43 +387,21 @@ class StreamedStep:
                 f"device_memory to {-(-(everything + needed) // 2**20)}MiB, beside which all parameters can reside"
             )
 
-    def _lease(self, job: Job, nbytes: int, pending: deque[Chunk]) -> StagingBuffer:
-        """Lease staging for a chunk; while there is none, update chunks that have been read, which returns theirs."""
-        is_shared = self._shares_staging(job)
-        leaves = self._store.staging.capacity // 2 if is_shared else 0
-        while True:
-            lease = self._store.staging.try_lease(nbytes, leaves=leaves, in_shares=is_shared)
-            if lease is not None:
-                return lease
-            if not pending:
-                break
-            self._update(pending.popleft())
-        return self._store.io_pool.lease(nbytes, "optimizer state on its way home", leaves=leaves, in_shares=is_shared)
-
     def _update_all(self, pending: deque[Chunk]) -> None:
         while pending:
             self._update(pending.popleft())
 
     def _read(self, job: Job, part: Slice, pending: deque[Chunk]) -> Chunk:
+        """Start reading a chunk; while staging has no room, update chunks that have been read, which returns theirs."""
         chunk = Chunk(job=job, slice=part, lease=None, views={}, reads=[])
-        nbytes = job.lease_nbytes(part.num_elements) if job.staged_slots else 0
-        if nbytes == 0:
+        if not job.staged_slots or job.lease_nbytes(part.num_elements) == 0:
             return chunk
-        chunk.lease = self._lease(job, nbytes, pending)
-        cursor = 0
         try:
-            for key, slot in job.staged_slots.items():
-                padded = job.staged_nbytes(key, part.num_elements)
-                chunk.views[key] = chunk.lease.view[cursor : cursor + padded]
-                cursor += padded
-                if not job.reads(key):
-                    continue
-                if slot.in_memory:  # of an update ahead, which leaves it as it is
-                    chunk.tensor(key, slot).copy_(slot.elements(slot.stored(part)))
-                elif not (key == GRADIENT and job.takes_from_staging(self._store.tensor_io, part, chunk.views[key])):
-                    offset, _ = job.range_read(key, part)
-                    chunk.reads += self._store.io_pool.read(slot, offset, chunk.views[key])
+            while pending and not self._reads.try_start(chunk):
+                self._update(pending.popleft())
+            self._reads.start(chunk)
         except BaseException:
+            self._reads.forget_next()
             self._return(chunk)
             raise
         return chunk
@@ -460,7 +435,7 @@ class StreamedStep:
     def _write_back(self, chunk: Chunk, back: EnqueuedCopy | None) -> None:
         """Start writing what was updated; of what comes back from a device, as soon as it is there."""
         job, io_pool = chunk.job, self._store.io_pool
-        if chunk.lease is None:
+        if (lease := chunk.lease) is None:
             if back is not None:
                 self._left[job] = back
             self._end_chunk(chunk)
@@ -476,7 +451,7 @@ class StreamedStep:
             if back is not None:
                 writes.append(back.done)
             job.writes += writes
-            return_when_done(self._store.staging, chunk.lease, writes)
+            call_when_done(writes, lambda error: self._reads.return_(lease))
         self._end_chunk(chunk)
 
     def _end_chunk(self, chunk: Chunk) -> None:
