@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, Code, state_key
+from zinf_compile.ir.copies import COMPUTE, GRADIENT, MASTER, Code, CopyKey, state_key
 from zinf_compile.ir.errors import CapacityError, RankError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import UPDATE_NBYTES
@@ -56,6 +56,7 @@ from zinf_compile.runtime.process.failure import describe_error
 from zinf_compile.runtime.process.interrupts import check_interrupt
 from zinf_compile.runtime.process.waiting import wait_future
 from zinf_compile.runtime.storage.futures import call_when_done, then_start
+from zinf_compile.runtime.storage.staging import StagingBuffer
 from zinf_compile.runtime.store.store import Store
 from zinf_compile.runtime.transfer.link import EnqueuedCopy
 
@@ -89,7 +90,7 @@ class StreamedStep:
         self._is_shown = False  # whether optimizer.state shows the state after the step
         self._is_cut = True  # chunks are updated in pieces where the update allocates
         self._jobs: list[Job] = []
-        self._reads = ChunkReads(store)
+        self._reads = ChunkReads(store, apart=not (element_wise or self._has_owners))
         self._kernels: dict[Job, Kernel | None] = {}
         self._on_device: dict[Job, DeviceChunks] = {}  # from the first chunk of a job to its last
         # The last copies of jobs that are not staged, until they are among their writes: all chunks leave on one stream.
@@ -281,7 +282,7 @@ class StreamedStep:
                     self._update(pending.popleft())
                     self._take_states_home(pending)
                 chunk = self._read(job, part, pending)
-                if job.is_on_device and chunk.lease is None and not pending:  # nothing is read ahead
+                if job.is_on_device and not chunk.leases and not pending:  # nothing is read ahead
                     self._update(chunk)
                     self._take_states_home(pending)
                 else:
@@ -393,7 +394,7 @@ class StreamedStep:
 
     def _read(self, job: Job, part: Slice, pending: deque[Chunk]) -> Chunk:
         """Start reading a chunk; while staging has no room, update chunks that have been read, which returns theirs."""
-        chunk = Chunk(job=job, slice=part, lease=None, views={}, reads=[])
+        chunk = Chunk(job=job, slice=part)
         if not job.staged_slots or job.lease_nbytes(part.num_elements) == 0:
             return chunk
         try:
@@ -435,24 +436,29 @@ class StreamedStep:
     def _write_back(self, chunk: Chunk, back: EnqueuedCopy | None) -> None:
         """Start writing what was updated; of what comes back from a device, as soon as it is there."""
         job, io_pool = chunk.job, self._store.io_pool
-        if (lease := chunk.lease) is None:
+        if not chunk.leases:
             if back is not None:
                 self._left[job] = back
             self._end_chunk(chunk)
             return
-        writes: list[Future[None]] = []
+        writes: dict[CopyKey, list[Future[None]]] = {}
         try:
             for key in () if job.reloaded else job.staged_slots:
                 if key != GRADIENT or job.changes_gradient:
                     offset, nbytes = job.range_written(key, chunk.slice)
                     write = partial(io_pool.write, job.slot_written(key), offset, chunk.views[key][:nbytes])
-                    writes += write() if back is None else [then_start(back.done, write)]
+                    writes[key] = write() if back is None else [then_start(back.done, write)]
         finally:  # reached also when a pool that was shut down refuses a write
-            if back is not None:
-                writes.append(back.done)
-            job.writes += writes
-            call_when_done(writes, lambda error: self._reads.return_(lease))
+            for leased in chunk.leases:
+                of_lease = [write for key in leased.keys for write in writes.get(key, [])]
+                if back is not None:
+                    of_lease.append(back.done)
+                job.writes += of_lease
+                call_when_done(of_lease, partial(self._return_lease, leased.buffer))
         self._end_chunk(chunk)
+
+    def _return_lease(self, buffer: StagingBuffer, error: BaseException | None) -> None:
+        self._reads.return_(buffer)
 
     def _end_chunk(self, chunk: Chunk) -> None:
         if chunk.slice.stop == chunk.job.elements.stop:
@@ -601,6 +607,6 @@ class StreamedStep:
     def _return(self, chunk: Chunk) -> None:
         for read in chunk.reads:
             wait_future(read, f"a read of {chunk.job.record.name}")  # the buffer must not be reused under it
-        if chunk.lease is not None:
-            self._store.staging.return_(chunk.lease)
-            chunk.lease = None
+        for leased in chunk.leases:
+            self._store.staging.return_(leased.buffer)
+        chunk.leases.clear()

@@ -1,10 +1,10 @@
 """Chunks of a streamed step: slices of parameters on their way through staging, and the update of one, or of a part."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +23,26 @@ _DECODED_NBYTES = 2 * 2**20  # of all states, and of a split master copy, at onc
 _MASTER = torch.float32  # what a master copy is that can be split
 
 
+class Leased(NamedTuple):
+    """Staging that some copies of a chunk have."""
+
+    buffer: StagingBuffer
+    keys: Sequence[CopyKey]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Chunk:
     """A slice of a job's parameter on its way through staging."""
 
     job: Job
     slice: Slice  # flat
-    lease: StagingBuffer | None
-    views: dict[CopyKey, memoryview]  # of the lease
-    reads: list[Future[None]]
+    leases: list[Leased] = field(default_factory=list)
+    views: dict[CopyKey, memoryview] = field(default_factory=dict)  # of the leases
+    reads: list[Future[None]] = field(default_factory=list)
+
+    def staged_nbytes(self, key: CopyKey) -> int:
+        """Return the bytes of staging that one of its copies takes."""
+        return self.job.staged_nbytes(key, self.slice.num_elements)
 
     def tensor(self, key: CopyKey, slot: Slot) -> Tensor:
         """Return this chunk of a slot: staged, or in place where its home is memory. Of codes, their pages."""

@@ -1,4 +1,4 @@
-"""While a whole tensor is updated, the last one goes home and the next one is read, where staging holds two of them."""
+"""While a whole tensor is updated, the last one goes home and the next one is read, as far as staging holds both."""
 
 import itertools
 import threading
@@ -63,11 +63,18 @@ class Reads:
         return self._read(slot, *arguments, **options)
 
 
+@pytest.mark.parametrize("held", [2, 1.5])
 def test_the_next_tensor_is_read_while_this_one_is_updated(
-    trained: tuple[nn.Module, Optimizer], store_of: Callable[[nn.Module], Store], monkeypatch: pytest.MonkeyPatch
+    held: float,
+    trained: tuple[nn.Module, Optimizer],
+    store_of: Callable[[nn.Module], Store],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """If staging holds one and a half, a part of the next is read."""
     model, optimizer = trained
     store = store_of(model)
+    store.staging.capacity = round(held * STAGED)
+    store.staging.forget_peak()
     plain = make_model()
     plain_optimizer = SignDescent(plain.parameters())
     for _ in range(3):
