@@ -84,9 +84,10 @@ class DeviceChunks:
         if self._copies_gradient:
             host |= _tensors_at(self._gradient, chunk) if self._gradient else {GRADIENT: chunk.raw_gradient()}
         here = _tensors_at(self._here, chunk) if self._here else {}
-        homes = _tensors_at(self._in_place, chunk) if self._in_place else {}
-        for key, home in homes.items():
-            here[key] = self._device.in_place(home.detach())
+        homes: Mapping[CopyKey, Tensor] = {}
+        if self._in_place:
+            homes = _tensors_at(self._in_place, chunk)
+            here |= {key: self._device.in_place(home.detach()) for key, home in homes.items()}
         if self._form is None:
             self._form = self._updates.form_of(host, self._read, written)
         change = partial(self._change, chunk)
@@ -98,7 +99,7 @@ class DeviceChunks:
             change,
             here=here,
             before=self._before,
-            in_place=tuple(homes.values()),
+            in_place=[*homes.values()],
         )
 
     def _change(self, chunk: Chunk, there: Mapping[CopyKey, Tensor]) -> None:

@@ -320,12 +320,12 @@ class FakeDevice:
         """Do nothing: all threads enqueue ops on the same stream."""
         return nullcontext()
 
-    @contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self) -> AbstractContextManager[object]:
         """A block whose ops run on the update stream."""
-        if not self._is_late:
-            yield
-            return
+        return self._updating_late() if self._is_late else nullcontext()
+
+    @contextmanager
+    def _updating_late(self) -> Iterator[None]:
         # One stream takes the place of another: the mode of compute would enqueue what this one makes there.
         with _disable_current_modes(), LateCompute(self.update, self.own_memory, makes_here=True):
             yield
