@@ -25,6 +25,7 @@ from zinf_compile.runtime.store.store import Store, store_of
 
 BUDGETS = {"device_memory": "16MiB", "host_memory": "4MiB"}
 NUM_STEPS = 8
+_LIMIT_SECONDS = 10.0
 
 
 class Whitening(SOAP):
@@ -112,6 +113,9 @@ def optimize(tmp_path: Path) -> Iterator[Callable[..., nn.Module]]:
         if store.is_open:
             store.check_integrity()
         zinf_compile.close(model)
+    for thread in threading.enumerate():
+        if thread.name == "zinf-background":  # ends by itself, just after the last of its work has
+            thread.join(_LIMIT_SECONDS)
     assert not any(thread.name.startswith("zinf") for thread in threading.enumerate())
 
 
