@@ -51,7 +51,10 @@ def _may_begin_early(plan: Plan, config: Config) -> bool:
 def _in_order_of_gradients(plan: Plan) -> Sequence[Placement]:
     """Return the placements with a gradient, those first whose gradient is complete first: they gain the most."""
     homes = {placement.parameter: placement for placement in plan.placements}
-    return [homes[sink.name] for sink in sorted(plan.sinks, key=lambda sink: sink.issue)]
+    complete: dict[str, int] = {}  # with the last of its tiles
+    for sink in plan.sinks:
+        complete[sink.name] = max(sink.issue, complete.get(sink.name, sink.issue))
+    return [homes[name] for name in sorted(complete, key=complete.__getitem__)]
 
 
 def _has_room_for_states(plan: Plan, placements: Sequence[Placement]) -> bool:

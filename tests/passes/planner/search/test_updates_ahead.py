@@ -12,6 +12,7 @@ from zinf_compile.ir.hardware import Rate
 from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.passes.planner.search.planner import Request, make_plan, minimum_device_memory
 from zinf_compile.passes.planner.search.search import EQUALLY_FAST
+from zinf_compile.passes.planner.search.updates_ahead import _in_order_of_gradients, updates_to_compare
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.bound import least_seconds
 from zinf_compile.passes.planner.simulator.simulate import simulate
@@ -65,6 +66,18 @@ def test_they_are_planned_where_the_step_is_shorter(plans: dict[int, Plan]) -> N
         assert seconds(without(plan)) > EQUALLY_FAST * seconds(plan)
         shadows = sum(plan.placement(name).shadow_nbytes for name in plan.step.ahead)
         assert plan.tier(Tier.NVME).nbytes_of(TierPart.SHADOWS) == shadows > 0
+
+
+def test_a_gradient_in_tiles_is_complete_with_its_last_one(plans: dict[int, Plan]) -> None:
+    seed, plan = next((seed, plan) for seed, plan in plans.items() if len(plan.step.ahead) > 1)
+    alone = without(plan)
+    first = min(alone.sinks, key=lambda sink: sink.issue)
+    last = replace(first, issue=1 + max(sink.issue for sink in alone.sinks))
+    in_tiles = replace(alone, transfers=(*alone.transfers, last))
+    assert _in_order_of_gradients(in_tiles)[-1].parameter == first.name
+    config = replace(request_of(seed).config, speculate=True)
+    (made,) = updates_to_compare(in_tiles, config)
+    assert list(made.step.ahead) == sorted(set(made.step.ahead))
 
 
 def test_speculate_turns_them_off_and_on(plans: dict[int, Plan]) -> None:
