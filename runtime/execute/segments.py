@@ -220,6 +220,7 @@ def _key(number: int) -> _Key:
 def _compile(number: int, segment: fx.GraphModule) -> _Run | None:
     """Return the compiled code of a segment; None, with a line in the log, if it cannot be compiled."""
     from torch._inductor import config, standalone_compile  # takes a second, and is needed only to compile
+    from torch._inductor.async_compile import maybe_warm_pool
 
     from zinf_compile.runtime.execute.inductor import KeepStrides, example_of, for_inductor
     from zinf_compile.runtime.execute.vector_isa import probe_widest_first
@@ -234,13 +235,15 @@ def _compile(number: int, segment: fx.GraphModule) -> _Run | None:
     with fake_mode or nullcontext():
         examples: list[Any] = [example_of(value) for value in values]
     source: Any = "from_example_inputs" if fake_mode is None else "from_tracing_context"
-    # Compiled here, one after another: no worker processes that outlive us, and nothing is compiled speculatively. For a GPU
-    # they would compile kernels of Triton at once, in memory that no budget counts; what they would save is not measured.
     # Code on disk may hold only for the sizes of the capture in which it was compiled, and this capture may have ended.
     keep = KeepStrides(segment, is_only_here=symbols is not None and not is_guarded)
-    # No CUDA graphs either, whatever is set for others: they would replay with the addresses of what moves.
-    settings = config.patch({"compile_threads": 1, "post_grad_custom_pre_pass": keep, "triton.cudagraphs": False})
-    with torch.no_grad(), tracing(TracingContext(fake_mode)), settings, probe_widest_first():
+    # No CUDA graphs, whatever is set for others: they would replay with the addresses of what moves.
+    settings: dict[str, Any] = {"post_grad_custom_pre_pass": keep, "triton.cudagraphs": False}
+    if any(isinstance(value, Tensor) and value.is_cuda for value in values):
+        maybe_warm_pool()  # torch's worker processes compile the kernels of Triton, as under torch.compile
+    else:
+        settings["compile_threads"] = 1  # one after another: no worker processes, and nothing is compiled speculatively
+    with torch.no_grad(), tracing(TracingContext(fake_mode)), config.patch(settings), probe_widest_first():
         try:
             compiled: Any = standalone_compile(for_inductor(segment), examples, dynamic_shapes=source)
         except Exception as error:  # noqa: BLE001  # of any kind: what Inductor cannot compile runs op by op

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._inductor
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zinf_compile.passes.fx_edit import copy_graph_module
@@ -237,6 +237,27 @@ def test_examples_are_fake_and_graphs_are_off(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_compiler
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kernels_of_a_gpu_are_compiled_by_the_worker_processes_of_torch(device: str) -> None:
+    """One process would take a minute for the kernels of Triton of a large model. On a CPU there are none of these."""
+    seen = []
+
+    def compile_one(segment: fx.GraphModule, examples: object, **kwargs: object) -> Callable[..., object]:
+        seen.append(torch._inductor.config.compile_threads)
+        return segment.forward
+
+    with (
+        mock.patch.object(torch._inductor, "standalone_compile", compile_one),
+        mock.patch.object(torch._inductor.async_compile, "maybe_warm_pool") as warm,
+        torch._inductor.config.patch(compile_threads=7),
+        FakeTensorMode(),
+    ):
+        segment = make_fx(lambda x: (torch.relu(x) + 1,), tracing_mode="real")(torch.empty(2, 3, device=device))
+        assert segments._compile(0, segment) is not None
+    assert seen == [1 if device == "cpu" else 7]
+    assert warm.called == (device == "cuda")
+
+
 def test_code_on_disk_is_not_used_where_it_may_hold_for_fewer_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of another capture may have guards, and this one has ended: it takes none any more."""
     keys: list[object] = []
