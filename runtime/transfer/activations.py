@@ -169,7 +169,7 @@ class Activations:
         assert swapped.buffer is not None
         for copied in swapped.leaving:
             if copied.done():
-                copied.result()  # raises its error
+                copied.result(timeout=0)  # raises its error
         home = torch.frombuffer(swapped.buffer.view, dtype=dtype, count=swapped.nbytes // dtype.itemsize)
         link = self._transfers.link
         if not link.reads_in_place():

@@ -118,17 +118,20 @@ def test_a_gather_that_does_not_wait_for_an_update_is_found(tmp_path: Path) -> N
 
 
 def test_staging_that_is_returned_too_early_is_found(tmp_path: Path) -> None:
-    def at_once(
-        staging: StagingPool, lease: StagingBuffer, waited: Sequence[Future[None]], *, holds: object | None = None
-    ) -> None:
+    def call_at_once(waited: Sequence[Future[None]], call: Callable[[BaseException | None], object]) -> None:
         for future in waited:
             while future._state != "FINISHED":  # the bytes have arrived, but nothing orders the accesses
                 pass
-        staging.return_(lease)
+        call(None)
+
+    def return_at_once(
+        staging: StagingPool, lease: StagingBuffer, waited: Sequence[Future[None]], *, holds: object | None = None
+    ) -> None:
+        call_at_once(waited, lambda _: staging.return_(lease))
 
     with (
-        mock.patch.object(optimizer, "return_when_done", at_once),
-        mock.patch.object(values, "return_when_done", at_once),
+        mock.patch.object(optimizer, "call_when_done", call_at_once),
+        mock.patch.object(values, "return_when_done", return_at_once),
     ):
         found = races_with(tmp_path).found
     assert any("memory bytes" in race and "the write of" in race for race in found)
