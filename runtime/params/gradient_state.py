@@ -50,9 +50,7 @@ class GradientState:
     held: list[Slot] = field(default_factory=list)  # earlier ones, whose tensors users still hold
     deferred: list[DeferredOp] = field(default_factory=list)  # operations of the user, not yet applied
     norms: dict[float, Tensor] = field(default_factory=dict)  # of the gradient with these applied, by order
-    unscaled_norms: dict[tuple[float, float], Tensor] = field(
-        default_factory=dict
-    )  # times a factor; by that, and order
+    unscaled_norms: dict[tuple[float, float], Tensor] = field(default_factory=dict)  # times a factor; by it, and order
     noted_edits: int = 0  # of ``num_edits``, those that the norms know of
     rows_home: list[Slice] | None = (
         None  # the tiles that have arrived of an incomplete gradient; None if it is complete

@@ -135,9 +135,7 @@ class DeviceUpdates:
         elif in_place:
             copies = self._link.note_written(in_place)
         if buffers is not None:
-            buffers.free = (
-                done if copies is None else copies.event
-            )  # of what lives on the device nothing is copied back
+            buffers.free = done if copies is None else copies.event
             self._sets.append(buffers)
         return copies
 

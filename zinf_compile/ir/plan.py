@@ -58,9 +58,7 @@ class Placement:
     parameter: str  # its name, or that of the tile
     copies: tuple[Copy, ...]  # in the order of roles: at most one of each, and any number of states
     splits_master: bool = False  # updates write of a master copy on nvme what its bfloat16 compute copy lacks
-    in_place: bool = (
-        False  # a device reads what is in host memory where it is, and updates it there, without a transfer
-    )
+    in_place: bool = False  # a device reads and updates what is in host memory where it is, without a transfer
 
     @cached_property
     def by_role(self) -> dict[Role, tuple[Copy, ...]]:
