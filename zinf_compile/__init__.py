@@ -11,6 +11,8 @@ from zinf_compile.runtime.process.garbage import fewer_collections
 if TYPE_CHECKING:
     from zinf_compile.checkpoint.load import load as load
     from zinf_compile.checkpoint.save import save as save
+    from zinf_compile.checkpoint.torch_storage import CheckpointReader as CheckpointReader
+    from zinf_compile.checkpoint.torch_storage import CheckpointWriter as CheckpointWriter
     from zinf_compile.frontend.api import close as close
     from zinf_compile.frontend.api import full_parameters as full_parameters
     from zinf_compile.frontend.api import optimize as optimize
@@ -52,6 +54,8 @@ _HOMES = {
     "synchronize": "zinf_compile.frontend.api",
     "save": "zinf_compile.checkpoint.save",
     "load": "zinf_compile.checkpoint.load",
+    "CheckpointReader": "zinf_compile.checkpoint.torch_storage",
+    "CheckpointWriter": "zinf_compile.checkpoint.torch_storage",
     "Plan": "zinf_compile.inspect.plan_view:PlanView",
     "Recording": "zinf_compile.inspect.recordings",
     "Report": "zinf_compile.inspect.reports",

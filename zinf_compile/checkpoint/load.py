@@ -101,26 +101,37 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
 
 def _check_all(
     folder: Path, model: Module, optimizer: Optimizer | None, ranks: Ranks, staging: StagingPool
-) -> "tuple[Objects, dict[Path, list[_StoredTensor]]]":
+) -> "tuple[Objects, dict[Path, list[StoredTensor]]]":
     """Return the content of a checkpoint after verifying all of it; each of several ranks reads a share of the files."""
+    manifest, objects, files = read_checkpoint(folder)
+    check_same(folder, manifest, objects, model, optimizer)
+    if optimizer is not None:
+        check_options(objects, optimizer, folder / manifest.data_folder / OBJECTS)
+    verify_share(files, ranks.mesh_rank, ranks.mesh_size, staging)
+    return objects, files
+
+
+def read_checkpoint(folder: Path) -> "tuple[Manifest, Objects, dict[Path, list[StoredTensor]]]":
+    """Return what a checkpoint has, and where: all but the bytes of its tensors, which are not verified yet."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise ConfigError(f"there is no checkpoint in '{folder}': it has no manifest; save one first")
     data = folder / manifest.data_folder
     if data.is_symlink():
         raise CheckpointError(f"{data} is a symbolic link, which is not followed; give load the folder that was saved")
-    objects = _read_objects(data / OBJECTS, manifest)
-    check_same(folder, manifest, objects, model, optimizer)
-    if optimizer is not None:
-        check_options(objects, optimizer, data / OBJECTS)
-    files = _find_tensors(data, manifest)
+    return manifest, _read_objects(data / OBJECTS, manifest), _find_tensors(data, manifest)
+
+
+def verify_share(
+    files: "Mapping[Path, Sequence[StoredTensor]]", rank: int, num_ranks: int, staging: StagingPool
+) -> None:
+    """Verify the checksums of the tensors that one of several ranks answers for; CheckpointError for a wrong one."""
     for path, tensors in files.items():
-        _verify(path, share_of(tensors, ranks), staging)
-    return objects, files
+        _verify(path, share_of(tensors, rank, num_ranks), staging)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StoredTensor:
+class StoredTensor:
     """Where the bytes of a tensor are in a file, and what the manifest says of it."""
 
     span: TensorSpan
@@ -140,9 +151,9 @@ def _read_objects(path: Path, manifest: Manifest) -> Objects:
     return load_objects(content, path)
 
 
-def _find_tensors(data: Path, manifest: Manifest) -> dict[Path, list[_StoredTensor]]:
+def _find_tensors(data: Path, manifest: Manifest) -> dict[Path, list[StoredTensor]]:
     """Return the tensors of each file; CheckpointError for a file that is not what the manifest says."""
-    files: dict[Path, list[_StoredTensor]] = {}
+    files: dict[Path, list[StoredTensor]] = {}
     for file in dict.fromkeys(tensor.file for tensor in manifest.tensors):
         path = data / file
         spans = read_layout(path, follow=False).spans
@@ -152,11 +163,11 @@ def _find_tensors(data: Path, manifest: Manifest) -> dict[Path, list[_StoredTens
             raise CheckpointError(
                 f"{path} is damaged: it does not hold what the manifest says; load another checkpoint"
             )
-        files[path] = [_StoredTensor(span=span, saved=saved) for span, saved in zip(spans, expected, strict=True)]
+        files[path] = [StoredTensor(span=span, saved=saved) for span, saved in zip(spans, expected, strict=True)]
     return files
 
 
-def _verify(path: Path, tensors: Sequence[_StoredTensor], staging: StagingPool) -> None:
+def _verify(path: Path, tensors: Sequence[StoredTensor], staging: StagingPool) -> None:
     """Read some tensors of a file, which lie side by side, and compare their checksums."""
     if not tensors:
         return
@@ -168,7 +179,7 @@ def _verify(path: Path, tensors: Sequence[_StoredTensor], staging: StagingPool) 
             _check(path, tensor, checksum)
 
 
-def _check(path: Path, tensor: _StoredTensor, checksum: int) -> None:
+def _check(path: Path, tensor: StoredTensor, checksum: int) -> None:
     if checksum != tensor.saved.crc32:
         raise CheckpointError(
             f"{path} is damaged: the checksum of '{tensor.span.name}' is {checksum:08x} and should be "
@@ -218,7 +229,7 @@ def _targets(model: Module, optimizer: Optimizer | None) -> dict[str, _Targets]:
     }
 
 
-def _fill(path: Path, tensors: Sequence[_StoredTensor], target: _Targets, staging: StagingPool) -> None:
+def _fill(path: Path, tensors: Sequence[StoredTensor], target: _Targets, staging: StagingPool) -> None:
     """Read a file again, into the targets of its tensors."""
     with FileReader(str(path), staging, start=tensors[0].span.start) as reader:
         for tensor in tensors:
@@ -231,7 +242,7 @@ def _fill(path: Path, tensors: Sequence[_StoredTensor], target: _Targets, stagin
                 torch.autograd.graph.increment_version(homed.slot.tensor)
 
 
-def _log_conversions(model: Module, optimizer: Optimizer | None, files: Mapping[Path, Iterable[_StoredTensor]]) -> None:
+def _log_conversions(model: Module, optimizer: Optimizer | None, files: Mapping[Path, Iterable[StoredTensor]]) -> None:
     """Say which optimizer state is kept in another encoding than the checkpoint has it in."""
     parameters, converted = dict(model.named_parameters()), Counter[tuple[str, str]]()
     for tensor in (tensor for path, tensors in files.items() if path.name == OPTIMIZER for tensor in tensors):

@@ -6,8 +6,9 @@ same filesystem.
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -52,7 +53,7 @@ def write_rows(path: Path, layout: SafetensorsLayout, tensors: dict[str, HomedTe
     if ranks.replica > 0:
         return [Written(0, 0)] * len(layout.spans)
     written = []
-    with _reporting(path), open(path, "r+b", buffering=0) as file:
+    with writing_at(path) as write:
         for span in layout.spans:
             tensor = tensors[span.name]
             part: Slot | SlotPart
@@ -66,12 +67,19 @@ def write_rows(path: Path, layout: SafetensorsLayout, tensors: dict[str, HomedTe
             checksum, end = 0, offset
             for piece in pieces_of(part, tensor.tensor_io):
                 checksum = zlib.crc32(piece, checksum)
-                _write_at(file.fileno(), piece, end)
+                write(piece, end)
                 end += len(piece)
             written.append(Written(checksum, end - offset))
+    return written
+
+
+@contextmanager
+def writing_at(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
+    """Yield a function that writes bytes at an offset of a file; what it wrote is on disk at the end."""
+    with _reporting(path), open(path, "r+b", buffering=0) as file:
+        yield partial(_write_at, file.fileno())
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # written pages should not stay in memory
-    return written
 
 
 def _write_at(descriptor: int, piece: memoryview, offset: int) -> None:
@@ -83,20 +91,20 @@ def _write_at(descriptor: int, piece: memoryview, offset: int) -> None:
 def read_tensor(path: Path, span: TensorSpan, code: AnyCode | None, tensor: HomedTensor) -> None:
     """Fill a tensor, or this rank's rows of it, from a file that was verified: values, or pages of their codes."""
     if not tensor.is_divided:
-        value = _read_values(path, span, code, Slice.of_whole(span.name, tensor.shape).flat)
+        value = read_values(path, span, code, Slice.of_whole(span.name, tensor.shape).flat)
         tensor.slot.tensor.copy_(value.view(tensor.slot.tensor.shape))
         return
     assert tensor.tensor_io is not None
     step = _PIECE_NBYTES // tensor.slot.dtype.itemsize  # in whole pages of 4096 bytes, so that pieces begin at sectors
     for part in tensor.rows.slice.flat.pieces(step):
-        piece = _read_values(path, span, code, part)
+        piece = read_values(path, span, code, part)
         for slot in (tensor.slot, tensor.compute):
             if slot is not None:
                 tensor.tensor_io.write_value(slot.part(part), piece)
 
 
-def _read_values(path: Path, span: TensorSpan, code: AnyCode | None, part: Slice) -> Tensor:
-    """Return some elements of a tensor in a file, flat."""
+def read_values(path: Path, span: TensorSpan, code: AnyCode | None, part: Slice) -> Tensor:
+    """Return some elements of a tensor in a file, flat; decoded, if it is in codes."""
     if code is None:
         values = torch.empty(part.num_elements, dtype=span.dtype)
         _read_at(path, memoryview(tensor_bytes(values)), span.start + part.start * span.dtype.itemsize)
@@ -106,6 +114,16 @@ def _read_values(path: Path, span: TensorSpan, code: AnyCode | None, part: Slice
     pages = torch.empty(code.nbytes(skipped + part.num_elements), dtype=torch.uint8)
     _read_at(path, memoryview(tensor_bytes(pages)), span.start + first * SECTOR_NBYTES)
     return values_of(pages, code, skipped + part.num_elements)[skipped:]
+
+
+def checksum_of(path: Path, span: TensorSpan) -> int:
+    """Return the CRC-32 of a tensor in a file, which is read."""
+    checksum, end = 0, span.start + span.nbytes
+    for offset in range(span.start, end, _PIECE_NBYTES):
+        piece = bytearray(min(_PIECE_NBYTES, end - offset))
+        _read_at(path, memoryview(piece), offset)
+        checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def _read_at(path: Path, view: memoryview, offset: int) -> None:
@@ -128,10 +146,10 @@ def _reporting(path: Path) -> Iterator[None]:
         raise StoreError(f"{path} cannot be written or read: {error.strerror or error}") from error
 
 
-def share_of(tensors: Sequence[T], ranks: Ranks) -> Sequence[T]:
-    """Return the tensors of a file that this rank verifies, which lie side by side."""
-    each = -(-len(tensors) // ranks.mesh_size)
-    return tensors[ranks.mesh_rank * each : (ranks.mesh_rank + 1) * each]
+def share_of(tensors: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
+    """Return the tensors of a file that a rank verifies, which lie side by side."""
+    each = -(-len(tensors) // num_ranks)
+    return tensors[rank * each : (rank + 1) * each]
 
 
 def combine(written: Sequence[Written]) -> int:

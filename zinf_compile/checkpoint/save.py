@@ -83,7 +83,7 @@ def save(
             before = read_manifest(folder)
             try:
                 data = make_data_folder(folder, before)
-                _check_room(folder, sum(layout.nbytes for layout in layouts.values()) + len(objects))
+                check_room(folder, sum(layout.nbytes for layout in layouts.values()) + len(objects))
                 staging = file_staging(stores)
                 saved: list[SavedTensor] = []
                 for file, layout in layouts.items():
@@ -135,7 +135,7 @@ def _save_on_ranks(
             stack.enter_context(locked(folder, exclusive=True))
             before.append(read_manifest(folder))
             data = make_data_folder(folder, before[0])
-            _check_room(folder, sum(layout.nbytes for layout in layouts.values()) + len(objects))
+            check_room(folder, sum(layout.nbytes for layout in layouts.values()) + len(objects))
             for file, layout in layouts.items():
                 create_file(data / file, layout)
             return data.name
@@ -178,7 +178,8 @@ def _collect_tensors(model: Module, optimizer: Optimizer | None) -> dict[str, di
     return {MODEL: model_tensors(model), OPTIMIZER: states, GRADIENTS: gradient_tensors(model)}
 
 
-def _check_room(folder: Path, needed: int) -> None:
+def check_room(folder: Path, needed: int) -> None:
+    """Raise CapacityError if the disk of a folder has less free space than a checkpoint takes."""
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
     if needed > free:
