@@ -1,14 +1,15 @@
 """How much memory does it take to fine-tune adapters of a frozen base that is many times larger?
 
-    python -m benchmarks.frozen_base --nvme DIR [--frozen-dtype exact|int8] [--hidden 3200] [--layers 26] [--tokens 128]
+    python -m benchmarks.frozen_base --nvme DIR [--frozen-dtype exact|int8|nf4] [--hidden 3200] [--layers 26] [--tokens 128]
 
 Writes the weights of a Llama to safetensors in bfloat16 (3.4 billion by default, as OpenLLaMA 3B has), then trains adapters
 of rank 16 on all of its linear layers with peft, in a fresh process with all defaults, including ``compute="inductor"``.
-With ``exact`` the base is read from its files and never copied; with ``int8`` it is encoded once. Prints one JSON line per
-phase: seconds, bytes that the process read and wrote, and the peak of its anonymous memory above that of the interpreter
-with everything imported; the goal is 1.5 GiB, so the budgets are less. ``resident`` is the peak of all resident memory
-above that, including pages of mapped files, which the kernel may drop. DIR needs 2 bytes per parameter, and 1 more for
-``int8``.
+With ``exact`` the base is read from its files and never copied; with ``int8`` it is encoded once. With ``nf4`` the files
+have what bitsandbytes makes of it, linear layers in 4 bits with nested statistics, and are never copied either. Prints one
+JSON line per phase: seconds, bytes that the process read and wrote, and the peak of its anonymous memory above that of the
+interpreter with everything imported; the goal is 1.5 GiB, so the budgets are less. ``resident`` is the peak of all resident
+memory above that, including pages of mapped files, which the kernel may drop. DIR needs 2 bytes per parameter, and 1 more
+for ``int8``; for ``nf4`` 0.6.
 """
 
 import argparse
@@ -46,17 +47,37 @@ def make_config(hidden: int, layers: int) -> Any:
     )
 
 
-def make_base(config: Any) -> Any:
+def make_base(config: Any, frozen_dtype: str) -> Any:
     """Return the frozen model on meta."""
     import torch
     import transformers
+    from transformers.quantizers import AutoHfQuantizer
 
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
+        base = transformers.LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
+    if frozen_dtype == "nf4":
+        settings = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        quantizer = AutoHfQuantizer.from_config(settings)
+        quantizer.preprocess_model(base, device_map=None)
+        quantizer.postprocess_model(base)
+    return base
 
 
-def write_weights(folder: Path, config: Any) -> int:
-    """Write random weights in shards; return the number of elements."""
+def quantise(name: str, value: Any) -> dict[str, Any]:
+    """Return what bitsandbytes saves of a weight in nf4, by name."""
+    import bitsandbytes
+
+    codes, state = bitsandbytes.functional.quantize_4bit(value, quant_type="nf4", compress_statistics=True)
+    return {name: codes, **{f"{name}.{key}": each for key, each in state.as_dict(packed=True).items()}}
+
+
+def write_weights(folder: Path, config: Any, frozen_dtype: str) -> int:
+    """Write random weights in shards, one quantised after another; return the number of elements."""
     import torch
     from safetensors.torch import save_file
 
@@ -71,15 +92,19 @@ def write_weights(folder: Path, config: Any) -> int:
         index.update(dict.fromkeys(shards[-1], name))
         shards[-1] = {}
 
-    for name, parameter in make_base(config).named_parameters():
+    for name, parameter in make_base(config, frozen_dtype).named_parameters():
         is_norm = parameter.dim() == 1
         value = torch.ones(parameter.shape) if is_norm else torch.randn(parameter.shape, generator=generator) * 0.02
-        if nbytes + 2 * value.numel() > _SHARD_NBYTES and shards[-1]:
+        value = value.to(torch.bfloat16)
+        is_quantised = type(parameter) is not torch.nn.Parameter
+        tensors = quantise(name, value) if is_quantised else {name: value}
+        more = sum(each.nbytes for each in tensors.values())
+        if nbytes + more > _SHARD_NBYTES and shards[-1]:
             save()
             shards.append({})
             nbytes = 0
-        shards[-1][name] = value.to(torch.bfloat16)
-        nbytes += 2 * value.numel()
+        shards[-1] |= tensors
+        nbytes += more
         num_elements += value.numel()
     save()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
@@ -117,8 +142,8 @@ def train(args: argparse.Namespace, folder: Path) -> None:
     config, optimize = make_config(args.hidden, args.layers), zinf_compile.optimize  # loads the lazy imports
     before = read_status("RssAnon"), read_status("VmRSS")
     with measured("load", before) as facts:
-        base = make_base(config)
-        frozen_dtype = None if args.frozen_dtype == "exact" else args.frozen_dtype
+        base = make_base(config, args.frozen_dtype)
+        frozen_dtype = "int8" if args.frozen_dtype == "int8" else None
         budgets = {"device_memory": args.device_memory, "host_memory": args.host_memory, "nvme": args.nvme}
         optimize(base, init=folder, frozen_dtype=frozen_dtype, **budgets)
         model = peft.get_peft_model(base, peft.LoraConfig(r=_RANK, target_modules="all-linear"))
@@ -146,7 +171,7 @@ def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", default=".", help="folder on a local disk")
-    parser.add_argument("--frozen-dtype", choices=("exact", "int8"), default="int8")
+    parser.add_argument("--frozen-dtype", choices=("exact", "int8", "nf4"), default="int8")
     parser.add_argument("--hidden", type=int, default=3200, help=f"a multiple of {_HEAD_WIDTH}")
     parser.add_argument("--layers", type=int, default=26)
     parser.add_argument("--tokens", type=int, default=128, help="per step")
@@ -162,7 +187,7 @@ def main() -> None:
         return
     lines = JsonLines("frozen_base", args.json)
     with tempfile.TemporaryDirectory(dir=args.nvme, prefix=".zinf-benchmark-") as folder:
-        num_elements = write_weights(Path(folder), make_config(args.hidden, args.layers))
+        num_elements = write_weights(Path(folder), make_config(args.hidden, args.layers), args.frozen_dtype)
         shape = {key: getattr(args, key) for key in ("frozen_dtype", "hidden", "layers", "tokens", "threads")}
         lines.note({"phase": "base", "parameters": num_elements, **shape})
         command = [sys.executable, "-m", "benchmarks.frozen_base", *sys.argv[1:], "--child", folder]

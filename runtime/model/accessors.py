@@ -42,6 +42,7 @@ class Forward:
         """``device`` is what computes, where inputs have to be."""
         self.depth = 0
         self.to_capture: str | None = None  # the model's name, until its first captured call has returned
+        self.check: Callable[[], None] | None = None  # raises if modules cannot read, by themselves, what is stored
         self._device = device
         self.leaves: dict[int, Tensor] = {}  # of the eager forward that runs, by parameter: see WholeLeaf
         self.sites: list[tuple[Module, str, StoredParameter]] = []  # where each stored parameter is registered
@@ -102,6 +103,8 @@ class Forward:
 
         Not inside a backward: there activation checkpointing recomputes modules, and its own hooks must see what they save.
         """
+        if self.depth == 0 and self.check is not None:
+            self.check()
         self.depth += 1
         try:
             # torch.func transforms do not support saved-tensor hooks: there weights are kept until backward.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from zinf_compile.ir.glossary import Tier
-from zinf_compile.runtime.params.records import StoredParameter
+from zinf_compile.runtime.params.records import StoredParameter, holders_of
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.storage.nvme.weight_file import WeightSpan
 from zinf_compile.runtime.storage.slots import Slot
@@ -24,7 +24,8 @@ def move_out_of_weights(store: Store, record: StoredParameter, *, with_value: bo
         if with_value:
             slot.weights.file.check_unchanged()
         is_written = slot.is_written_in_place
-        if is_written and slot.may_change_unseen:
+        num_shown = 1 + len(holders_of(record.parameter))  # of tensors that move with the parameter
+        if is_written and slot.num_references > slot.num_own_references + num_shown:
             slot.stay_in_memory()
             store.held.count_home(slot.tier, slot.nbytes)
         else:

@@ -5,7 +5,7 @@ A quantised weight is an object of its library that has plain tensors: codes, sc
 its home. So its code finds the bytes where it left them, and captured graphs gather them. What is small stays.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from zinf_compile.runtime.params.records import StoredParameter, holders_of, rec
 from zinf_compile.runtime.store.store import Store
 
 _DEPTH = 3  # of objects in a parameter's attributes: bitsandbytes keeps the statistics of its statistics
-_LEAST_NBYTES = 4096  # of a component: a home on disk takes whole sectors
+LEAST_NBYTES = 4096  # of a component: a home on disk takes whole sectors
 # What a subclass of Parameter may define and still behave as a plain one.
 _HARMLESS = frozenset(
     {"__new__", "__init__", "__doc__", "__module__", "__dict__", "__weakref__", "__slots__", "__repr__"}
@@ -39,6 +39,13 @@ def has_own_bytes(parameter: Tensor) -> bool:
         return True
     own = (cls for cls in type(parameter).__mro__[: type(parameter).__mro__.index(Parameter)])
     return any(hasattr(Tensor, name) and name not in _HARMLESS for cls in own for name in vars(cls))
+
+
+def describe_own(parameters: Mapping[str, Tensor], names: Sequence[str]) -> str:
+    """Return the beginning of a message about some parameters of special classes."""
+    return (
+        f"'{names[0]}' and {len(names) - 1} more parameters are no plain ones ({type(parameters[names[0]]).__name__})"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +129,14 @@ def components_of(store: Store) -> dict[int, StoredParameter]:
     }
 
 
+def check_in_place(store: Store) -> None:
+    """Raise StoreError if a file that components lie in has changed: eager code of their library reads a mapping of it."""
+    components = (record for record in store.records.values() if holders_of(record.parameter))
+    slots = [slot for record in components if (slot := record.copies.in_place) is not None]
+    for file in {slot.weights.file for slot in slots if slot.weights is not None}:
+        file.check_unchanged()
+
+
 def quantised_tensors(model: Module) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each quantised parameter by name, those that are stored too; each piece of memory once."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if has_own_bytes(parameter)}
@@ -158,7 +173,7 @@ def _can_move(tensor: Tensor, holders: Iterable[Tensor]) -> bool:
     """Return whether a tensor is large, has its memory for itself, and whether all its holders have its form."""
     form = tensor.shape, tensor.stride(), tensor.dtype
     return (
-        tensor.nbytes >= _LEAST_NBYTES
+        tensor.nbytes >= LEAST_NBYTES
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.is_contiguous()

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from zinf_compile.runtime.model.accessors import (
     with_own_code,
 )
 from zinf_compile.runtime.model.full_parameters import Site, check_room, hold_full_values
-from zinf_compile.runtime.model.quantised import find_quantised
+from zinf_compile.runtime.model.quantised import check_in_place, describe_own, find_quantised
 from zinf_compile.runtime.model.tensor_parallel import (
     check_distributed,
     check_meshes,
@@ -85,7 +86,8 @@ def optimize(
     index, or a list of files is streamed in. For a model that already has values, the files overwrite them.
 
     Quantised parameters, of bitsandbytes or as tensor subclasses, are moved as they are: their codes, scales and statistics
-    are stored like frozen parameters. What of them is small stays on the device and counts against its budget.
+    are stored like frozen parameters. What of them is small stays on the device and counts against its budget. On meta
+    they can be filled from the files that bitsandbytes has saved, where they then stay.
 
     ``share`` is a model that was optimized before: both models use its options and budgets. Names of the new model's
     parameters are prefixed with its class. Reports cover both models, and closing one closes both.
@@ -206,27 +208,35 @@ def optimize(
             raise ConfigError(f"parameter '{name}' is already in the store of another model, as '{record.name}'")
     check_devices(parameters, config.device, may_be_meta=True)
     parameters = with_locals(parameters, distributed)
-    quantised = find_quantised(model, may_store=_can_store_components(config, ranks), but=distributed)
-    if quantised.parameters:
-        _check_quantised(quantised.parameters, init, share)
-        parameters = {
-            name: parameter
-            for whole, own in parameters.items()
-            for name, parameter in quantised.components.get(whole, {whole: own}).items()
-        }
-        config = replace(config, reserve_memory=config.reserve_memory + quantised.kept_nbytes)
-        if config.reserve_memory >= config.device_memory:
-            raise CapacityError(
-                f"{quantised.describe()}, and device_memory is {format_bytes(config.device_memory)}; raise it to "
-                f"{-(-config.reserve_memory // 2**20)}MiB plus activation memory"
-            )
+    may_store = _can_store_components(config, ranks)
     values = choose_values(model, init)
     on_meta = [parameter for parameter in parameters.values() if parameter.is_meta]
-    session = Session(config, type(model).__name__, ranks) if shared is None else shared
-    if shared is not None:
-        parameters = session.prefixed(parameters, type(model).__name__)
+    session: Session | None = None
     replaced: list[tuple[Module, str, Parameter]] = []
     try:
+        if isinstance(values, FileValues) and values.quantised:
+            _check_may_store(values.quantised[0].parameter, may_store=may_store)
+            with torch.device("cpu"):  # regardless of the caller's default device
+                values.show_quantised()
+        quantised = find_quantised(model, may_store=may_store, but=distributed)
+        if quantised.parameters:
+            _check_quantised(quantised.parameters, share)
+            parameters = {
+                name: parameter
+                for whole, own in parameters.items()
+                for name, parameter in quantised.components.get(whole, {whole: own}).items()
+            }
+            config = replace(config, reserve_memory=config.reserve_memory + quantised.kept_nbytes)
+            if config.reserve_memory >= config.device_memory:
+                raise CapacityError(
+                    f"{quantised.describe()}, and device_memory is {format_bytes(config.device_memory)}; raise it to "
+                    f"{-(-config.reserve_memory // 2**20)}MiB plus activation memory"
+                )
+        if isinstance(values, FileValues):
+            values.take_components(quantised.components)
+        session = Session(config, type(model).__name__, ranks) if shared is None else shared
+        if shared is not None:
+            parameters = session.prefixed(parameters, type(model).__name__)
         if not ranks.is_alone:
             refuse_shared_devices(ranks, session.store.device)
         with torch.device("cpu"):  # regardless of the caller's default device
@@ -238,7 +248,7 @@ def optimize(
                 with session.progress("writing the first values of", parameters.values()):
                     values.fill(session.store)
     except BaseException:
-        if shared is None:
+        if session is not None and shared is None:
             session.close()
         for module, name, parameter in replaced:
             module._parameters[name] = parameter
@@ -254,6 +264,8 @@ def optimize(
         )
         _log.warning("%s", printable(session.fallbacks[-1]))
     forward = Forward(session.store.memory.torch_device)
+    if isinstance(values, FileValues) and values.quantised:
+        forward.check = partial(check_in_place, session.store)
     session.forwards.append(forward)
     install_accessors(model, forward)
     if not config.memory.unified:
@@ -316,18 +328,21 @@ def _can_store_components(config: Config, ranks: Ranks) -> bool:
     return config.memory.unified and ranks.is_alone and not config.verify_store
 
 
-def _check_quantised(quantised: Mapping[str, Parameter], init: Init, share: Module | None) -> None:
-    """Raise UnsupportedError if a model with quantised parameters cannot be optimized as the caller asks."""
-    name, parameter = next(iter(quantised.items()))
-    what = f"'{name}' and {len(quantised) - 1} more parameters are no plain ones ({type(parameter).__name__})"
-    if init is not None or parameter.is_meta:
+def _check_may_store(parameter: Parameter, *, may_store: bool) -> None:
+    """Raise UnsupportedError where what a checkpoint has of a quantised parameter would have to be in memory."""
+    if not may_store:
         raise UnsupportedError(
-            f"{what}, which init cannot give values; load the model with its values, and leave init out"
+            f"init serves quantised parameters ({type(parameter).__name__}) from files on a CPU, in one process and without "
+            "verify_store; elsewhere they stay whole on the device, so load the model with its values, and leave init out"
         )
+
+
+def _check_quantised(quantised: Mapping[str, Parameter], share: Module | None) -> None:
+    """Raise UnsupportedError if a model with quantised parameters is to share budgets."""
     if share is not None:
         raise UnsupportedError(
-            f"{what}, for which there is no room in the budgets of another; optimize this model first, and let the other "
-            "share it"
+            f"{describe_own(quantised, list(quantised))}, for which there is no room in the budgets of another; optimize "
+            "this model first, and let the other share it"
         )
 
 

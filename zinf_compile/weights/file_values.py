@@ -1,7 +1,9 @@
 """``init="model.safetensors"``: streams a model's values from files, a piece at a time."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +14,13 @@ from zinf_compile.runtime.params.full_values import copy_rows, end_writes, write
 from zinf_compile.runtime.storage.nvme.weight_file import WeightFile, WeightSpan
 from zinf_compile.runtime.storage.safetensors_file import TensorSpan, read_layout
 from zinf_compile.runtime.store.store import Store
+from zinf_compile.weights.quantised_files import (
+    QuantisedOnMeta,
+    find_saved,
+    match_quantised,
+    quantisation_of,
+    statistics_of,
+)
 from zinf_compile.weights.reset_values import MetaBuffers, reset_buffers, resets_of
 from zinf_compile.weights.weight_files import FileTensor, Source, find_tensors, read_tensors
 
@@ -25,13 +34,33 @@ class FileValues:
         self._parameters: dict[str, FileTensor] = {}  # by the parameter's name in the store
         self._weights: dict[str, WeightSpan] = {}  # of frozen ones that may be in place
         self._persistent: dict[str, FileTensor] = {}
+        self._quantised: list[QuantisedOnMeta] = []
+        self._shown: dict[int, FileTensor] = {}  # what quantised parameters consist of, by address
+        self._components: set[str] = set()  # those of ``self._parameters`` that are components of quantised ones
         self._recomputed = self._buffers.names(persistent=False)
         found = find_tensors(source)
-        problems = []
+        problems: list[str] = []
+        statistics: set[str] = set()
         for names, tensor in _named_tensors(model):
             here = [name for name in names if name in found]
             if not here:
                 problems.append(f"'{names[0]}' is missing")
+                continue
+            saved, is_quantised = find_saved(here[-1], found), quantisation_of(tensor) is not None
+            if saved is not None or is_quantised:
+                statistics |= statistics_of(here[-1], found)
+            if is_quantised:
+                tensors, unfit = match_quantised(here[-1], tensor, found)
+                problems += unfit
+                module = model.get_submodule(names[0].rpartition(".")[0])
+                assert isinstance(tensor, Parameter)
+                self._quantised.append(QuantisedOnMeta(module=module, parameter=tensor, tensors=tensors))
+                continue
+            if saved is not None:
+                problems.append(
+                    f"'{here[-1]}' is {saved} of bitsandbytes in {found[here[-1]].path.name}, and not quantised in the model"
+                    f"{_SAY_HOW}"
+                )
                 continue
             # One name per tied parameter is enough. If files have several, the last one counts, as in load_state_dict.
             chosen = found[here[-1]]
@@ -44,7 +73,7 @@ class FileValues:
             ]
         known = {name for names, _ in _named_tensors(model) for name in names}
         ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())  # patterns of transformers
-        known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        known |= {name for name, _ in model.named_buffers(remove_duplicate=False)} | statistics
         problems += [
             f"'{name}' is in {tensor.path.name}, and not in the model"
             for name, tensor in found.items()
@@ -59,6 +88,31 @@ class FileValues:
         if problems:
             raise ConfigError(f"{type(model).__name__} cannot be filled from {source}:", *problems)
 
+    @property
+    def quantised(self) -> list[QuantisedOnMeta]:
+        """Return the quantised parameters."""
+        return self._quantised
+
+    def show_quantised(self) -> None:
+        """Let quantised parameters show the bytes of the files, in mappings that are not read. ``undo`` puts them back.
+
+        CheckpointError for a file that cannot be opened, StoreError where the system refuses or a file cannot be read.
+        """
+        with ExitStack() as opened:
+            files: dict[Path, WeightFile] = {}
+            for path in {tensor.path for each in self._quantised for tensor in each.tensors.values()}:
+                files[path] = _open(path, WeightFile)
+                opened.callback(files[path].close)  # a mapping stays
+            for each in self._quantised:
+                self._shown |= each.show(files)
+
+    def take_components(self, components: Mapping[str, Mapping[str, Parameter]]) -> None:
+        """Give what is stored of quantised parameters its values like plain ones."""
+        for own in components.values():
+            for name, component in own.items():
+                self._parameters[name] = self._shown[component.data_ptr()]
+                self._components.add(name)
+
     def serve(self, store: Store) -> dict[str, WeightSpan]:
         """Return where the files have the values of frozen parameters, opened, for those that may stay there.
 
@@ -69,13 +123,10 @@ class FileValues:
         known: dict[WeightFile, frozenset[TensorSpan]] = {}
         for name, tensor in self._parameters.items():
             span = tensor.span
-            is_frozen = not self._model.get_parameter(name).requires_grad
+            is_frozen = name in self._components or not self._model.get_parameter(name).requires_grad
             if not is_frozen or span.nbytes == 0 or span.start % span.dtype.itemsize:
                 continue
-            try:
-                file = store.open_weights(str(tensor.path.absolute()))
-            except OSError as error:
-                raise CheckpointError(f"{tensor.path} cannot be read: {error.strerror}; use another copy") from error
+            file = _open(tensor.path, store.open_weights)
             if file not in known:
                 known[file] = frozenset(read_layout(file.open_path).spans)
             if span not in known[file]:
@@ -134,8 +185,23 @@ class FileValues:
                 module.get_buffer(last).copy_(value)
 
     def undo(self) -> None:
-        """Put buffers back on meta."""
+        """Put buffers and quantised parameters back on meta."""
         self._buffers.undo()
+        for each in self._quantised:
+            each.put_back()
+
+
+_SAY_HOW = (
+    ": make its layer as that library has it, before optimize(), which for a model of transformers its quantizer does, or "
+    "take a checkpoint that is not quantised"
+)
+
+
+def _open(path: Path, opening: Callable[[str], WeightFile]) -> WeightFile:
+    try:
+        return opening(str(path.absolute()))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; use another copy") from error
 
 
 def _named_tensors(model: Module) -> Iterator[tuple[list[str], Tensor]]:
