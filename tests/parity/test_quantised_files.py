@@ -383,6 +383,12 @@ def test_another_quantisation_is_refused_by_name(model: str, file: str, message:
     assert "SCB" not in told
 
 
+def test_without_bitsandbytes_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zinf_compile.weights.file_values.find_spec", lambda _: None)
+    source = saved(tmp_path / "base", in_memory("nf4", 2))
+    stays_on_meta(on_meta("plain", 2), source, ConfigError, "install bitsandbytes, and make its layer a Linear4bit")
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize(
     ("options", "error", "message"),

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ class FileValues:
             if saved is not None:
                 problems.append(
                     f"'{here[-1]}' is {saved} of bitsandbytes in {found[here[-1]].path.name}, and not quantised in the model"
-                    f"{_SAY_HOW}"
+                    f"{_say_how()}"
                 )
                 continue
             # One name per tied parameter is enough. If files have several, the last one counts, as in load_state_dict.
@@ -191,10 +192,12 @@ class FileValues:
             each.put_back()
 
 
-_SAY_HOW = (
-    ": make its layer as that library has it, before optimize(), which for a model of transformers its quantizer does, or "
-    "take a checkpoint that is not quantised"
-)
+def _say_how() -> str:
+    install = "" if find_spec("bitsandbytes") is not None else "install bitsandbytes, and "
+    return (
+        f": {install}make its layer a Linear4bit or Linear8bitLt of that library before optimize(), which for a model of "
+        "transformers its quantizer does, or take a checkpoint that is not quantised"
+    )
 
 
 def _open(path: Path, opening: Callable[[str], WeightFile]) -> WeightFile:
