@@ -13,6 +13,15 @@ from torch import Tensor, nn
 
 HEAD_WIDTH = 64  # GPT-2 and GPT-3 both use heads of 64 at these sizes; models narrower than that have one head
 LAYER_ASPECT = 64  # hidden / layers of GPT-2 small (768 / 12)
+# How tensor-parallel ranks divide its layers, as in Megatron: heads, the MLP's hidden units, the vocabulary.
+TP_PLAN = {
+    "embed": "vocabulary",
+    "blocks.*.attention.qkv": "colwise",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+    "head": "vocabulary",
+}
 
 
 @dataclass(frozen=True)
@@ -31,12 +40,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.hidden // config.heads  # so that a rank may have only some of the heads
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -66,6 +75,8 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """``model(tokens)`` is the logits [batch, seq, vocab]; ``model(tokens, targets)`` the mean loss in nats, fp32."""
+
+    tp_plan = TP_PLAN
 
     def __init__(self, config: GPTConfig, *, tied: bool = False, seed: int = 0) -> None:
         super().__init__()

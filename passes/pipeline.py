@@ -16,6 +16,7 @@ from zinf_compile.passes.contract import (
 from zinf_compile.passes.fx_edit import generate_code
 from zinf_compile.passes.properties import VALUES_KNOWN
 from zinf_compile.passes.transforms.joint.fold_casts import FOLD_CASTS
+from zinf_compile.passes.transforms.joint.merge_all_reduces import MERGE_ALL_REDUCES
 from zinf_compile.passes.transforms.joint.merge_gradients import MERGE_GRADIENTS
 from zinf_compile.passes.transforms.joint.merge_subexpressions import MERGE_SUBEXPRESSIONS
 from zinf_compile.passes.transforms.joint.place_stores import PLACE_STORES
@@ -41,11 +42,11 @@ QUANTISED: tuple[Pass[ComponentInputs], ...] = (GATHER_COMPONENTS,)
 
 TILE: tuple[Pass[TileInputs], ...] = (FUSE_LINEAR_LOSSES, CUT_BLOCKS, TILE_CHAINS, TILE_PARAMETERS)
 
-JOINT: tuple[Pass[JointInputs], ...] = (MERGE_GRADIENTS, MERGE_SUBEXPRESSIONS)
+JOINT: tuple[Pass[JointInputs], ...] = (MERGE_GRADIENTS, MERGE_ALL_REDUCES, MERGE_SUBEXPRESSIONS)
 
 FORM: tuple[Pass[FormInputs], ...] = (FOLD_CASTS, TAG_RECOMPUTE)
 
-INFERENCE: tuple[Pass[FormInputs], ...] = (FOLD_CASTS,)
+INFERENCE: tuple[Pass[FormInputs], ...] = (MERGE_ALL_REDUCES, FOLD_CASTS)
 
 SPLIT: tuple[Pass[FormInputs], ...] = (PLACE_STORES,)
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from zinf_compile.ir.ops import ALL_GATHER_COLUMNS, ALL_REDUCE
 from zinf_compile.ir.sizes import Size
 from zinf_compile.passes.analysis.storages import raw_size, tensor_nbytes
 from zinf_compile.passes.fx_edit import view_source
@@ -75,7 +76,18 @@ def _is_causal(call: Call) -> bool:
 
 
 def count_bytes_accessed(node: fx.Node) -> Size:
-    """Return the bytes of a node's tensor inputs and outputs; 0 for views and other ops that do no work."""
+    """Return the bytes of a node's tensor inputs and outputs; 0 for views and other ops that do no work.
+
+    Of an exchange of tensor-parallel ranks, the bytes that each sends in a ring (Patarasuk and Yuan 2009,
+    https://doi.org/10.1016/j.jpdc.2008.09.002).
+    """
+    if node.target in (ALL_REDUCE, ALL_GATHER_COLUMNS):
+        num_tensor_ranks = node.args[1]
+        assert isinstance(num_tensor_ranks, int)
+        nbytes: Any = tensor_nbytes(node.meta["val"])
+        rounds = 2 if node.target is ALL_REDUCE else 1
+        sent: Size = nbytes * rounds * (num_tensor_ranks - 1) // num_tensor_ranks
+        return sent
     if (
         node.op != "call_function"
         or view_source(node) is not None

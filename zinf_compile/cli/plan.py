@@ -48,6 +48,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="groups of these ranks that keep the whole model each (default: 1)",
     )
     budget.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks, in one node, that divide the weights of each layer (default: 1)",
+    )
+    budget.add_argument(
+        "--pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pipeline stages; what --tp and --pp leave of --world is data-parallel (default: 1)",
+    )
+    budget.add_argument(
+        "--accumulate",
+        type=int,
+        metavar="N",
+        help="micro-batches of a step, of all data-parallel ranks together (default: one of each for every stage)",
+    )
+    budget.add_argument(
+        "--stage",
+        type=int,
+        choices=(1, 2, 3),
+        default=3,
+        help="of ZeRO, over the data-parallel ranks, as of optimize (default: 3)",
+    )
+    budget.add_argument(
         "--reduce",
         choices=("ordered", "fast"),
         default="ordered",
@@ -105,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress(f"building {args.model}"):
         subject = find_model(args.model, sizes_of(args))
     budgets = ("device_memory", "host_memory", "nvme_memory", "nvme_write_budget", "reserve_memory")
-    names = (*budgets, "compute_dtype", "state_dtype", "frozen_dtype", "compute", "reduce")
+    names = (*budgets, "compute_dtype", "state_dtype", "frozen_dtype", "compute", "stage", "reduce")
     try:
         with _progress(f"planning {type(subject.model).__name__}"):
             plan = zinf_compile.plan(
@@ -118,6 +145,9 @@ def run(args: argparse.Namespace) -> int:
                 dynamic=args.tokens_to_hide_disk,
                 world=args.world,
                 replicas=args.replicas,
+                tp=args.tp,
+                pp=args.pp,
+                accumulate=args.accumulate,
                 **{name: getattr(args, name) for name in names},
             )
     except CapacityError as error:
@@ -188,10 +218,11 @@ def _describe_compute(plan: PlanView) -> str:
     graph = next(graph for graph in plan.request.candidates if graph.policy is plan.activations.policy)
     num_segments = sum(bool(op.inner) for op in graph.ops)
     op_by_op = format_seconds(sum(ops_seconds(unfused(graph), plan.hardware)))
+    each = "step" if plan.pipeline is None else "micro-batch"
     if not num_segments:
-        return f"computes op by op, {op_by_op} a step"
+        return f"computes op by op, {op_by_op} a {each}"
     fused = format_seconds(compute_seconds(graph, plan.hardware))
-    return f"computes in {num_segments} compiled segments, {fused} a step; op by op it would take {op_by_op}"
+    return f"computes in {num_segments} compiled segments, {fused} a {each}; op by op it would take {op_by_op}"
 
 
 @contextmanager

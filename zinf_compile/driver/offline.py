@@ -74,10 +74,20 @@ class OfflinePlanner:
         num_replicas: int,
         kernel_cache_nbytes: int,
         op_by_op: str | None,
+        num_tensor_ranks: int = 1,
+        num_open: int = 0,
+        open_nbytes: int = 0,
+        keeps_unread: bool = True,
     ) -> None:
-        """``op_by_op`` is the reason why graphs cannot compute in segments; None if they can."""
+        """``op_by_op`` is the reason why graphs cannot compute in segments; None if they can.
+
+        ``num_open`` and ``open_nbytes`` are what ``GraphPlanner`` counts for open forwards. Without ``keeps_unread``,
+        parameters that no graph reads are not stored: other stages of a pipeline have them.
+        """
         self._subject, self._catalog, self._hardware = subject, catalog, hardware
-        self._num_ranks, self._num_replicas = num_ranks, num_replicas
+        self._num_ranks, self._num_replicas, self._num_tensor_ranks = num_ranks, num_replicas, num_tensor_ranks
+        self._num_open, self._open_nbytes = num_open, open_nbytes
+        self._keeps_unread = keeps_unread
         self._kernel_cache_nbytes = kernel_cache_nbytes
         self._op_by_op = op_by_op
         self._tiles = OfflineTiles(catalog)
@@ -145,15 +155,19 @@ class OfflinePlanner:
             not_repeated=not_repeated,
         )
         _check_result(trace, subject.name, train=subject.train, has_loss=subject.inputs.loss is not None)
+        if not self._keeps_unread:
+            self._catalog = self._catalog.only(set().union(*map(self._read_in, trace.graphs)))
         return replace(trace, notes=(*trace.notes, *self._tiles.notes))
 
     def _look_at_short(self, graph: TracedGraph) -> None:
         """Raise CapacityError if a graph with few of the blocks does not fit, with only the parameters it reads."""
-        tiled = self._tiles.tiled_in(graph)
-        planner = self._planner(
-            graph, self._catalog.only({tiled.whole_name(use.parameter) for use in graph.facts.uses})
-        )
+        planner = self._planner(graph, self._catalog.only(self._read_in(graph)))
         self._tiles.refuse_early(lambda: check_fits(planner.request_as_it_is(graph.graph)))
+
+    def _read_in(self, graph: TracedGraph) -> set[str]:
+        """Return the parameters that a graph reads, whole or in tiles."""
+        tiled = self._tiles.tiled_in(graph)
+        return {tiled.whole_name(use.parameter) for use in graph.facts.uses}
 
     def _planner(self, graph: TracedGraph, catalog: PaperCatalog) -> GraphPlanner:
         return GraphPlanner(
@@ -164,6 +178,9 @@ class OfflinePlanner:
             kernel_cache_nbytes=self._kernel_cache_nbytes,
             num_ranks=self._num_ranks,
             num_replicas=self._num_replicas,
+            num_tensor_ranks=self._num_tensor_ranks,
+            num_open=self._num_open,
+            open_nbytes=self._open_nbytes,
             every_policy=True,
         )
 

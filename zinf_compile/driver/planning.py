@@ -61,12 +61,16 @@ class GraphPlanner:
         notes: tuple[str, ...] = (),
         kernel_cache_nbytes: int = 0,
         open_nbytes: int = 0,
+        num_open: int = 0,
         num_ranks: int = 1,
         num_replicas: int = 1,
+        num_tensor_ranks: int = 1,
         ranks: Ranks = ALONE,
         every_policy: bool = False,
     ) -> None:
         """``open_nbytes`` are the device bytes that open forwards hold, not counting the graph's inputs.
+
+        Beside these, ``num_open`` forwards hold what this graph saves.
 
         ``ranks`` are those that plan together, all of which call the same methods. A plan made in one process may be for
         many ranks too.
@@ -81,7 +85,8 @@ class GraphPlanner:
         self._catalog = catalog
         self._notes = notes
         self._kernel_cache_nbytes = kernel_cache_nbytes
-        self._num_ranks, self._num_replicas = num_ranks, num_replicas
+        self._num_ranks, self._num_replicas, self._num_tensor_ranks = num_ranks, num_replicas, num_tensor_ranks
+        self._num_open = num_open
         self._ranks = ranks
         self._every_policy = every_policy
 
@@ -197,6 +202,8 @@ class GraphPlanner:
             num_replicas=self._num_replicas,
             kernel_cache_nbytes=self._kernel_cache_nbytes,
             open_nbytes=self.open_nbytes,
+            num_open=self._num_open,
+            num_tensor_ranks=self._num_tensor_ranks,
         )
         return self._with_homes(request, catalog.facts, catalog.placements if catalog.has_plans else None)
 

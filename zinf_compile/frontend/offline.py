@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from zinf_compile.driver.offline import OfflinePlanner, Subject, describe
+from zinf_compile.driver.offline_stages import Share, make_mesh, plan_stages
 from zinf_compile.driver.paper_catalog import PaperCatalog
 from zinf_compile.driver.segmented import describe_missing_compiler
 from zinf_compile.driver.this_machine import look_at_machine
@@ -23,7 +24,7 @@ from zinf_compile.ir.config import OPTIONS, Config, make_config
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Tier, format_bytes
-from zinf_compile.ir.hardware import Hardware, TierSize, count_ranks_of_replica
+from zinf_compile.ir.hardware import Hardware, TierSize
 from zinf_compile.passes.analysis.parameters import analyze_parameter, find_linear_weights
 from zinf_compile.passes.capture.offline.optimizer_state import StatesOfOptimizer
 from zinf_compile.passes.capture.offline.trace import Inputs
@@ -56,6 +57,10 @@ def plan(
     dynamic: bool = False,
     world: int = 1,
     replicas: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    accumulate: int | None = None,
+    tp_plan: Mapping[str, str] | None = None,
     **options: object,
 ) -> PlanView:
     """Return the plan of one call of ``model`` on ``hardware``, with its backward and optimizer step.
@@ -85,6 +90,14 @@ def plan(
             ``optimize`` runs such plans on CPUs.
         replicas: number of groups of ``world / replicas`` ranks, as in a mesh of (replicate, shard). Each group keeps
             the whole model, in shards, and they add up their gradients.
+        tp: number of tensor-parallel ranks, in one node, that divide the weights of each layer among them.
+        pp: number of pipeline stages. The other ``world / (tp * pp)`` ranks are data-parallel: ``replicas`` of them divide
+            parameters, gradients and optimizer state. ``plan.pipeline`` has the step of all stages; the plan is that of one
+            micro-batch on the slowest stage.
+        accumulate: micro-batches of a step, of all data-parallel ranks together; ``inputs`` are one of them. By default
+            each such rank has one for every stage.
+        tp_plan: which layers ``tp`` divides, and how: ``{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}``, and
+            "vocabulary" for embeddings and heads. By default the model's own, as those of transformers have.
         compute: as in ``optimize``: "inductor", the default, plans each block as one compiled op, "aten" op by op.
             Nothing is compiled: a block is assumed to take the traffic of its inputs and results, and the
             arithmetic of its matrix products.
@@ -102,32 +115,67 @@ def plan(
     refuse_optimized(model)
     is_here = hardware is None
     kernel_cache = kernel_cache_nbytes() if is_here else 0  # of CPU kernels
-    num_ranks = count_ranks_of_replica(world, replicas)
-    hardware = _find_hardware(hardware, nvme, options).with_world(num_ranks, replicas)
+    mesh = make_mesh(world, replicas, tp, pp, accumulate)
+    num_ranks = mesh.num_ranks
+    hardware = mesh.place_on(_find_hardware(hardware, nvme, options))
     config = _make_config(options, hardware)
     if num_ranks > 1:
         refuse_codes(config)
+    if not mesh.is_of_data:
+        _refuse_names(config, dynamic=dynamic)
     if config.state_dtype is not None:
         update = with_coded_states if is_here else assume_coded_states
         hardware = update(hardware, config.state_dtype)
     if config.frozen_dtype is not None and is_here:
         hardware = with_rows(hardware)
     called = replace(make_inputs(inputs), loss=loss)
-    parameters = _parameter_facts(model, config, optimizer if train else None)
     named = dict(model.named_parameters())
     check_tiles(config, named, num_ranks)
     config.check_exact(named)
-    catalog = PaperCatalog(config, parameters, num_ranks)
     subject = Subject(model=model, name=type(model).__name__, inputs=called, train=train, dynamic=dynamic)
-    return OfflinePlanner(
+
+    def plan_share(share: Share) -> PlanView:
+        parameters = _parameter_facts(share.subject.model, config, optimizer if train else None)
+        return OfflinePlanner(
+            share.subject,
+            PaperCatalog(config, parameters, num_ranks),
+            hardware,
+            num_ranks=num_ranks,
+            num_replicas=replicas,
+            num_tensor_ranks=tp,
+            num_open=share.num_open,
+            open_nbytes=share.open_nbytes,
+            keeps_unread=pp == 1,
+            kernel_cache_nbytes=kernel_cache,
+            op_by_op=describe_missing_compiler() if is_here and config.compute == "inductor" else None,
+        ).plan()
+
+    if mesh.is_of_data:
+        return plan_share(Share(subject=subject, num_open=0, open_nbytes=0))
+    return plan_stages(
         subject,
-        catalog,
+        mesh,
+        tp_plan,
         hardware,
-        num_ranks=num_ranks,
-        num_replicas=replicas,
-        kernel_cache_nbytes=kernel_cache,
-        op_by_op=describe_missing_compiler() if is_here and config.compute == "inductor" else None,
-    ).plan()
+        zero_stage=config.stage,
+        compute_dtype=config.compute_dtype,
+        plan_share=plan_share,
+    )
+
+
+def _refuse_names(config: Config, *, dynamic: bool) -> None:
+    """Raise ConfigError for options that name parameters of a whole model, or ask about other sizes."""
+    refused = {
+        "tiles": bool(config.tiles),
+        "exact_state": bool(config.exact_state),
+        "exact_frozen": bool(config.exact_frozen),
+        "dynamic": dynamic,
+    }
+    if given := [name for name, is_given in refused.items() if is_given]:
+        raise ConfigError(
+            f"{given[0]} cannot be given with tp, pp or accumulate, which are planned for a part of the model and for given "
+            "sizes; leave it out"
+        )
 
 
 def _find_hardware(

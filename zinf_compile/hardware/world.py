@@ -9,6 +9,8 @@ Several replicas of such ranks may train together. Each rank then adds its shard
 ranks with the same rows in other replicas, before the shard leaves. In order, the shard goes from replica to replica, one
 after the other, and the last one broadcasts the total over a binomial tree, as gloo does: in each round every rank that
 has the total sends it to one that does not. Otherwise it is an all-reduce in a ring.
+
+Where each of these ranks is one of a tensor-parallel group, a node has fewer of one world, and the worlds share its links.
 """
 
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ class World:
     num_ranks: int
     num_replicas: int = 1
     is_ordered: bool = True  # whether gradients are added in the order of ranks
+    num_tensor_ranks: int = 1  # of the group of which each rank is one; the others are in worlds of their own
 
     @staticmethod
     def of_plan(plan: Plan) -> "World":
@@ -54,6 +57,7 @@ class World:
             num_ranks=plan.num_ranks,
             num_replicas=plan.num_replicas,
             is_ordered=plan.is_reduced_in_order,
+            num_tensor_ranks=plan.num_tensor_ranks,
         )
 
     @cached_property
@@ -76,12 +80,12 @@ class World:
     @cached_property
     def links(self) -> Route:
         """Return the links between the devices of a replica, as a route of full bytes."""
-        return self.hardware.links(self.num_ranks)
+        return self.hardware.lane(self.num_tensor_ranks).links(self.num_ranks)
 
     @cached_property
     def replica_links(self) -> Route:
         """Return the links between replicas, as a route of the bytes that one rank passes on."""
-        return self.hardware.replica_links(self.num_ranks, self.num_replicas)
+        return self.hardware.lane(self.num_tensor_ranks).replica_links(self.num_ranks, self.num_replicas)
 
     def legs(self, transfer: Transfer, *, is_resident: bool = False) -> tuple[Leg, ...]:
         """Return the legs of a transfer, () if no bytes move. ``is_resident`` says where a gradient's parameter is."""

@@ -18,6 +18,7 @@ from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware
+from zinf_compile.ir.pipeline import PipelinePlan
 from zinf_compile.ir.plan import (
     ActivationPlan,
     BoundValue,
@@ -104,7 +105,15 @@ class PlanView:
         save_memory_viz(self.plan, path)
 
     def _request_to_ask(self) -> Request:
-        """Return what the plan was made from; ConfigError for one that was loaded, since a file has the plan alone."""
+        """Return what the plan was made from.
+
+        ConfigError for one that was loaded, since a file has the plan alone, and for one micro-batch of a longer step.
+        """
+        if self.plan.pipeline is not None:
+            raise ConfigError(
+                f"the plan of {self.name} is of one micro-batch of one stage, which does not answer for the whole step; "
+                "plan again with other numbers, and compare plan.pipeline.step_seconds"
+            )
         if self.request is None:
             raise ConfigError(
                 f"the plan of {self.name} was read from a file, which has the plan and not what it was made from; make "
@@ -136,6 +145,16 @@ class PlanView:
     def num_replicas(self) -> int:
         """Return how many replicas of these ranks train together and add up their gradients."""
         return self.plan.num_replicas
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """Return how many tensor-parallel ranks divide the weights of each layer."""
+        return self.plan.num_tensor_ranks
+
+    @property
+    def pipeline(self) -> PipelinePlan | None:
+        """Return the step of all stages and micro-batches; None if the plan is that of the whole step."""
+        return self.plan.pipeline
 
     @property
     def tiers(self) -> tuple[TierPlan, ...]:

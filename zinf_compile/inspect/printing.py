@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from zinf_compile.hardware.world import World
 from zinf_compile.inspect.arena_chart import bound_region, dump_arena, offset_unit, transfer_range
+from zinf_compile.inspect.pipeline_summary import dump_pipeline
 from zinf_compile.inspect.step_summary import dump_live_set, dump_summary
 from zinf_compile.inspect.text.plan_names import NamePattern, cut_name, join_name, name_pattern, summarize_names
 from zinf_compile.inspect.text.text_layout import Folded, clip, fold_rows, join_unbroken, make_table
@@ -25,6 +26,7 @@ def dump_plan(plan: Plan, *, width: int = 100) -> str:
     timeline = simulate(plan)
     sections = (
         _dump_header(plan, width),
+        dump_pipeline(plan.pipeline, width) if plan.pipeline is not None else [],
         _dump_tiers(plan, width),
         _dump_placements(plan, width),
         _dump_transfers(plan, width),
@@ -58,9 +60,26 @@ def _dump_header(plan: Plan, width: int) -> list[str]:
 
 def _dump_world(plan: Plan) -> list[str]:
     """Return lines on the ranks that the plan is for; none for one rank."""
+    world, nodes = World.of_plan(plan), f"{plan.hardware.num_nodes} node{'s' if plan.hardware.num_nodes > 1 else ''}"
+    if plan.num_tensor_ranks * plan.num_stages > 1:
+        lines = [
+            f"  of one of {plan.world_size:,} ranks on {nodes}: {plan.num_stages:,} stages x {plan.mesh_size:,} "
+            f"data-parallel x {plan.num_tensor_ranks:,} tensor-parallel"
+        ]
+        if plan.num_ranks > 1:
+            lines += [
+                f"  it keeps its shard, among {plan.num_ranks:,} ranks, of what is not resident, and gathers the full",
+                f"  value over the {world.links.name}",
+            ]
+        if plan.num_replicas > 1:
+            order = "in the order of ranks" if plan.is_reduced_in_order else "in any order"
+            lines.append(
+                f"  gradients are added up between {plan.num_replicas:,} replicas over the {world.replica_links.name}, "
+                f"{order}"
+            )
+        return lines
     if plan.mesh_size == 1:
         return []
-    world, nodes = World.of_plan(plan), f"{plan.hardware.num_nodes} node{'s' if plan.hardware.num_nodes > 1 else ''}"
     if plan.num_replicas == 1:
         return [
             f"  of one of {plan.num_ranks:,} ranks on {nodes}, which keeps its shard of what is not resident, and gathers",

@@ -212,6 +212,43 @@ class Hardware:
                 )
         return replace(self, num_nodes=num_nodes)
 
+    def with_mesh(
+        self, num_ranks: int, num_replicas: int = 1, *, num_tensor_ranks: int = 1, num_stages: int = 1
+    ) -> "Hardware":
+        """Return the hardware with as many nodes as a mesh of stages, replicas, ranks and tensor-parallel ranks fills.
+
+        Ranks are counted in this order, those of one tensor-parallel group first. ConfigError if such a group is larger
+        than a node or spread over several, and for what ``with_world`` refuses.
+        """
+        if num_tensor_ranks == num_stages == 1:
+            return self.with_world(num_ranks, num_replicas)
+        each, of_stage = self.devices_per_node, num_ranks * num_replicas * num_tensor_ranks
+        if each % num_tensor_ranks:
+            fits = max(size for size in range(1, min(each, num_tensor_ranks) + 1) if each % size == 0)
+            raise ConfigError(
+                f"{num_tensor_ranks} tensor-parallel ranks do not share a node of {self.name} evenly, which has {each} "
+                f"devices; all of them exchange activations in every block, over the links of a node: give {fits}"
+            )
+        total = of_stage * num_stages
+        if total > each and _are_uneven(of_stage, each):
+            raise ConfigError(
+                f"stages of {of_stage} ranks are spread unevenly over nodes of {self.name}, which have {each} devices each; "
+                f"give a world with which a stage has a multiple or a divisor of {each} ranks"
+            )
+        self.lane(num_tensor_ranks).with_world(num_ranks, num_replicas)
+        return replace(self, num_nodes=self.with_world(of_stage, num_stages).num_nodes)
+
+    def lane(self, num_tensor_ranks: int) -> "Hardware":
+        """Return the hardware as the ranks see it that have the same place in their tensor-parallel groups.
+
+        These are one device of so many, which share the links between nodes with the others of their group.
+        """
+        return replace(
+            self,
+            devices_per_node=self.devices_per_node // num_tensor_ranks,
+            node_link_bytes_per_second=self.node_link_bytes_per_second / num_tensor_ranks,
+        )
+
     def links(self, num_ranks: int) -> Route:
         """Return the links of a shard group as a route of full values, which ranks gather from the shard that each has.
 

@@ -40,6 +40,14 @@ fake values, and never traced::
     results    = zinf::run_segment(inputs, sizes, segment)         in memory of their own
 
 ``runtime/execute/op_bodies.py`` implements them. An op with a schema and a fake traces, lints and plans without one.
+
+Three have no body, since plans for tensor-parallel ranks are made ahead of the machine only. They stand for what Megatron's
+ranks exchange (https://arxiv.org/abs/1909.08053, section 3); the forward of the first and the backwards of the others do
+nothing or cut::
+
+    x = zinf::enter_columns(x, ranks)                              before a weight divided by outputs; backward adds up
+    y = zinf::all_reduce(y, ranks)                                 add up what ranks have, behind one divided by inputs
+    y = zinf::all_gather_columns(y, ranks, size)                   join the last dimension, which then has ``size``
 """
 
 from collections.abc import Callable, Sequence
@@ -92,6 +100,9 @@ _LIBRARY.define(
 )
 _LIBRARY.define("scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor")
 _LIBRARY.define("run_segment(Tensor[] inputs, SymInt[] sizes, int segment) -> Tensor[]")
+_LIBRARY.define("enter_columns(Tensor x, int num_tensor_ranks) -> Tensor")
+_LIBRARY.define("all_reduce(Tensor x, int num_tensor_ranks) -> Tensor")
+_LIBRARY.define("all_gather_columns(Tensor x, int num_tensor_ranks, int size) -> Tensor")
 
 GATHER = torch.ops.zinf.gather.default
 STORE_GRAD = torch.ops.zinf.store_grad.default
@@ -112,6 +123,9 @@ LOGIT_SUMS_BACKWARD = torch.ops.zinf.logit_sums_backward.default
 WEIGH_LOGIT_SUMS = torch.ops.zinf.weigh_logit_sums.default
 SCALE_GRADIENT = torch.ops.zinf.scale_gradient.default
 RUN_SEGMENT = torch.ops.zinf.run_segment.default
+ENTER_COLUMNS = torch.ops.zinf.enter_columns.default
+ALL_REDUCE = torch.ops.zinf.all_reduce.default
+ALL_GATHER_COLUMNS = torch.ops.zinf.all_gather_columns.default
 
 ALL_OPS = (
     *(GATHER, STORE_GRAD, ISSUE_GATHER, LAUNCH_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS),
@@ -346,6 +360,49 @@ torch.library.register_autograd(
 )
 torch.library.register_autograd(
     "zinf::weigh_logit_sums", _weigh_logit_sums_backward, setup_context=_weigh_logit_sums_setup_context, lib=_LIBRARY
+)
+
+
+@torch.library.register_fake("zinf::enter_columns", lib=_LIBRARY)
+@torch.library.register_fake("zinf::all_reduce", lib=_LIBRARY)
+def _like_input_fake(x: Tensor, num_tensor_ranks: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("zinf::all_gather_columns", lib=_LIBRARY)
+def _all_gather_columns_fake(x: Tensor, num_tensor_ranks: int, size: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], size))
+
+
+def _enter_columns_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.num_tensor_ranks = inputs[1]
+
+
+def _enter_columns_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.zinf.all_reduce(grad, ctx.num_tensor_ranks), None
+
+
+def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad, None
+
+
+def _all_gather_columns_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.num_columns = inputs[0].shape[-1]
+
+
+def _all_gather_columns_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad[..., : ctx.num_columns], None, None
+
+
+torch.library.register_autograd(
+    "zinf::enter_columns", _enter_columns_backward, setup_context=_enter_columns_setup_context, lib=_LIBRARY
+)
+torch.library.register_autograd("zinf::all_reduce", _all_reduce_backward, lib=_LIBRARY)
+torch.library.register_autograd(
+    "zinf::all_gather_columns",
+    _all_gather_columns_backward,
+    setup_context=_all_gather_columns_setup_context,
+    lib=_LIBRARY,
 )
 
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default

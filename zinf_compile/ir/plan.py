@@ -13,10 +13,11 @@ from zinf_compile.ir.copies import NOT_DECODED, SECTOR_NBYTES, Copy, Decoded, Gr
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, Phase, StepTiming, Tier
 from zinf_compile.ir.hardware import Hardware
+from zinf_compile.ir.pipeline import PipelinePlan
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.transfers import Moved, Swap, Transfer, TransferIndex, pair_swaps
 
-PLAN_VERSION = 9
+PLAN_VERSION = 10
 UPDATE_NBYTES = 2**19  # memory for one update that allocates temporaries; half of it is freed and not reused
 BACKGROUND_NBYTES = 2**22  # the same on a background thread, whose heap the C library hardly shrinks
 UPDATE_SETS = 3  # sets of device buffers for updates: one chunk arrives, one is updated, one is copied back
@@ -413,12 +414,24 @@ class Plan:
     num_ranks: int = 1  # that divide the model among them, each by this plan
     num_replicas: int = 1  # of so many ranks, which train together and add up their gradients
     is_reduced_in_order: bool = True  # whether gradients of several ranks are added in the order of ranks
+    num_tensor_ranks: int = 1  # that divide the weights of each layer, of which each rank above has one part
+    pipeline: PipelinePlan | None = None  # the step that this graph is one micro-batch of one stage of; None: all of it
     notes: tuple[str, ...] = ()  # sentences on how it was made that a reader should know
 
     @property
     def mesh_size(self) -> int:
-        """Return how many ranks train the model together, in all replicas."""
+        """Return how many ranks, in all replicas, reduce gradients together: the data-parallel ones."""
         return self.num_ranks * self.num_replicas
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks train the model together, in all dimensions of their mesh."""
+        return self.mesh_size * self.num_tensor_ranks * self.num_stages
+
+    @property
+    def num_stages(self) -> int:
+        """Return how many pipeline stages the model is cut into."""
+        return 1 if self.pipeline is None else self.pipeline.num_stages
 
     @cached_property
     def by_tick(self) -> TransferIndex:

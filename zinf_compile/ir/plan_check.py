@@ -22,7 +22,8 @@ _MOST_NBYTES = 2**60
 _MOST_SECONDS = 1e12
 _LEAST_RATE, _MOST_RATE = 1.0, 1e21  # per second
 _MOST_NODES = 10**7
-_SMALL = dict.fromkeys(("num_nodes", "devices_per_node", "num_ranks", "num_replicas"), _MOST_NODES)
+_COUNTS = ("num_nodes", "devices_per_node", "num_ranks", "num_replicas", "num_tensor_ranks", "num_stages", "num_blocks")
+_SMALL = dict.fromkeys((*_COUNTS, "num_micro_batches", "num_open"), _MOST_NODES)
 _SHARES = ("takes_of_compute", "updates_take_of_compute", "links_take_of_compute", "device_share", "share")
 
 
@@ -217,12 +218,14 @@ def _uses_disk(plan: Plan) -> bool:
 def _check_links(plan: Plan) -> Iterator[str]:
     hardware, where = plan.hardware, "num_ranks" if plan.num_replicas == 1 else "num_replicas"
     try:
-        filled = hardware.with_world(plan.num_ranks, plan.num_replicas)
+        filled = hardware.with_mesh(
+            plan.num_ranks, plan.num_replicas, num_tensor_ranks=plan.num_tensor_ranks, num_stages=plan.num_stages
+        )
     except ConfigError as error:
         yield f"is damaged at {where}: {error}"
         return
     if filled.num_nodes > hardware.num_nodes:
         yield (
-            f"is damaged at {where}: {plan.mesh_size} ranks do not fit {hardware.num_nodes} nodes of "
+            f"is damaged at {where}: {plan.world_size} ranks do not fit {hardware.num_nodes} nodes of "
             f"{hardware.devices_per_node} devices each"
         )

@@ -4,13 +4,14 @@ In a compiled segment ops fuse, so that only its inputs and results cost traffic
 A CPU calls an op and then runs it. A device with memory of its own runs it while the host launches the next ones.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from zinf_compile.ir.facts import GraphFacts, OpFact
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.sizes import Expression, Size, SizeT_co
-from zinf_compile.passes.planner.cost.op_kinds import kind_of, num_calls
+from zinf_compile.passes.planner.cost.op_kinds import is_exchange, kind_of, num_calls
 
 # A transfer of so few bytes takes longer to start than to move them: 64 KiB is under 0.1 ms of disk time.
 RESIDENT_THRESHOLD = 64 * 2**10
@@ -90,6 +91,13 @@ def _fused(segment: OpFact[SizeT_co]) -> Iterator[OpFact[SizeT_co]]:
 
 
 def _rates(op: OpFact[Size], hardware: Hardware) -> _Rates:
+    if is_exchange(op.op):  # the ranks are those of one node
+        return _Rates(
+            flops_per_second=math.inf,
+            bytes_per_second=hardware.device_link_bytes_per_second,
+            overhead_seconds=hardware.op_overhead_seconds,
+            overlaps=not hardware.memory.unified,
+        )
     is_attention = "attention" in op.op
     flops_per_second = hardware.attention_flops_per_second if is_attention else hardware.flops_per_second
     return _Rates(

@@ -22,18 +22,23 @@ _SHARES = (0.5, 1.0)
 
 
 def leaving_levels(
-    graph: GraphFacts, config: Config, hardware: Hardware, seconds_of_ops: Sequence[float] | None = None
+    graph: GraphFacts,
+    config: Config,
+    hardware: Hardware,
+    seconds_of_ops: Sequence[float] | None = None,
+    *,
+    num_forwards: int = 1,
 ) -> Iterator[tuple[Transfer, ...]]:
     """Yield the offloads and reloads of each level, the fewest first.
 
-    Yields nothing if no activation may leave, or no other tier can hold it.
+    Yields nothing if no activation may leave, or no other tier can hold it. ``num_forwards`` are open at the same time.
     """
     values = _may_leave(graph)
     nbytes = list(accumulate(align(value.nbytes) for value in values))
     taken = 0
     for share in _SHARES:
         count = sum(total <= share * nbytes[-1] for total in nbytes) if nbytes else 0
-        destination = _destination(config, nbytes[count - 1]) if count > taken else None
+        destination = _destination(config, num_forwards * nbytes[count - 1]) if count > taken else None
         if destination is not None:
             taken = count
             destinations = {value.name: destination for value in values[:count]}
@@ -83,9 +88,9 @@ class RestingBytes:
         )
 
 
-def count_resting(swaps: Sequence[Transfer]) -> RestingBytes:
-    """Return the bytes that offloaded activations take of each tier; ``swaps`` are offloads and reloads."""
+def count_resting(swaps: Sequence[Transfer], *, num_forwards: int = 1) -> RestingBytes:
+    """Return the bytes that offloaded activations of open forwards take of each tier; ``swaps`` are those of one."""
     return RestingBytes(
-        host=sum(swap.nbytes for swap in swaps if swap.is_offload and swap.destination is Tier.HOST),
-        nvme=sum(swap.nbytes for swap in swaps if swap.is_offload and swap.destination is Tier.NVME),
+        host=num_forwards * sum(each.nbytes for each in swaps if each.is_offload and each.destination is Tier.HOST),
+        nvme=num_forwards * sum(each.nbytes for each in swaps if each.is_offload and each.destination is Tier.NVME),
     )

@@ -66,6 +66,9 @@ class Request:
     # Size of the kernel caches on the planned machine, which fill up if the shapes of kernels depend on values.
     kernel_cache_nbytes: int = 0
     open_nbytes: int = 0  # that open forwards of other calls hold on the device
+    # Other forwards that hold what this one saves, since backwards of a pipeline begin late; beside ``open_nbytes``.
+    num_open: int = 0
+    num_tensor_ranks: int = 1  # of each of ``num_ranks``, which has its part of the parameters that are given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,7 @@ class Groundwork:
             num_ranks=request.num_ranks,
             num_replicas=request.num_replicas,
             is_ordered=request.config.reduce == "ordered",
+            num_tensor_ranks=request.num_tensor_ranks,
         )
         make_placer = partial(
             Placer, request.parameters, num_ranks=request.num_ranks, num_replicas=request.num_replicas
@@ -135,9 +139,11 @@ class PlanBuilder:
         self._transfer_planner = groundwork.transfers
         self._request = request
         self._graph = graph
-        self._resting = count_resting(swaps)
+        self._resting = count_resting(swaps, num_forwards=1 + request.num_open)
+        self._resting_of_one = count_resting(swaps)
         staying = without_swapped(graph, swaps) if swaps else graph
         self._activations = replace(plan_activations(staying), recomputed=groundwork.recomputed)
+        self._open_nbytes = request.open_nbytes + request.num_open * self._activations.saved_nbytes
         self._spans = plan_spans(staying, request.hardware, groundwork.seconds_of_ops)
         self._read = read = {use.parameter: use.dtype for use in graph.uses}
         # What kernels take besides their outputs: a matrix product may repack its largest weight.
@@ -172,7 +178,7 @@ class PlanBuilder:
             + self._leaving
             + self._reductions
             + self._kernels
-            + request.open_nbytes
+            + self._open_nbytes
             + request.config.reserve_memory
         )
 
@@ -347,17 +353,19 @@ class PlanBuilder:
                 *_part_if_any(TierPart.REDUCTIONS, self._reductions),
                 *_part_if_any(TierPart.KERNELS, self._kernels),
                 (TierPart.RESERVE, config.reserve_memory),
-                *_part_if_any(TierPart.OPEN, request.open_nbytes),
+                *_part_if_any(TierPart.OPEN, self._open_nbytes),
             ),
             Tier.HOST: (
                 (TierPart.HOMES, _nbytes_on(placements, Tier.HOST)),
                 (TierPart.STAGING, staging if uses_staging else 0),
-                *_part_if_any(TierPart.SWAPPED, self._resting.host),
+                *_part_if_any(TierPart.SWAPPED, self._resting_of_one.host),
+                *_part_if_any(TierPart.OPEN, self._resting.host - self._resting_of_one.host),
             ),
             Tier.NVME: (
                 (TierPart.HOMES, on_nvme - in_place),
                 (TierPart.PADDING, homes.placed.file_nbytes - (on_nvme - in_place)),
-                *_part_if_any(TierPart.SWAPPED, self._resting.nvme),
+                *_part_if_any(TierPart.SWAPPED, self._resting_of_one.nvme),
+                *_part_if_any(TierPart.OPEN, self._resting.nvme - self._resting_of_one.nvme),
             ),
         }
         spare = config.device_memory - sum(nbytes for _, nbytes in parts[Tier.DEVICE])
@@ -401,6 +409,7 @@ class PlanBuilder:
             num_ranks=request.num_ranks,
             num_replicas=request.num_replicas,
             is_reduced_in_order=request.config.reduce == "ordered",
+            num_tensor_ranks=request.num_tensor_ranks,
         )
 
 

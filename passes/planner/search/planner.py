@@ -98,8 +98,10 @@ def minimum_device_memory(request: Request) -> int:
 
 def _levels(request: Request, graph: GraphFacts, groundwork: Groundwork) -> Iterator[_Level]:
     yield _Level(request=request, graph=graph, swaps=(), groundwork=groundwork)
-    for swaps in leaving_levels(graph, request.config, request.hardware, groundwork.seconds_of_ops):
-        config = count_resting(swaps).taken_from(request.config)
+    forwards = 1 + request.num_open
+    levels = leaving_levels(graph, request.config, request.hardware, groundwork.seconds_of_ops, num_forwards=forwards)
+    for swaps in levels:
+        config = count_resting(swaps, num_forwards=forwards).taken_from(request.config)
         yield _Level(request=replace(request, config=config), graph=graph, swaps=swaps, groundwork=groundwork)
 
 

@@ -18,6 +18,7 @@ what the others have written of copies in memory.
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 from typing import NamedTuple
 
 from zinf_compile.ir.glossary import Phase, StepTiming, Tier
@@ -30,7 +31,15 @@ from zinf_compile.passes.planner.simulator.lanes import Lanes
 from zinf_compile.passes.planner.simulator.updates import Updates, in_order_of_use
 from zinf_compile.passes.planner.simulator.ways import Ways
 
-__all__ = ["COMPUTE_LANE", "Event", "MemoryPoint", "Timeline", "simulate", "simulate_within"]
+__all__ = [
+    "COMPUTE_LANE",
+    "Event",
+    "MemoryPoint",
+    "Timeline",
+    "simulate",
+    "simulate_micro_batch",
+    "simulate_within",
+]
 
 
 class _TooLongError(Exception):
@@ -55,6 +64,18 @@ def simulate(plan: Plan) -> Timeline:
     Linear in spans and transfers: only ticks at which something is issued or waited for are visited.
     """
     return _simulate(plan, None)
+
+
+def simulate_micro_batch(plan: Plan, *, is_reduced: bool) -> float:
+    """Return the seconds of forward and backward of a micro-batch in the middle of a step of several.
+
+    No update runs, and no rank has updated anything. ``is_reduced`` says whether ranks reduce the gradients of each
+    micro-batch; if not, these stay on the device until the end of the step (stage 1 of ZeRO).
+    """
+    synchronous = replace(plan, step=replace(plan.step, timing=StepTiming.SYNCHRONOUS, ahead=()))
+    walk = _Walk(synchronous, is_in_the_middle=True, keeps_gradients=not is_reduced)
+    walk.run_all()
+    return walk.clock
 
 
 def _simulate(plan: Plan, limit: "_Limit | None") -> Timeline:
@@ -111,8 +132,18 @@ _CALLS_OF_GATHER, _CALLS_OF_WRITTEN = 25, 30
 class _Walk:
     """The compute lane, tick by tick, and what it has started."""
 
-    def __init__(self, plan: Plan, *, left: frozenset[str] = frozenset()) -> None:
-        """``left``: the updates ahead of ``step()`` that backward has not ended."""
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        left: frozenset[str] = frozenset(),
+        is_in_the_middle: bool = False,
+        keeps_gradients: bool = False,
+    ) -> None:
+        """``left``: the updates ahead of ``step()`` that backward has not ended.
+
+        ``is_in_the_middle`` of a step: no parameter has been updated before. With ``keeps_gradients`` none leaves.
+        """
         self.clock = 0.0
         self.forward_end: float | None = None  # once backward has begun
         self.stalls: list[Event] = []
@@ -144,7 +175,8 @@ class _Walk:
             for use in plan.uses:
                 if use.parameter in self._ways.resident:
                     self._read[use.ticks[0]].append(use.parameter)
-        if plan.schedule.is_training:
+        self._keeps_gradients = keeps_gradients
+        if plan.schedule.is_training and not is_in_the_middle:
             self._spread_residents()
         self._placements = {placement.parameter: placement for placement in plan.placements}
         self._awaited: dict[int, list[int]] = defaultdict(list)  # by tick, the journeys that compute waits for there
@@ -294,6 +326,8 @@ class _Walk:
 
     def _start_sink(self, sink: Transfer) -> None:
         """Start moving a gradient home, and queue the update in backward that takes it."""
+        if self._keeps_gradients:
+            return
         # What backward had no time for, it has none for in the next step either.
         is_ahead = sink.name in self._ahead and sink.name not in self._left
         begins_update = self._timing is StepTiming.IN_BACKWARD or is_ahead

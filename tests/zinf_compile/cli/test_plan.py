@@ -52,7 +52,7 @@ def test_a_gpt_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*GPT, "--hardware", "h200", "--device-memory", "1GiB", "--save", str(path)]) == 0
     printed = capsys.readouterr()
     plan = load_plan(path)
-    assert printed.out.startswith("plan v9  GPT graph 0  training")
+    assert printed.out.startswith("plan v10  GPT graph 0  training")
     assert printed.err == ""
     assert plan.hardware.name == "h200"
     assert plan.tiers[0].capacity == 2**30
@@ -69,6 +69,60 @@ def test_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "32 ranks do not make 5 replicas of equally many ranks" in capsys.readouterr().err
     assert main([*GPT, "--hardware", "dgx2", "--world", "20"]) == 2
     assert "20 ranks do not fill whole nodes of dgx2" in capsys.readouterr().err
+
+
+def test_tensor_parallel_ranks_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        *GPT,
+        "--layers",
+        "4",
+        "--hardware",
+        "dgx2",
+        "--world",
+        "32",
+        "--tp",
+        "2",
+        "--pp",
+        "4",
+        "--accumulate",
+        "32",
+    ]
+    assert main([*words, "--stage", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "  of one of 32 ranks on 2 nodes: 4 stages x 4 data-parallel x 2 tensor-parallel\n" in printed
+    assert re.search(r"(?m)^stage +blocks +parameters +open +micro-batch +once a step +device +host +nvme$", printed)
+    assert re.search(r"(?m)^  1 to 2 +1 +[\d,]+ +3 ", printed)
+    assert re.search(r"(?m)^step of \S+ \w+, 8 micro-batches, on stage \d +time +share$", printed)
+    assert re.search(r"(?m)^  the bubble of the pipeline +\S+ \w+ +\d+%$", printed)
+    assert re.search(r"(?m)^  [\d,]+ tokens/s of all ranks, \S+ TFLOP/s of each, with what is recomputed$", printed)
+    assert re.search(r"(?m)^  bound by ", printed)
+    assert " a micro-batch" in printed.splitlines()[-1]
+    assert main([*words, "--json"]) == 0
+    pipeline = json.loads(capsys.readouterr().out)["pipeline"]
+    assert (pipeline["num_micro_batches"], [stage["num_stages"] for stage in pipeline["stages"]]) == (8, [1, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--world", "6", "--tp", "2", "--pp", "2"],
+            "a world of 6 ranks is not divided by tp=2 times pp=2, which is 4",
+        ),
+        (["--world", "4", "--tp", "4"], "4 tensor-parallel ranks do not divide the 2 heads of blocks.0.attention.out"),
+        (
+            ["--world", "2", "--pp", "2"],
+            "2 pipeline stages need at least as many identical blocks, and GPT has 1 alike",
+        ),
+        (
+            ["--accumulate", "2", "--what-to-buy"],
+            "is of one micro-batch of one stage, which does not answer for the whole",
+        ),
+    ],
+)
+def test_meshes_that_do_not_fit(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--hardware", "dgx2", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_how_ranks_reduce(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_a_preset_is_complete(name: str) -> None:
 
 
 def test_the_presets_are_those_promised() -> None:
-    assert preset_names() == ("dgx2", "h100-80g", "h200", "laptop-16g", "rtx4090")
+    assert preset_names() == ("a100-80g", "dgx2", "h100-80g", "h200", "laptop-16g", "rtx4090")
 
 
 def test_memory_is_unified_where_the_profile_says_so() -> None:
@@ -245,7 +245,9 @@ def test_a_machine_without_a_disk_needs_no_routes_to_one() -> None:
 
 
 def test_files_that_are_no_profile(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no hardware profile 'h300': No such file.*; give a file, or one of dgx2, "):
+    with pytest.raises(
+        ConfigError, match=r"no hardware profile 'h300': No such file.*; give a file, or one of a100-80g, "
+    ):
         load_hardware("h300")
     path = tmp_path / "mine.json"
     path.write_bytes(b"\xff")

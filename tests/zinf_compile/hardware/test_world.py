@@ -183,3 +183,48 @@ def test_one_rank_has_no_links_to_go_over() -> None:
     assert [leg.route.name for leg in world.gather_legs(Tier.NVME, 1600)] == ["nvme -> device"]
     assert [leg.nbytes for leg in world.gradient_legs(Tier.HOST, 1600, is_resident=True)] == [1600]
     assert world.gradient_legs(Tier.DEVICE, 1600, is_resident=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "stages", "num_nodes"),
+    [
+        ((1, 1), 16, 1, 1),
+        ((2, 1), 4, 2, 1),
+        ((4, 2), 8, 4, 16),
+        ((1, 1), 16, 3, 3),
+        ((64, 1), 4, 1, 16),
+        ((1, 1), 1, 3, 1),
+    ],
+)
+def test_meshes_fill_nodes(data: tuple[int, int], tensor: int, stages: int, num_nodes: int) -> None:
+    assert DGX2.with_mesh(*data, num_tensor_ranks=tensor, num_stages=stages) == replace(DGX2, num_nodes=num_nodes)
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "stages", "message"),
+    [
+        (
+            (1, 1),
+            32,
+            1,
+            r"32 tensor-parallel ranks do not share a node of dgx2 evenly, which has 16 devices; .*: give 16",
+        ),
+        ((1, 1), 6, 1, r"6 tensor-parallel ranks do not share a node of dgx2 evenly, .*: give 4"),
+        ((3, 1), 4, 4, r"stages of 12 ranks are spread unevenly over nodes of dgx2, which have 16 devices each"),
+        ((1, 1), 4, 5, r"20 ranks do not fill whole nodes of dgx2, which have 16 devices each; give 80 ranks"),
+    ],
+)
+def test_impossible_meshes_are_refused(data: tuple[int, int], tensor: int, stages: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DGX2.with_mesh(*data, num_tensor_ranks=tensor, num_stages=stages)
+
+
+def test_ranks_of_one_tensor_parallel_group_share_the_node_links() -> None:
+    """Four groups of four fill a node: of each of four worlds it has four ranks, and each world a fourth of its links."""
+    hardware = DGX2.with_mesh(16, num_tensor_ranks=4)
+    links = World(hardware=hardware, num_ranks=16, num_tensor_ranks=4).links
+    assert (links.name, links.bytes_per_second) == (NODE_LINKS, 100e9 / 4 * 4 / 3)
+    inside = World(hardware=DGX2.with_mesh(4, num_tensor_ranks=4), num_ranks=4, num_tensor_ranks=4).links
+    assert (inside.name, inside.bytes_per_second) == (DEVICE_LINKS, 70e9 * 4 / 3)
+    between = World(hardware=hardware, num_ranks=4, num_replicas=4, num_tensor_ranks=4).replica_links
+    assert (between.name, between.bytes_per_second) == (NODE_LINKS, 100e9 / 16)

@@ -26,7 +26,7 @@ class GoldenTest(TestCase):
         self.assertExpectedInline(
             dump_plan(self.plan),
             """\
-plan v9  small  training
+plan v10  small  training
   compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
 
 tiers     capacity     peak  used  made of
@@ -97,7 +97,7 @@ device at its peak of 752 B, tick 5  role        bytes
         self.assertExpectedInline(
             f"{header}\n\n{transfers}",
             """\
-plan v9  small  training
+plan v10  small  training
   compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
   of one of 2 ranks on 1 node, which keeps its shard of what is not resident, and gathers
   the full value over the device links
@@ -117,7 +117,7 @@ transfers  4 of 800 B in all, at most 400 B ahead of compute
         self.assertExpectedInline(
             dump_plan(plan).partition("\n\n")[0],
             """\
-plan v9  small  training
+plan v10  small  training
   compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
   of one of 4 ranks on 2 nodes, in 2 replicas of 2 ranks each
   it keeps its shard of what is not resident, and gathers the full value over the device links
@@ -127,7 +127,7 @@ plan v9  small  training
         self.assertExpectedInline(
             dump_plan(alone).partition("\n\n")[0],
             """\
-plan v9  small  training
+plan v10  small  training
   compute in each parameter's own dtype; 12 ticks: 6 forward, 6 backward; rates of paper
   of one of 2 ranks on 1 node, in 2 replicas of 1 rank each
   it keeps everything
@@ -263,7 +263,7 @@ def test_a_plan_without_transfers(small_plan: Plan) -> None:
     text = dump_plan(plan)
     assert "                     ......\n  device [456, 512)  .#####  3 bound values\n" in text
     text = dump_plan(replace(plan, bound=()))
-    assert "plan v9  small  inference\n" in text
+    assert "plan v10  small  inference\n" in text
     assert "transfers  none: every parameter this graph reads is resident" in text
     assert "\narena  " not in text
     assert "bound  " not in text

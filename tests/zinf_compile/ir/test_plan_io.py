@@ -181,11 +181,11 @@ def test_any_changed_character_is_refused_or_read_as_written(small_plan: Plan, d
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"version": 9,', "", r"^the plan is not a zinf plan file \(missing 'version'\)"),
-        ('"version": 9,', '"version": 1,', r"has version 1, this zinf_compile understands version 9; plan again"),
-        ('"version": 9,', '"version": 10,', r"has version 10, this zinf_compile understands version 9; plan again"),
-        ('"version": 9,', '"version": true,', r"has version true, this zinf_compile understands version 9"),
-        ('"version": 9,', '"version": 9, "version": 9,', r"the field version is given twice"),
+        ('"version": 10,', "", r"^the plan is not a zinf plan file \(missing 'version'\)"),
+        ('"version": 10,', '"version": 1,', r"has version 1, this zinf_compile understands version 10; plan again"),
+        ('"version": 10,', '"version": 11,', r"has version 11, this zinf_compile understands version 10; plan again"),
+        ('"version": 10,', '"version": true,', r"has version true, this zinf_compile understands version 10"),
+        ('"version": 10,', '"version": 10, "version": 10,', r"the field version is given twice"),
         ('"need_by": 3,', '"need_by": "3",', r'damaged at transfers\[1\]\.need_by: "3" is not a JSON integer'),
         ('"need_by": 3,', '"need_by": 3.0,', r"damaged at transfers\[1\]\.need_by: 3.0 is not a JSON integer"),
         ('"need_by": 3,', '"need_by": NaN,', r"NaN is not a finite number"),
@@ -238,7 +238,7 @@ def test_a_file_from_before_transfers_were_one_list_is_refused(small_plan: Plan)
 
 def test_the_message_names_the_file(small_plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "old.json"
-    path.write_text(plan_to_json(small_plan).replace('"version": 9', '"version": 10'))
+    path.write_text(plan_to_json(small_plan).replace('"version": 10', '"version": 11'))
     with pytest.raises(PlanFileError, match=r"old\.json has version 10"):
         load_plan(path)
     path.write_bytes(b"\xff\xfe")
