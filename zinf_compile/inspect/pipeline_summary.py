@@ -4,12 +4,12 @@ from zinf_compile.inspect.text.text_layout import make_table
 from zinf_compile.ir.glossary import Tier, format_bytes, format_seconds
 from zinf_compile.ir.pipeline import PipelinePlan, StagePlan
 
-_TERA = 1e12
+_MEGA, _TERA = 1e6, 1e12
 
 
 def dump_pipeline(pipeline: PipelinePlan, width: int) -> list[str]:
     """Return a table of the stages, one of the parts of the step, and what it comes to."""
-    header = ("stage", "blocks", "parameters", "open", "micro-batch", "once a step", *(str(tier) for tier in Tier))
+    header = ("stage", "blocks", "parameters", "open", "micro-batch", "update", *(str(tier) for tier in Tier))
     lines = make_table(
         header, [_row(stage) for stage in pipeline.stages], align="<" + ">" * (len(header) - 1), width=width, flexible=0
     )
@@ -32,7 +32,7 @@ def _row(stage: StagePlan) -> tuple[str, ...]:
     return (
         str(stage.first) if stage.num_stages == 1 else f"{stage.first} to {last}",
         str(stage.num_blocks),
-        f"{stage.num_elements:,}",
+        f"{stage.num_elements / _MEGA:,.1f} M",
         str(stage.num_open),
         format_seconds(stage.micro_batch_seconds),
         format_seconds(stage.update_seconds),
