@@ -239,7 +239,7 @@ def test_a_file_from_before_transfers_were_one_list_is_refused(small_plan: Plan)
 def test_the_message_names_the_file(small_plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text(plan_to_json(small_plan).replace('"version": 10', '"version": 11'))
-    with pytest.raises(PlanFileError, match=r"old\.json has version 10"):
+    with pytest.raises(PlanFileError, match=r"old\.json has version 11"):
         load_plan(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PlanFileError, match=r"old\.json is not a plan: byte 0 is not UTF-8"):
