@@ -328,7 +328,7 @@ def _rungs(request: Request, builder: PlanBuilder, starts: Sequence[_Start], *, 
     highest = builder.all_resident_nbytes + states
     smallest = min(start.nbytes for start in starts)
     rungs = {highest, *(start.nbytes for start in starts)}
-    beyond = smallest / _FIRST_RUNG
+    beyond = max(1.0, smallest / _FIRST_RUNG)  # a graph between graph breaks may need no bytes at all
     while smallest + beyond < highest:
         rungs.add(int(smallest + beyond))
         beyond *= 2 ** (1 / per_doubling)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from tests.support.planner_inputs import make_graph
 from zinf_compile.ir.copies import Role
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import GraphFacts
@@ -45,6 +46,14 @@ def simple_plans(request: Request, graph: GraphFacts) -> Iterator[Plan]:
     resident = tuple(item.moved({Role.COMPUTE: Tier.DEVICE}) for item in streamed)
     if (plan := builder.build_at(resident, choice)) is not None:
         yield plan
+
+
+def test_a_graph_that_needs_no_device_memory_is_planned(request_of: Function) -> None:
+    request = request_of(0, host=64 * MIB)
+    graph = make_graph({}, num_forward_ticks=1, num_ticks=1)
+    request = replace(request, candidates=(graph,), config=replace(request.config, reserve_memory=0))
+    assert minimum_device_memory(request) == 0
+    assert make_plan(request).num_ticks == 1
 
 
 @examples(40)
