@@ -90,6 +90,66 @@ def test_modules_to_save_of_a_base_that_was_optimized_before_are_refused(tmp_pat
     zinf_compile.close(base)
 
 
+def test_adapters_of_target_parameters_are_refused_before_anything_moves(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["self_attn.q_proj.weight"])
+    model = peft.get_peft_model(llama(), config)
+    with pytest.raises(
+        UnsupportedError, match=r"q_proj' has adapters of target_parameters, .* with target_modules instead"
+    ):
+        zinf_compile.optimize(model, **BUDGETS, nvme=tmp_path)
+    assert run_steps(model)
+
+
+class Attention(nn.Module):
+    """Attention of torch's own, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(128, 4)
+        self.head = nn.Linear(128, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return eight numbers of each row."""
+        head: torch.Tensor = self.head(self.attention(x, x, x)[0])
+        return head
+
+
+def test_adapters_of_torchs_own_attention_train_eagerly(tmp_path: Path) -> None:
+    """peft merges them into the weight in every forward, of which no backend of torch can capture a graph."""
+
+    def adapted() -> Any:
+        model = peft.get_peft_model(Attention(), peft.LoraConfig(r=4, target_modules=["attention"]))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter)
+        return model
+
+    def losses(model: nn.Module) -> list[float]:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        torch.manual_seed(2)
+        numbers = []
+        for _ in range(3):
+            loss = model(torch.randn(9, 128)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            numbers.append(loss.item())
+        return numbers
+
+    torch.manual_seed(1)
+    plain = losses(adapted())
+    torch.manual_seed(1)
+    model = adapted()
+    with pytest.raises(
+        UnsupportedError, match=r"attention' is a torch\.nn\.MultiheadAttention with LoRA, .* capture=False"
+    ):
+        zinf_compile.optimize(model, **BUDGETS, nvme=tmp_path)
+    zinf_compile.optimize(model, **BUDGETS, nvme=tmp_path, capture=False)
+    assert losses(model) == plain
+    zinf_compile.close(model)
+
+
 @pytest.mark.parametrize("config", ["lora", "modules_to_save", "prompt"])
 def test_saved_adapters_load_onto_a_plain_base(compare: Comparison, config: str) -> None:
     def save(model: Any, folder: Path) -> list[Any]:

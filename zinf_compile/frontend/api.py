@@ -48,6 +48,7 @@ from zinf_compile.runtime.model.accessors import (
     with_own_code,
 )
 from zinf_compile.runtime.model.full_parameters import Site, check_room, hold_full_values
+from zinf_compile.runtime.model.peft_layers import refuse_replacing_layers
 from zinf_compile.runtime.model.quantised import check_in_place, describe_own, find_quantised
 from zinf_compile.runtime.model.tensor_parallel import (
     check_distributed,
@@ -201,6 +202,7 @@ def optimize(
         check_meshes(ranks.mesh, distributed)
         config = shared.config
     check_distributed(distributed, config, has_init=init is not None)
+    refuse_replacing_layers(model, capture=config.capture and not distributed)
     if distributed:
         config = replace(config, capture=False)
     for name, parameter in parameters.items():
