@@ -52,7 +52,7 @@ test-long: unit-long  ## what `make test` leaves out: more models, placements an
 
 test-all: unit-all  ## the same, with every combination of their parameters (an hour)
 
-test-libraries: setup  ## the libraries people train with: transformers, peft, accelerate, and TRL and Lightning if installed
+test-libraries: setup  ## the libraries people train with, and tests of their own: transformers, peft, accelerate
 	$(PYTEST) --dist worksteal -m libraries tests/libraries
 
 lint: setup  ## check style
