@@ -6,6 +6,8 @@ The rates are those of a preset, from data sheets and estimates that say so; non
 recomputed, and stage 1 of ZeRO divides optimizer states, as in the runs.
 """
 
+import argparse
+
 import torch
 
 import zinf_compile
@@ -38,6 +40,7 @@ def plan_step(model: PublishedModel, step: PublishedStep, *, hardware: str = "a1
 
 def main() -> None:
     """Print a line for each step."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(
         "nodes  published  predicted  ratio  TFLOP/s of each GPU: published  by its formula  executed  bubble  peak, GiB"
     )
