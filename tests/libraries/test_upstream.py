@@ -18,7 +18,7 @@ import pytest
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
 _CLONES = Path(os.environ.get("ZINF_UPSTREAM", _ROOT / "runs" / "upstream"))
-_SECONDS_TO_CLONE = 300
+_SECONDS_TO_CLONE, _SECONDS_TO_RUN = 300, 1500
 _ENDED = (0, 1)  # pytest's own: all passed, some failed
 
 
@@ -87,7 +87,8 @@ def _run(suite: Suite, part: str, clone: Path, optimize: str, folder: Path) -> s
     command += ["--passed", str(folder / "passed"), "-q", "-n", "2", "--tb=native", "--show-capture=no"]
     command += ["-o", "addopts=", "-p", "no:cacheprovider"]  # their own options are for their CI
     paths = os.pathsep.join(filter(None, (str(_ROOT), str(_HERE / "upstream"), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(command, cwd=clone, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=_SECONDS_TO_RUN)
     failed = re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)
     if optimize == "plain":
         assert done.returncode in _ENDED, done.stdout + done.stderr
