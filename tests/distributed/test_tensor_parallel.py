@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 
 import zinf_compile
-from tests.distributed.workloads import KIB, check_at_rest, full, optimize
+from tests.distributed.workloads import KIB, check_at_rest, full, optimize, record_full
 from tests.support.rank_pool import RankPool
 from tests.support.traces import Trace, assert_same
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
@@ -100,10 +100,7 @@ def train(
         trace.gradients.append({name: full(each.grad) for name, each in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-        trace.parameters.append({name: full(each) for name, each in model.named_parameters()})
-        trace.buffers.append({})
-        states = optimizer.state_dict()["state"]
-        trace.states.append({f"{index} {key}": full(each) for index, of in states.items() for key, each in of.items()})
+        record_full(trace, model, optimizer)
     return trace
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import AdamW
 
 import zinf_compile
-from tests.distributed.workloads import KIB, full, optimize, placements
+from tests.distributed.workloads import KIB, optimize, placements, values_of
 from tests.support.rank_pool import RankPool
 
 Values = dict[str, Tensor]
@@ -66,16 +66,6 @@ def step(model: nn.Module, optimizer: AdamW, seed: int) -> float:
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.item())
-
-
-def values_of(model: nn.Module, optimizer: AdamW) -> Values:
-    """Return the full values of parameters and states, by name. Called on each rank."""
-    weights, states = get_state_dict(model, optimizer)
-    values = {name: full(value) for name, value in weights.items()}
-    for name, state in states["state"].items():
-        values |= {f"{name}/{key}": full(value) for key, value in state.items()}
-    assert all(value is not None for value in values.values())
-    return values  # type: ignore[return-value]
 
 
 def save(kind: str, options: Mapping[str, Any], folder: str, how: str) -> tuple[Values, float]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
@@ -242,12 +243,26 @@ def train_step(
         trace.gradients.append({name: full(parameter.grad) for name, parameter in model.named_parameters()})
     optimizer.step()
     optimizer.zero_grad()
+    record_full(trace, model, optimizer)
+
+
+def record_full(trace: Trace, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Record the full values of parameters and states after a step. Called on each rank."""
     trace.parameters.append({name: full(parameter) for name, parameter in model.named_parameters()})
     trace.buffers.append({})
     states = optimizer.state_dict()["state"]
     trace.states.append(
         {f"{index} {key}": full(value) for index, state in states.items() for key, value in state.items()}
     )
+
+
+def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the full values of parameters and states, by name. Called on each rank."""
+    weights, states = get_state_dict(model, optimizer)
+    values = {name: full(value) for name, value in weights.items()}
+    for name, state in states["state"].items():
+        values |= {f"{name}/{key}": full(value) for key, value in state.items()}
+    return values
 
 
 def check_at_rest(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Quantised parameters: their tensors are stored and gathered as they are. QLoRA with bitsandbytes, and torchao."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
+from tests.support import quantised_training
+from tests.support.quantised_training import STEPS, bytes_of, equal
 from zinf_compile.ir.errors import CapacityError, DeviceCapacityError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.model.quantised import find_quantised, quantised_tensors
 from zinf_compile.runtime.params.records import record_of
 
-STEPS = 3
 BUDGETS = {"device_memory": "8MiB", "host_memory": "1MiB"}
 WIDTH = 256
+train = partial(quantised_training.train, width=WIDTH, lr=1e-2)
 LAYERS = 16
 
 
@@ -81,31 +84,6 @@ def adapted(make_base: Callable[[], nn.Module], num_layers: int = 2) -> nn.Modul
     torch.manual_seed(0)
     layers = [module for _ in range(num_layers) for module in (Adapted(make_base()), nn.GELU())]
     return nn.Sequential(nn.LayerNorm(WIDTH), *layers[:-1])
-
-
-def bytes_of(model: nn.Module) -> list[Tensor]:
-    """Return copies of the bytes of all tensors of the quantised parameters of a model."""
-    tensors = (tensor for found in quantised_tensors(model).values() for tensor in found.values())
-    return [tensor.detach().reshape(-1).view(torch.uint8).clone() for tensor in tensors]
-
-
-def equal(ones: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
-
-
-def train(model: nn.Module, called: Callable[..., Any] | None = None) -> list[Tensor]:
-    """Return the losses and the trained parameters."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(STEPS):
-        loss = (model if called is None else called)(torch.randn(8, WIDTH, generator=generator)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [*losses, *(parameter.detach().clone() for parameter in trained)]
 
 
 PLACES = {

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import zinf_compile
+from tests.support import quantised_training
+from tests.support.quantised_training import STEPS, bytes_of, equal
 from zinf_compile.ir.errors import CapacityError, CheckpointError, ConfigError, StoreError, UnsupportedError
 from zinf_compile.runtime.model.quantised import quantised_tensors
 from zinf_compile.runtime.params.records import record_of
@@ -20,8 +23,8 @@ from zinf_compile.runtime.store.store import Store
 bnb = pytest.importorskip("bitsandbytes")
 safetensors = pytest.importorskip("safetensors.torch")
 
-STEPS = 3
 WIDTH = 512  # 128 KiB of codes in nf4, and 4 KiB of their scales, a layer
+train = partial(quantised_training.train, width=WIDTH, lr=1e-3)
 LAYERS = 8
 BUDGETS: dict[str, Any] = {"device_memory": "4MiB", "host_memory": "600KiB", "reserve_memory": 0, "compute": "aten"}
 pytestmark = pytest.mark.of_a_cpu(reason="a device with memory of its own keeps these weights whole")
@@ -117,32 +120,6 @@ def store_of(model: nn.Module) -> Store:
     assert record is not None
     assert isinstance(record.store, Store)
     return record.store
-
-
-def bytes_of(model: nn.Module) -> list[Tensor]:
-    """Return copies of the bytes of all tensors of the quantised parameters of a model."""
-    tensors = (tensor for found in quantised_tensors(model).values() for tensor in found.values())
-    return [tensor.detach().reshape(-1).view(torch.uint8).clone() for tensor in tensors]
-
-
-def equal(ones: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
-
-
-def train(model: nn.Module, called: Callable[..., Any] | None = None) -> list[Tensor]:
-    """Return the losses and the trained parameters."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(STEPS):
-        loss = (model if called is None else called)(torch.randn(8, WIDTH, generator=generator)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    assert not torch.equal(losses[0], losses[-1])
-    return [*losses, *(parameter.detach().clone() for parameter in trained)]
 
 
 SLOW = pytest.param(True, marks=pytest.mark.long)

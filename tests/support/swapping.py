@@ -68,7 +68,7 @@ def swapping(choose: Destination, *, at_least: int = 64 * 2**10) -> Iterator[lis
         return made[-1]
 
     planning.make_plan = make_plan
-    search.leaving_levels = lambda *_: iter(())  # disable the planner's own choice
+    search.leaving_levels = lambda *_, **__: iter(())  # disable the planner's own choice
     try:
         yield made
     finally:

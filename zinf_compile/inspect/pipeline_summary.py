@@ -4,12 +4,12 @@ from zinf_compile.inspect.text.text_layout import make_table
 from zinf_compile.ir.glossary import Tier, format_bytes, format_seconds
 from zinf_compile.ir.pipeline import PipelinePlan, StagePlan
 
-_MEGA, _TERA = 1e6, 1e12
+_MEGA, _GIGA, _TERA = 1e6, 1e9, 1e12
 
 
 def dump_pipeline(pipeline: PipelinePlan, width: int) -> list[str]:
     """Return a table of the stages, one of the parts of the step, and what it comes to."""
-    header = ("stage", "blocks", "parameters", "open", "micro-batch", "update", *(str(tier) for tier in Tier))
+    header = ("stage", "blocks", "params", "open", "batch", "update", *(str(tier) for tier in Tier))
     lines = make_table(
         header, [_row(stage) for stage in pipeline.stages], align="<" + ">" * (len(header) - 1), width=width, flexible=0
     )
@@ -21,8 +21,8 @@ def dump_pipeline(pipeline: PipelinePlan, width: int) -> list[str]:
     return [
         *lines,
         *make_table((title, "time", "share"), parts, align="<>>", width=width, flexible=0),
-        f"  {pipeline.tokens_per_second:,.0f} tokens/s of all ranks, {pipeline.flops_per_second / _TERA:,.4g} TFLOP/s of "
-        "each, with what is recomputed",
+        f"  {pipeline.tokens_per_second:,.0f} tokens/s of all ranks",
+        f"  {pipeline.flops_per_second / _TERA:,.4g} TFLOP/s of each, with what is recomputed",
         f"  bound by {pipeline.bound}",
     ]
 
@@ -32,9 +32,14 @@ def _row(stage: StagePlan) -> tuple[str, ...]:
     return (
         str(stage.first) if stage.num_stages == 1 else f"{stage.first} to {last}",
         str(stage.num_blocks),
-        f"{stage.num_elements / _MEGA:,.1f} M",
+        _format_count(stage.num_elements),
         str(stage.num_open),
         format_seconds(stage.micro_batch_seconds),
         format_seconds(stage.update_seconds),
         *(format_bytes(stage.peak(tier)) for tier in Tier),
     )
+
+
+def _format_count(number: int) -> str:
+    """Return a number of parameters in at most 8 characters, as "12.3 M"; a trillion has 9."""
+    return f"{number / _MEGA:.1f} M" if number < _GIGA else f"{number / _GIGA:,.1f} B"
