@@ -95,6 +95,13 @@ def model_tensors(model: Module) -> dict[str, HomedTensor]:
     return tensors
 
 
+def tied_names(model: Module) -> dict[str, str]:
+    """Return the other names of tied parameters in ``state_dict()``, each with the one that ``model_tensors`` has."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    everywhere = model.named_parameters(remove_duplicate=False)
+    return {name: names[id(parameter)] for name, parameter in everywhere if name != names[id(parameter)]}
+
+
 def modules_with_state(model: Module) -> dict[str, Module]:
     """Return the modules that have a ``get_extra_state`` of their own, by path."""
     return {

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ class SafetensorsLayout:
     header: bytes
     spans: tuple[TensorSpan, ...]
     nbytes: int  # of the whole file
+    metadata: Mapping[str, str] = field(default_factory=dict)  # texts by name
 
 
 def lay_out(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> SafetensorsLayout:
@@ -88,7 +89,8 @@ def lay_out(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     start = whole_sectors(_LENGTH_NBYTES + len(text))
     header = (start - _LENGTH_NBYTES).to_bytes(_LENGTH_NBYTES, "little") + text.ljust(start - _LENGTH_NBYTES)
-    return SafetensorsLayout(header=header, spans=_parse_entries(entries, start), nbytes=start + end)
+    spans = _parse_entries(entries, start)
+    return SafetensorsLayout(header=header, spans=spans, nbytes=start + end, metadata=metadata or {})
 
 
 def read_layout(path: str | os.PathLike[str], *, follow: bool = True) -> SafetensorsLayout:
@@ -112,14 +114,14 @@ def read_layout(path: str | os.PathLike[str], *, follow: bool = True) -> Safeten
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
         entries = json.loads(text)
-        entries.pop("__metadata__", None)
+        metadata = {str(name): str(text) for name, text in entries.pop("__metadata__", {}).items()}
         spans = _parse_entries(entries, _LENGTH_NBYTES + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its header cannot be read ({error}); use another copy") from error
     end = spans[-1].start + spans[-1].nbytes if spans else _LENGTH_NBYTES + length
     if end != nbytes:
         raise CheckpointError(f"{path} is damaged: it should have {end} bytes and has {nbytes}; use another copy")
-    return SafetensorsLayout(header=first + text, spans=spans, nbytes=nbytes)
+    return SafetensorsLayout(header=first + text, spans=spans, nbytes=nbytes, metadata=metadata)
 
 
 def _parse_entries(entries: Mapping[str, object], start: int) -> tuple[TensorSpan, ...]:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -170,6 +172,106 @@ def test_state_in_codes_is_decoded(tmp_path: Path) -> None:
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(content["optim"]["state"]["0.weight"][key], optimizer.state[optimized[0].weight][key])
     zinf_compile.close(optimized)
+
+
+class Tied(nn.Module):
+    """A head that shares the embedding's weight, which a state dict has by both names."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        logits: Tensor = self.head(self.embed(tokens))
+        return logits
+
+
+def make_tied(seed: int, options: Mapping[str, Any] | None = None) -> tuple[nn.Module, AdamW]:
+    """Return a model that has stepped once, and its optimizer."""
+    model: nn.Module = Tied(seed)
+    model = model if options is None else optimize(model, options)
+    optimizer = AdamW(model.parameters())
+    model(torch.arange(5)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("how", ["dcp", "save"])
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_tied_parameters_have_every_name(is_ours: bool, how: str, tmp_path: Path) -> None:
+    options = options_in(tmp_path) if is_ours else None
+    (model, optimizer), (other, its) = make_tied(0, options), make_tied(1)
+    folder = tmp_path / "checkpoint"
+    if how == "save":
+        zinf_compile.save(folder, model, optimizer)
+        weights, states = get_state_dict(other, its)
+        content = {"model": weights, "optim": states}
+        dcp.load(content, storage_reader=zinf_compile.CheckpointReader(folder), no_dist=True)
+        set_state_dict(other, its, model_state_dict=weights, optim_state_dict=content["optim"])
+    else:
+        weights, states = get_state_dict(model, optimizer)
+        writer = zinf_compile.CheckpointWriter(folder, optimizer)
+        dcp.save({"model": weights, "optim": states}, storage_writer=writer, no_dist=True)
+        zinf_compile.load(folder, other, its)
+    assert other.head.weight is other.embed.weight
+    assert torch.equal(other.head.weight, model.head.weight)
+    for key, value in optimizer.state[model.embed.weight].items():
+        assert torch.equal(its.state[other.embed.weight][key], value)
+    if is_ours:
+        zinf_compile.close(model)
+
+
+class _Interrupting(DefaultSavePlanner):
+    """Raises as Ctrl-C does, in the middle of writing."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return what is to be written, before one of the weights is reached."""
+        if write_item.index.fqn.startswith("model.down"):
+            raise KeyboardInterrupt
+        return super().resolve_data(write_item)
+
+
+def test_an_interrupted_save_leaves_the_folder_to_the_next_one(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    saved, _ = save("plain", {}, str(folder), "dcp")
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    model, optimizer = make("plain", {}, 1)
+    weights, states = get_state_dict(model, optimizer)
+    content = {"model": weights, "optim": states}
+    writer = zinf_compile.CheckpointWriter(folder, optimizer)
+    with pytest.raises(CheckpointException, match="KeyboardInterrupt"):
+        dcp.save(content, storage_writer=writer, planner=_Interrupting(), no_dist=True)
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+    loaded, _ = load("plain", {}, str(folder), "load")
+    assert_same_values(saved, loaded)
+    dcp.save(content, storage_writer=writer, no_dist=True)
+    zinf_compile.save(folder, model, optimizer)
+
+
+def load_alone(folder: str) -> str:
+    """Return the error of ranks that load a damaged checkpoint each by itself."""
+    model, _ = make("plain", {}, 0)
+    with pytest.raises(CheckpointException) as error:
+        dcp.load(
+            {"model": get_model_state_dict(model)},
+            storage_reader=zinf_compile.CheckpointReader(folder),
+            no_dist=True,
+        )
+    return str(error.value)
+
+
+def test_ranks_that_load_by_themselves_verify_everything(two: RankPool, tmp_path: Path) -> None:
+    save("plain", {}, str(tmp_path / "checkpoint"), "save")
+    (path,) = (tmp_path / "checkpoint").glob("data-*/model.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    for text in two.run(load_alone, str(tmp_path / "checkpoint")):
+        assert "is damaged: the checksum of " in text
 
 
 def refuse(what: str, folder: str) -> str:

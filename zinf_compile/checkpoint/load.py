@@ -42,6 +42,7 @@ from zinf_compile.runtime.model.model_state import (
     records_in,
     remove_gradient,
     stores_of,
+    tied_names,
 )
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.process.interrupts import without_interrupts
@@ -215,7 +216,7 @@ def _set_objects(objects: Objects, model: Module, optimizer: Optimizer | None) -
 
 def _targets(model: Module, optimizer: Optimizer | None) -> dict[str, _Targets]:
     """Return, for each file, the targets of its tensors."""
-    parameters, tensors = dict(model.named_parameters()), model_tensors(model)
+    parameters, tensors, tied = dict(model.named_parameters()), model_tensors(model), tied_names(model)
 
     def state(saved: SavedTensor) -> HomedTensor:
         name, key = split_state_name(saved.name)
@@ -223,7 +224,7 @@ def _targets(model: Module, optimizer: Optimizer | None) -> dict[str, _Targets]:
         return add_state(optimizer, parameters[name], key, saved.shape, torch_dtype(saved.dtype), code=saved.code)
 
     return {
-        MODEL: lambda saved: tensors[saved.name],
+        MODEL: lambda saved: tensors[tied.get(saved.name, saved.name)],
         OPTIMIZER: state,
         GRADIENTS: lambda saved: add_gradient(parameters[saved.name]),
     }

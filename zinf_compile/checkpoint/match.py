@@ -10,7 +10,7 @@ from zinf_compile.checkpoint.checkpoint_folder import GRADIENTS, MODEL, OPTIMIZE
 from zinf_compile.checkpoint.objects import Objects, ranks_of
 from zinf_compile.ir.copies import Blocks
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
-from zinf_compile.runtime.model.model_state import gradient_dtype, model_tensors, modules_with_state
+from zinf_compile.runtime.model.model_state import gradient_dtype, model_tensors, modules_with_state, tied_names
 from zinf_compile.runtime.optim.block_wise import is_block_wise
 from zinf_compile.runtime.params.records import record_of
 
@@ -73,6 +73,8 @@ def check_same(where: Path, manifest: Manifest, objects: Objects, model: Module,
 def _model_differences(manifest: Manifest, objects: Objects, model: Module) -> Iterator[str]:
     here = {name: _form(tensor.shape, tensor.slot.tensor.dtype) for name, tensor in model_tensors(model).items()}
     there = _saved_forms(manifest, MODEL)
+    # Checkpoints of torch.distributed.checkpoint have a tied parameter by each of its names.
+    here |= {name: here[kept] for name, kept in tied_names(model).items() if name in there}
     yield from (f"missing in the checkpoint: '{name}', {here[name]}" for name in here if name not in there)
     yield from (f"not in this model: '{name}', {there[name]}" for name in there if name not in here)
     yield from _changed(here, there)

@@ -39,6 +39,7 @@ from zinf_compile.runtime.model.model_state import (
     model_tensors,
     state_tensors,
     stores_of,
+    tied_names,
 )
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.ranks.ranks import Ranks
@@ -69,7 +70,11 @@ def save(
             store.check_usable()
         files = _collect_tensors(model, optimizer)
         layouts = {
-            file: lay_out({name: _form(tensor) for name, tensor in tensors.items()})
+            # As safetensors.torch.save_model says it.
+            file: lay_out(
+                {name: _form(tensor) for name, tensor in tensors.items()},
+                metadata=(file == MODEL and tied_names(model)) or None,
+            )
             for file, tensors in files.items()
             if tensors or file == MODEL
         }

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ from zinf_compile.ir.copies import Blocks
 from zinf_compile.ir.errors import CheckpointError, ConfigError, UnsupportedError, ZinfError
 from zinf_compile.ir.glossary import dtype_name
 from zinf_compile.ir.slices import Slice
-from zinf_compile.runtime.storage.safetensors_file import SafetensorsLayout, lay_out
+from zinf_compile.runtime.storage.safetensors_file import SafetensorsLayout, TensorSpan, lay_out, read_layout
 from zinf_compile.runtime.storage.slots import torch_dtype
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.slot_stream import tensor_bytes
@@ -86,13 +87,15 @@ class CheckpointReader(StorageReader):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """``folder`` is that of ``zinf_compile.save``."""
         self._folder = Path(folder)
+        self._num_ranks = 1  # that verified together
         self._manifest: Manifest | None = None
-        self._tensors: dict[str, tuple[Path, StoredTensor]] = {}
-        self._objects: dict[str, object] = {}  # by name: what is no tensor of a file
+        self._files: Mapping[Path, Sequence[StoredTensor]] = {}
+        self._tensors: dict[str, tuple[Path, StoredTensor]] = {}  # by name in a flattened state dict
+        self._objects: dict[str, object] = {}  # by that name, too: what is no tensor of a file
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another folder, if one is given."""
-        self.__init__(checkpoint_id or self._folder)  # type: ignore[misc]
+        self._folder = Path(checkpoint_id or self._folder)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -103,23 +106,24 @@ class CheckpointReader(StorageReader):
         """Return what the checkpoint has, once this rank has verified its share of the bytes."""
         if not self._folder.is_dir():
             raise ConfigError(f"there is no checkpoint in '{self._folder}': it is no folder; save one first")
-        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with locked(self._folder, exclusive=False):
-            self._manifest, objects, files = read_checkpoint(self._folder)
-            verify_share(files, rank, num_ranks, StagingPool(_STAGING_NBYTES))
-        for path, tensors in files.items():
-            for tensor in tensors:
-                for name in _names_of(tensor.saved):
-                    self._tensors[name] = path, tensor
+            self._manifest, objects, self._files = read_checkpoint(self._folder)
+            verify_share(self._files, rank, self._num_ranks, StagingPool(_STAGING_NBYTES))
+            tied = read_layout(self._folder / self._manifest.data_folder / MODEL, follow=False).metadata
+        self._tensors = {
+            name: (path, tensor)
+            for path, tensors in self._files.items()
+            for tensor in tensors
+            for name in _names_of(tensor.saved, tied)
+        }
         self._objects = dict(_named_objects(objects, self._manifest.groups))
         described: dict[str, Any] = {
-            name: _describe(tensor.saved.shape, torch_dtype(tensor.saved.dtype))
-            for name, (_, tensor) in self._tensors.items()
+            name: _describe(value.shape, value.dtype) if isinstance(value, Tensor) else BytesStorageMetadata()
+            for name, value in self._objects.items()
         }
-        for name, value in self._objects.items():
-            described[name] = (
-                _describe(value.shape, value.dtype) if isinstance(value, Tensor) else BytesStorageMetadata()
-            )
+        for name, (_, tensor) in self._tensors.items():
+            described[name] = _describe(tensor.saved.shape, torch_dtype(tensor.saved.dtype))
         return Metadata(state_dict_metadata=described)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -130,11 +134,14 @@ class CheckpointReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans as they are. Verify everything if not all ranks load, who would have verified a share each."""
+        if len(plans) != self._num_ranks:
+            with locked(self._folder, exclusive=False):
+                verify_share(self._files, 0, 1, StagingPool(_STAGING_NBYTES))
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank has of each tensor into it, in pieces of a few MiB."""
+        """Read what this rank has of each tensor into it, in pieces of a few MiB or one row."""
         with locked(self._folder, exclusive=False):
             if read_manifest(self._folder) != self._manifest:
                 raise CheckpointError(f"'{self._folder}' has another checkpoint than when loading began; load it again")
@@ -159,10 +166,13 @@ class CheckpointReader(StorageReader):
         return done
 
 
-def _names_of(saved: SavedTensor) -> list[str]:
-    """Return the names that a tensor of a checkpoint may have in a flattened state dict; none for gradients."""
+def _names_of(saved: SavedTensor, tied: Mapping[str, str]) -> list[str]:
+    """Return the names that a tensor of a checkpoint may have in a flattened state dict; none for gradients.
+
+    ``tied`` has the other names of parameters.
+    """
     if saved.file == MODEL:
-        return [f"{_MODEL_KEY}.{saved.name}"]
+        return [f"{_MODEL_KEY}.{name}" for name in (saved.name, *(each for each in tied if tied[each] == saved.name))]
     if saved.file == GRADIENTS:
         return []
     if isinstance(saved.code, Blocks):
@@ -202,7 +212,7 @@ def _narrowed(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) ->
 
 
 def _read_box(path: Path, tensor: StoredTensor, item: ReadItem, target: Tensor) -> None:
-    """Fill ``target`` with a box of a tensor in a file, some rows at a time."""
+    """Fill ``target`` with a box of a tensor in a file: some rows at a time, at least one."""
     shape, name = tensor.saved.shape, tensor.saved.name
     if target.numel() == 0:
         return
@@ -261,9 +271,7 @@ class CheckpointWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Write to another folder, if one is given."""
-        self._held.close()
         self._folder = Path(checkpoint_id or self._folder)
-        self._layout = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -276,7 +284,9 @@ class CheckpointWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self._folder)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is to be done yet."""
+        """Forget an earlier save that broke off."""
+        self._held.close()
+        self._layout = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""
@@ -332,7 +342,16 @@ class CheckpointWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what this rank has of each tensor to its place; the coordinator gets what is no tensor of a file."""
-        layout: _Layout = plan.storage_data
+        done: Future[list[WriteResult]] = Future()
+        try:
+            done.set_result(self._write(plan, planner, plan.storage_data))
+        except BaseException:
+            if self._layout is not None:  # on the coordinator
+                self._give_up()
+            raise
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner, layout: _Layout) -> list[WriteResult]:
         spans = {(file, span.name): span for file, each in layout.files.items() for span in each.spans}
         results = []
         with ExitStack() as stack:
@@ -350,9 +369,7 @@ class CheckpointWriter(StorageWriter):
                 span, local = spans[place.file, place.name], value.detach().cpu().contiguous()
                 part = _write_box(writers[place.file], span.start, span.shape, item, local)
                 results.append(WriteResult(item.index, local.nbytes, part))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint: the rename of its manifest; on the coordinator."""
@@ -360,13 +377,13 @@ class CheckpointWriter(StorageWriter):
         assert layout is not None
         try:
             paths, data = metadata.planner_data or {}, self._folder / layout.data_folder
-            parts: dict[_Place, list[_Part]] = {}
+            parts: defaultdict[_Place, list[_Part]] = defaultdict(list)
             found: dict[str, object] = {}
             for result in itertools.chain.from_iterable(results):
                 if (place := layout.places.get(result.index.fqn)) is None:
                     found[result.index.fqn] = result.storage_data
                 else:
-                    parts.setdefault(place, []).append(result.storage_data)
+                    parts[place].append(result.storage_data)
             groups, objects = _collect(found, paths)
             content = dump_objects(objects)
             write_file(data / OBJECTS, content)
@@ -376,9 +393,7 @@ class CheckpointWriter(StorageWriter):
                     name=span.name,
                     dtype=dtype_name(span.dtype),
                     shape=span.shape,
-                    crc32=_combined(parts.get(_Place(file, span.name), ()))
-                    if _are_consecutive(parts.get(_Place(file, span.name), ()))
-                    else checksum_of(data / file, span),
+                    crc32=_checksum(data / file, span, parts[_Place(file, span.name)]),
                 )
                 for file, each in layout.files.items()
                 for span in each.spans
@@ -468,12 +483,10 @@ def _runs(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) 
         yield sum(number * stride for number, stride in zip(index, strides, strict=False)) + within, count
 
 
-def _are_consecutive(parts: Sequence[_Part]) -> bool:
-    return all(part.written is not None for part in parts)
-
-
-def _combined(parts: Sequence[_Part]) -> int:
-    return combine([part.written for part in sorted(parts) if part.written is not None])
+def _checksum(path: Path, span: TensorSpan, parts: Sequence[_Part]) -> int:
+    """Return the checksum of a tensor that was written: of its parts, or of what is read back if one is not consecutive."""
+    written = [part.written for part in sorted(parts, key=lambda part: part.first) if part.written is not None]
+    return combine(written) if len(written) == len(parts) else checksum_of(path, span)
 
 
 def _collect(
