@@ -32,7 +32,7 @@ from zinf_compile.passes.capture.offline.shards import (
     keep_stage,
 )
 from zinf_compile.passes.planner.cost.costs import ops_seconds, unfused
-from zinf_compile.passes.planner.cost.op_kinds import is_exchange
+from zinf_compile.passes.planner.cost.op_kinds import is_collective
 from zinf_compile.passes.planner.simulator.simulate import simulate, simulate_micro_batch
 
 
@@ -210,7 +210,7 @@ def _measure(view: PlanView, stage: StageShape, num_stages: int, *, sends: float
     plan, request = view.plan, view.request
     assert request is not None
     graph = next(graph for graph in request.candidates if graph.policy is plan.activations.policy)
-    exchanges = sum(ops_seconds([op for op in graph.ops if is_exchange(op.op)], plan.hardware), 0.0)
+    collectives = sum(ops_seconds([op for op in graph.ops if is_collective(op.op)], plan.hardware), 0.0)
     micro_batch = simulate_micro_batch(plan, is_reduced=is_reduced)
     return StagePlan(
         first=stage.number,
@@ -219,8 +219,8 @@ def _measure(view: PlanView, stage: StageShape, num_stages: int, *, sends: float
         num_elements=sum(fact.num_elements for fact in request.parameters),  # whole, or in tiles
         num_open=stage.num_open,
         micro_batch_seconds=micro_batch + sends,
-        compute_seconds=sum(ops_seconds(graph.ops, plan.hardware)) - exchanges,
-        exchange_seconds=exchanges,
+        compute_seconds=sum(ops_seconds(graph.ops, plan.hardware)) - collectives,
+        collective_seconds=collectives,
         send_seconds=sends,
         update_seconds=max(0.0, simulate(plan).step_seconds - micro_batch),
         num_flops=sum(op.num_flops for op in unfused(graph)),

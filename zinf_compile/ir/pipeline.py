@@ -16,7 +16,7 @@ class StepPart(StrEnum):
     """What a rank of the slowest stage does in a part of a step."""
 
     COMPUTE = "compute"
-    EXCHANGE = "exchanges of tensor-parallel ranks"
+    COLLECTIVES = "tensor-parallel collectives"
     WAITS = "waits for transfers"  # all-gathers and reductions of ZeRO, host, disk
     SENDS = "sends between stages"
     BUBBLE = "the bubble of the pipeline"
@@ -33,8 +33,8 @@ class StagePlan:
     num_elements: int  # of parameters, of one tensor-parallel rank
     num_open: int  # forwards whose backward has not run, at the most
     micro_batch_seconds: float  # of forward and backward, with sends
-    compute_seconds: float  # of those, without exchanges
-    exchange_seconds: float
+    compute_seconds: float  # of those, without tensor-parallel collectives
+    collective_seconds: float
     send_seconds: float
     update_seconds: (
         float  # once in a step: the update, and what of reductions and gathers is not part of every micro-batch
@@ -91,7 +91,7 @@ def plan_pipeline(
     once_through = sum(stage.num_stages * stage.micro_batch_seconds for stage in stages)
     in_micro_batch = {
         StepPart.COMPUTE: slowest.compute_seconds,
-        StepPart.EXCHANGE: slowest.exchange_seconds,
+        StepPart.COLLECTIVES: slowest.collective_seconds,
         StepPart.SENDS: slowest.send_seconds,
     }
     in_micro_batch[StepPart.WAITS] = max(0.0, slowest.micro_batch_seconds - sum(in_micro_batch.values()))

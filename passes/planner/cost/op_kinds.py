@@ -25,7 +25,7 @@ _KINDS = {
     **dict.fromkeys(_RANDOM, OpKind.RANDOM),
 }
 
-_EXCHANGES = ("zinf.all_reduce.default", "zinf.all_gather_columns.default")
+_TP_COLLECTIVES = ("zinf.all_reduce.default", "zinf.all_gather_columns.default")
 
 # The overhead of finding a parameter and its homes, without moving bytes, in calls of a small op. Measured 60 and 250
 # microseconds, where a call took 19.
@@ -38,9 +38,9 @@ def kind_of(op: str) -> OpKind | None:
     return _KINDS.get(rest.partition(".")[0]) if namespace == "aten" else None
 
 
-def is_exchange(op: str) -> bool:
-    """Return whether tensor-parallel ranks exchange values in an op: its bytes go over the links of a device."""
-    return op in _EXCHANGES
+def is_collective(op: str) -> bool:
+    """Return whether an op is a tensor-parallel collective: its bytes go over the links of a device."""
+    return op in _TP_COLLECTIVES
 
 
 def keeps_kernels(op: OpFact) -> bool:

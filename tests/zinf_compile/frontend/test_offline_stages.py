@@ -101,7 +101,7 @@ def test_ranks_exchange_two_all_reduces_a_block_and_direction(tp: int) -> None:
     assert {op.nbytes_accessed for op in exchanges} == {2 * PASSED_NBYTES * (tp - 1) // tp}
     assert plan.pipeline is not None
     seconds = len(exchanges) * 2 * PASSED_NBYTES * (tp - 1) / tp / plan.hardware.device_link_bytes_per_second
-    assert plan.pipeline.slowest.exchange_seconds == pytest.approx(seconds)
+    assert plan.pipeline.slowest.collective_seconds == pytest.approx(seconds)
 
 
 def test_open_forwards_hold_their_activations_and_inputs() -> None:

@@ -15,7 +15,7 @@ STAGE = StagePlan(
     num_open=1,
     micro_batch_seconds=0.5,
     compute_seconds=0.25,
-    exchange_seconds=0.0625,
+    collective_seconds=0.0625,
     send_seconds=0.0625,
     update_seconds=2.0,
     num_flops=1000,
@@ -35,7 +35,7 @@ def test_equal_stages_take_as_many_turns_as_micro_batches_and_other_stages(micro
     assert made.step_seconds == (micro_batches + stages - 1) * 0.5 + 2.0
     assert made.seconds_of(StepPart.BUBBLE) == (stages - 1) * 0.5
     assert made.seconds_of(StepPart.COMPUTE) == micro_batches * 0.25
-    assert made.seconds_of(StepPart.EXCHANGE) == made.seconds_of(StepPart.SENDS) == micro_batches * 0.0625
+    assert made.seconds_of(StepPart.COLLECTIVES) == made.seconds_of(StepPart.SENDS) == micro_batches * 0.0625
     assert made.seconds_of(StepPart.WAITS) == micro_batches * 0.125  # what is left of a micro-batch
     assert made.tokens_per_second == 3 * micro_batches * 100 / made.step_seconds
     assert made.flops_per_second == micro_batches * 1000 / made.step_seconds
