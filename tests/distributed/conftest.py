@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.rank_pool import RankPool
+from zinf_compile.passes.planner.placement import homes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -12,6 +13,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "distributed" in item.path.parts:
             item.add_marker(pytest.mark.distributed)
+
+
+@pytest.fixture(autouse=True)
+def _small_parameters_stay_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo in this process what ``workloads.optimize`` sets with ``streams``: it is meant for the processes of ranks."""
+    monkeypatch.setattr(homes, "RESIDENT_THRESHOLD", homes.RESIDENT_THRESHOLD)
 
 
 @pytest.fixture(scope="session")
