@@ -71,6 +71,17 @@ class ComponentInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundInputs:
+    """What WORK_IN_ROUNDS reads: which rank has which parameter, and this one's place among the ranks."""
+
+    owners: Mapping[int, int]  # the rank of each parameter that the graph gathers, by its number
+    shared: Container[str]  # placeholders of what every rank has alike, such as anchors and buffers
+    rank: int
+    num_ranks: int
+    messages: int  # the number under which the runtime knows what passes messages between ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TileHandle:
     """How a graph names a tile of a stored parameter: the number that its gather takes, and which rows (``cut_rows``)."""
 
@@ -95,6 +106,7 @@ class JointInputs:
     """What JOINT passes read."""
 
     added_at_home: Container[int] = frozenset()  # parameters whose gradient contributions are not summed on the device
+    divisor: float = 1.0  # of each gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

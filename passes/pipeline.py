@@ -9,12 +9,14 @@ from zinf_compile.passes.contract import (
     LowerInputs,
     Pass,
     PrepareInputs,
+    RoundInputs,
     SegmentInputs,
     TileInputs,
     run_pipeline,
 )
 from zinf_compile.passes.fx_edit import generate_code
 from zinf_compile.passes.properties import VALUES_KNOWN
+from zinf_compile.passes.transforms.joint.divide_gradients import DIVIDE_GRADIENTS
 from zinf_compile.passes.transforms.joint.fold_casts import FOLD_CASTS
 from zinf_compile.passes.transforms.joint.merge_all_reduces import MERGE_ALL_REDUCES
 from zinf_compile.passes.transforms.joint.merge_gradients import MERGE_GRADIENTS
@@ -30,6 +32,7 @@ from zinf_compile.passes.transforms.lowering.start_transfers import START_TRANSF
 from zinf_compile.passes.transforms.lowering.swap_activations import SWAP_ACTIVATIONS
 from zinf_compile.passes.transforms.prepare.gather_components import GATHER_COMPONENTS
 from zinf_compile.passes.transforms.prepare.insert_gathers import INSERT_GATHERS
+from zinf_compile.passes.transforms.prepare.work_in_rounds import WORK_IN_ROUNDS
 from zinf_compile.passes.transforms.segments.make_segments import MAKE_SEGMENTS
 from zinf_compile.passes.transforms.tiling.cut_blocks import CUT_BLOCKS
 from zinf_compile.passes.transforms.tiling.fuse_linear_loss import FUSE_LINEAR_LOSSES
@@ -40,9 +43,11 @@ PREPARE: tuple[Pass[PrepareInputs], ...] = (INSERT_GATHERS,)
 
 QUANTISED: tuple[Pass[ComponentInputs], ...] = (GATHER_COMPONENTS,)
 
+ROUNDS: tuple[Pass[RoundInputs], ...] = (WORK_IN_ROUNDS,)
+
 TILE: tuple[Pass[TileInputs], ...] = (FUSE_LINEAR_LOSSES, CUT_BLOCKS, TILE_CHAINS, TILE_PARAMETERS)
 
-JOINT: tuple[Pass[JointInputs], ...] = (MERGE_GRADIENTS, MERGE_ALL_REDUCES, MERGE_SUBEXPRESSIONS)
+JOINT: tuple[Pass[JointInputs], ...] = (MERGE_GRADIENTS, DIVIDE_GRADIENTS, MERGE_ALL_REDUCES, MERGE_SUBEXPRESSIONS)
 
 FORM: tuple[Pass[FormInputs], ...] = (FOLD_CASTS, TAG_RECOMPUTE)
 
@@ -71,6 +76,11 @@ def prepare_graph(graph_module: fx.GraphModule, inputs: PrepareInputs) -> None:
 def gather_components(graph_module: fx.GraphModule, inputs: ComponentInputs) -> None:
     """Edit a torch-level graph in place so that it gathers the components of quantised parameters."""
     run_pipeline(graph_module, QUANTISED, inputs)
+
+
+def work_in_rounds(graph_module: fx.GraphModule, inputs: RoundInputs) -> None:
+    """Edit a torch-level graph in place so that it computes this rank's stages for the batches of all ranks."""
+    run_pipeline(graph_module, ROUNDS, inputs)
 
 
 def tile_graph(graph_module: fx.GraphModule, inputs: TileInputs) -> None:

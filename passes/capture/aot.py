@@ -55,16 +55,18 @@ def compile_graph(
     compiler: GraphCompiler,
     *,
     added_at_home: Container[int] = frozenset(),
+    divisor: float = 1.0,
 ) -> Callable[..., Any]:
     """Return a callable for a torch-level graph: AOTAutograd's wrapper around what ``compiler`` makes of its parts.
 
     ``added_at_home`` are the parameters whose gradient contributions are offloaded one by one and summed at home.
+    ``divisor`` is what every gradient is divided by.
     """
 
     def partition(
         joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        edit_joint_graph(joint, JointInputs(added_at_home=added_at_home))
+        edit_joint_graph(joint, JointInputs(added_at_home=added_at_home, divisor=divisor))
 
         def split(inputs: FormInputs) -> CapturedGraph:
             candidate = copy_graph_module(joint)

@@ -13,6 +13,7 @@ from zinf_compile.runtime.execute.logit_sums import logit_sums, logit_sums_backw
 from zinf_compile.runtime.execute.segments import run_segment
 from zinf_compile.runtime.params.numbers import find_record
 from zinf_compile.runtime.process.interrupts import without_interrupts
+from zinf_compile.runtime.ranks.messages import find_messages
 from zinf_compile.runtime.storage.slots import torch_dtype
 from zinf_compile.runtime.store.store import find_store
 
@@ -144,6 +145,28 @@ def read_swapped(
     return flat.as_strided(tuple(shape), tuple(stride), storage_offset)
 
 
+def send(value: Tensor, token: Tensor, messages: int, number: int, rank: int, differentiable: bool) -> Tensor:
+    """Start sending a value to another rank. The caller may reuse its bytes at once: what is sent is a copy."""
+    find_messages(messages).send(value.detach().clone(memory_format=torch.contiguous_format), number, rank)
+    return torch.empty_like(token)
+
+
+def receive(
+    token: Tensor,
+    messages: int,
+    number: int,
+    rank: int,
+    differentiable: bool,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Return a value from another rank; blocks until it is there."""
+    value = torch.empty(tuple(shape), dtype=dtype, device=device)
+    find_messages(messages).receive(value, number, rank)
+    return value, torch.empty_like(token)
+
+
 @functools.cache
 def register() -> torch.library.Library:
     """Register the bodies above; the library must stay alive as long as they are used."""
@@ -168,6 +191,8 @@ def register() -> torch.library.Library:
         (ops.WEIGH_LOGIT_SUMS, weigh_logit_sums),
         (ops.SCALE_GRADIENT, scale_gradient),
         (ops.RUN_SEGMENT, run_segment),
+        (ops.SEND, send),
+        (ops.RECEIVE, receive),
     ):
         # Some ops take no tensor, so no device key would be dispatched: one body serves every device.
         library.impl(op, body, "CompositeExplicitAutograd")

@@ -26,6 +26,7 @@ from zinf_compile.runtime.execute.saved_tensors import GATHERED, repack_gathered
 from zinf_compile.runtime.observe.progress import timed
 from zinf_compile.runtime.params.home import EagerGather, GatherOfLeaf, TransformedGather, WholeLeaf
 from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.params.remote import RemoteParameter
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.interrupts import interruptible, uninterrupted
@@ -43,7 +44,9 @@ class Forward:
         self.depth = 0
         self.to_capture: str | None = None  # the model's name, until its first captured call has returned
         self.check: Callable[[], None] | None = None  # raises if modules cannot read, by themselves, what is stored
-        self._device = device
+        self.device = device
+        self.anchors: dict[bool, Tensor] = {}  # of remote parameters, by whether they are trained
+        self.compute_dtype: torch.dtype | None = None  # of these
         self.leaves: dict[int, Tensor] = {}  # of the eager forward that runs, by parameter: see WholeLeaf
         self.sites: list[tuple[Module, str, StoredParameter]] = []  # where each stored parameter is registered
 
@@ -61,10 +64,10 @@ class Forward:
             return
         for where, value in (*((f"argument {number}", arg) for number, arg in enumerate(args)), *kwargs.items()):
             for tensor in tree_leaves(value):
-                if isinstance(tensor, Tensor) and tensor.device != self._device and tensor.dim() > 0:
+                if isinstance(tensor, Tensor) and tensor.device != self.device and tensor.dim() > 0:
                     raise ConfigError(
-                        f"{where} of {name} is on {tensor.device}, and the model computes on {self._device}; move it there "
-                        f"with .to('{self._device}') before the call"
+                        f"{where} of {name} is on {tensor.device}, and the model computes on {self.device}; move it there "
+                        f"with .to('{self.device}') before the call"
                     ) from error
 
     @property
@@ -134,9 +137,10 @@ def install_accessors(model: Module, forward: Forward) -> None:
             for name, parameter in module._parameters.items()
             if parameter is not None and (record := record_of(parameter)) is not None
         }
+        remote = {name: each for name, each in module._parameters.items() if isinstance(each, RemoteParameter)}
         forward.sites += [(module, name, record) for name, record in records.items()]
-        if records or module is model:
-            module.__class__ = _specialise(type(module), path, records, forward)
+        if records or remote or module is model:
+            module.__class__ = _specialise(type(module), path, records, remote, forward)
     if isinstance(own := type(model).forward, FunctionType):
         type(model).forward = with_own_code(own)
 
@@ -179,8 +183,14 @@ def _call_with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return function(*args, **kwargs)
 
 
-def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter], forward: Forward) -> type[Module]:
-    names, of_records = frozenset(records), tuple(map(weakref.ref, records.values()))
+def _specialise(
+    cls: type[Module],
+    path: str,
+    records: dict[str, StoredParameter],
+    remote: dict[str, RemoteParameter],
+    forward: Forward,
+) -> type[Module]:
+    names, of_records = frozenset((*records, *remote)), tuple(map(weakref.ref, records.values()))
     # Torch keeps every class it has seen: what a class refers to strongly would never be freed.
     alive = weakref.ref(forward)
 
@@ -286,6 +296,16 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
             if (record := of_record()) is not None:
                 record.store.check_whole()
         cls._save_to_state_dict(self, destination, prefix, keep_vars)
+        for name in remote:
+            del destination[prefix + name]
+
+    def load_from_state_dict(
+        self: Module, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
+    ) -> None:
+        given = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in remote}
+        lacking: list[str] = []
+        cls._load_from_state_dict(self, given, prefix, metadata, strict, lacking, *others)
+        missing += (key for key in lacking if key.removeprefix(prefix) not in remote)
 
     def refuse_pickling(self: Module, protocol: object) -> None:
         raise UnsupportedError(
@@ -312,6 +332,7 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
         "_apply": apply_everywhere,
         "load_state_dict": load_state_dict,
         "_save_to_state_dict": save_to_state_dict,
+        **({"_load_from_state_dict": load_from_state_dict} if remote else {}),
         "__deepcopy__": refuse_copy,
         "__reduce_ex__": refuse_pickling,
         "__prepare_scriptable__": refuse_scripting,
@@ -319,6 +340,8 @@ def _specialise(cls: type[Module], path: str, records: dict[str, StoredParameter
     }
     for name, record in records.items():
         namespace[name] = property(_accessor(cls.__name__, name, record, forward))
+    for name, parameter in remote.items():
+        namespace[name] = property(_remote_accessor(name, parameter, forward))
     if issubclass(cls, torch.nn.RNNBase):
         namespace |= {
             "forward": forward_of_weights,
@@ -370,6 +393,30 @@ def _accessor(model: str, name: str, record: StoredParameter, forward: Forward) 
             return parameter
         value: Tensor = gather_eagerly(record, forward.leaves)
         return value
+
+    return get
+
+
+def _remote_accessor(name: str, parameter: RemoteParameter, forward: Forward) -> Callable[[Module], Tensor]:
+    number, shape, dtype, device = parameter.number, tuple(parameter.shape), parameter.dtype, forward.device
+    if forward.compute_dtype is not None and dtype.is_floating_point:
+        dtype = forward.compute_dtype
+    anchor, alive = forward.anchors[parameter.requires_grad], weakref.ref(forward)
+
+    def get(self: Module) -> Tensor:
+        if torch.compiler.is_compiling():
+            gathered: Tensor = torch.ops.zinf.gather(anchor, number, shape, dtype, device)
+            return gathered
+        forward = alive()
+        assert forward is not None
+        if forward.is_computing:
+            raise UnsupportedError(
+                f"'{parameter.path}' is on rank {parameter.rank}, and with schedule='rounds' a model is called as a whole "
+                "and captured; leave schedule out to run parts of it, or to run it eagerly"
+            )
+        registered = self._parameters.get(name)
+        assert registered is not None
+        return registered
 
     return get
 

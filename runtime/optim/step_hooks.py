@@ -21,6 +21,7 @@ from zinf_compile.runtime.optim.supported import check_supported
 from zinf_compile.runtime.optim.updates_ahead import Begun, UpdatesAhead
 from zinf_compile.runtime.params.home_gradient import reduce_unreduced
 from zinf_compile.runtime.params.records import StoredParameter, record_of, replacement_of
+from zinf_compile.runtime.params.remote import RemoteParameter
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.interrupts import interruptible, without_interrupts
 from zinf_compile.runtime.store.store import Store, store_of
@@ -42,8 +43,13 @@ def _without_stored(optimizer: Optimizer) -> Optimizer:
 def _without(optimizer: Optimizer, parameters: list[Tensor]) -> list[Tensor]:
     """Return parameters without the stored ones; for unknown classes, which may count them, stand-ins take their place."""
     if is_known(optimizer) or not traits_of(optimizer).in_place:
-        return [parameter for parameter in parameters if record_of(parameter) is None]
-    return [parameter if record_of(parameter) is None else placeholder(parameter) for parameter in parameters]
+        return [parameter for parameter in parameters if not _is_ours(parameter)]
+    return [placeholder(parameter) if _is_ours(parameter) else parameter for parameter in parameters]
+
+
+def _is_ours(parameter: Tensor) -> bool:
+    """Return whether a parameter lives in a store, of this rank or another one."""
+    return record_of(parameter) is not None or isinstance(parameter, RemoteParameter)
 
 
 def _take_over(optimizer: Optimizer, stand_in: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -198,7 +204,7 @@ def install_step_hooks() -> None:
         if last is not None and (interception := last()) is not None:
             interception.remove()
         stores = _stores_of(optimizer)
-        if stores:
+        if stores or any(_is_ours(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             check_supported(optimizer)
             interceptions[optimizer] = weakref.ref(_StepInterception(optimizer, stores))
 

@@ -25,6 +25,7 @@ import pickle
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -94,13 +95,13 @@ class Ranks:
         members: list[int] = mesh.mesh.flatten().tolist()  # replica by replica
         self._places = [sorted(members).index(each) for each in members]  # groups sort their ranks
         sharing = members[self.replica * self.size :][: self.size]
-        self._gathers = _group_of("gathers", sharing, self.timeout_seconds)
-        self._reductions = _group_of("reductions", sharing, self.timeout_seconds)
+        self._gathers = group_of("gathers", sharing, self.timeout_seconds)
+        self._reductions = group_of("reductions", sharing, self.timeout_seconds)
         self._moving = self._gathers, self._reductions
         if self.num_replicas > 1:
-            self._replicas = _group_of("replicas", members[self.rank :: self.size], self.timeout_seconds)
+            self._replicas = group_of("replicas", members[self.rank :: self.size], self.timeout_seconds)
             self._moving = *self._moving, self._replicas
-        self._control = _group_of("control", members, self.timeout_seconds, backend="gloo")
+        self._control = group_of("control", members, self.timeout_seconds, backend="gloo")
         self._messages = PrefixStore(f"zinf/{'-'.join(map(str, members))}/{next(_numbers)}", _get_default_store())
 
     @property
@@ -261,6 +262,26 @@ class Ranks:
 
         with self.raising(collective.name), nullcontext() if beside else self.counting_wait():
             wait_for(is_done, f"rank {self.mesh_rank}, at {collective.name}", look=look)
+
+    def wait_for_message(self, arrival: Future[None], name: str) -> None:
+        """Block until a message has arrived. RankError if a rank has failed, or it does not come in time."""
+        start = time.monotonic()
+
+        def has_come() -> bool:
+            try:
+                error = arrival.exception(timeout=_LOOK.total_seconds())
+            except TimeoutError:
+                return False
+            if error is not None:
+                raise error
+            return True
+
+        def look() -> None:
+            if (waited := time.monotonic() - start) > _SHORT_SECONDS:
+                self._look_for_others(name, waited, None)
+
+        with self.raising(name), self.counting_wait():
+            wait_for(has_come, f"rank {self.mesh_rank}, at {name}", look=look)
 
     @contextmanager
     def counting_wait(self) -> Iterator[None]:
@@ -423,15 +444,19 @@ class Ranks:
         with suppress(RuntimeError):  # whoever holds the store is gone: the others learn of it from their connections
             self._messages.compare_set("failed", "", failure)
 
-    def _look_for_others(self, what: str, waited: float, kind: str) -> None:
-        """Raise RankError if a rank has failed, or has not come to the same point for too long."""
+    def _look_for_others(self, what: str, waited: float, kind: str | None) -> None:
+        """Raise RankError if a rank has failed, or has not come to the same point for too long.
+
+        ``kind`` is that of a wait that all ranks have; None for a message, for which this one waits.
+        """
         try:
             failed = self._messages.get("failed").decode() if self._messages.check(["failed"]) else None
-            if self._told_waits[kind] != self._num_waits[kind]:
+            if kind is not None and self._told_waits[kind] != self._num_waits[kind]:
                 self._told_waits[kind] = self._num_waits[kind]
                 self._messages.set(f"{kind}/{self.mesh_rank}", str(self._num_waits[kind]))
             if failed is None and waited > self.timeout_seconds:
-                failed = f"{self._describe_absent(what, kind)} after {waited:.0f} seconds"
+                absent = f"{what} had not come" if kind is None else self._describe_absent(what, kind)
+                failed = f"{absent} after {waited:.0f} seconds"
         except RuntimeError as error:
             raise self._broken(f"the store of torch.distributed is gone ({_first_line(error)})") from error
         if failed is not None:
@@ -473,6 +498,22 @@ class Ranks:
         return RankError(f"rank {self.mesh_rank} cannot go on: {why}; {REMEDY}")
 
 
+class Worker(Ranks):
+    """A process that has its parameters for itself, and computes with others: each learns of the others' failures."""
+
+    def __init__(self, partners: Ranks) -> None:
+        super().__init__()
+        self.partners = partners
+
+    def fail(self, why: str) -> None:
+        """See Ranks.fail."""
+        self.partners.fail(why)
+
+    def check_together(self) -> None:
+        """See Ranks.check_together."""
+        self.partners.check_together()
+
+
 @contextmanager
 def _outside_capture() -> Iterator[None]:
     """A block in which tensors are real and ops are those of C++, although AOTAutograd has a graph planned meanwhile.
@@ -510,7 +551,7 @@ class _Groups:
 _groups = _Groups()
 
 
-def _group_of(purpose: str, members: Sequence[int], timeout_seconds: float, **options: Any) -> dist.ProcessGroup:
+def group_of(purpose: str, members: Sequence[int], timeout_seconds: float, **options: Any) -> dist.ProcessGroup:
     """Return the group of some ranks for one kind of collectives. Every member calls this in the same order."""
     if _groups.default is not dist.group.WORLD:
         _groups.default, _groups.made = dist.group.WORLD, {}

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from zinf_compile.driver.components import bind_components
 from zinf_compile.driver.planning import GraphPlanner
 from zinf_compile.driver.program import Program
+from zinf_compile.driver.rounds import BoundRounds, Rounds
 from zinf_compile.driver.store_catalog import StoreCatalog
 from zinf_compile.driver.tile_search import TiledGraph, check_tiles, fit_by_tiles
 from zinf_compile.driver.trial import plan_tiled
@@ -32,6 +33,7 @@ from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_el
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import check_file, place_unfrozen, plan_placement
 from zinf_compile.passes.planner.simulator.simulate import simulate
+from zinf_compile.passes.transforms.prepare.work_in_rounds import find_gathered
 from zinf_compile.runtime.calibration.calibrate import measure_hardware, with_coded_states, with_rows
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.calibration.measured import find_measured
@@ -73,11 +75,12 @@ class _Captured(NamedTuple):
 class Session:
     """One optimized model, or several that share budgets: the store, and the programs of the captured graphs."""
 
-    def __init__(self, config: Config, model_name: str, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Config, model_name: str, ranks: Ranks = ALONE, rounds: Rounds | None = None) -> None:
         register()
         install_step_hooks()
         self.model_name = model_name
-        self.store = Store(config, ranks=ranks)
+        self.rounds = rounds
+        self.store = Store(config, ranks=ranks if rounds is None else rounds.worker)
         if config.step_in_backward:
             self.store.early_step = BackwardStep(self.store)
         elif config.speculate is not False:
@@ -249,6 +252,10 @@ class Session:
         self.store.ranks.meet(f"capture of {self._next_name()}, {len(graph_module.graph.nodes)} nodes")
         where = describe_break(graph_module)
         graph_module, inputs, check = bind_components(self.store, graph_module, inputs)
+        in_rounds: BoundRounds | None = None
+        if self.rounds is not None and find_gathered(graph_module.graph):
+            in_rounds = self.rounds.bind(self.store, graph_module, inputs)
+            graph_module, inputs = in_rounds.graph_module, in_rounds.inputs
         for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.zinf.gather):
             if find_record(node.args[1]).store is not self.store:
                 raise UnsupportedError(
@@ -275,17 +282,8 @@ class Session:
                 if self.config.frozen_dtype is not None:
                     measured = with_rows(measured)
                 self.catalog.hardware = agree_on_hardware(self.store.ranks, measured, self.store.device)
-        before = self.config.reserve_memory
-        self.catalog.reserve(self.catalog.process.expect(self.config))
-        try:
-            program, compiled = self._fit(graph_module, inputs, where, kept_nbytes=before)
-        except CapacityError:
-            expected, least = self.config.reserve_memory, self.catalog.process.expect_least(self.config)
-            (least,) = self.store.ranks.largest("the least memory of the process", least)
-            if least >= expected:
-                raise
-            self.catalog.reserve(least)
-            program, compiled = self._fit(graph_module, inputs, where, kept_nbytes=before)
+        fit = partial(self._fit_beside_process, graph_module, inputs, where)
+        program, compiled = fit() if in_rounds is None or self.rounds is None else self.rounds.do_alike("planning", fit)
         self.programs.append(program)
         assert program.plan is not None
         self.catalog.plans[program.plan.name] = program.plan
@@ -300,9 +298,25 @@ class Session:
             session = of_session()
             if session is None:
                 raise StoreError(f"a captured graph of {name} was called after the model was dropped; keep the model")
-            return session._run(number, check.arguments(args))
+            return session._run(number, check.arguments(args), in_rounds)
 
         return call
+
+    def _fit_beside_process(
+        self, graph_module: fx.GraphModule, inputs: Sequence[Tensor], where: str | None
+    ) -> tuple[Program, Callable[..., Any]]:
+        """Return the program of a graph, and its callable, in what the process leaves of the budget."""
+        before = self.config.reserve_memory
+        self.catalog.reserve(self.catalog.process.expect(self.config))
+        try:
+            return self._fit(graph_module, inputs, where, kept_nbytes=before)
+        except CapacityError:
+            expected, least = self.config.reserve_memory, self.catalog.process.expect_least(self.config)
+            (least,) = self.store.ranks.largest("the least memory of the process", least)
+            if least >= expected:
+                raise
+            self.catalog.reserve(least)
+            return self._fit(graph_module, inputs, where, kept_nbytes=before)
 
     def _fit(
         self, graph_module: fx.GraphModule, inputs: Sequence[Tensor], where: str | None, *, kept_nbytes: int
@@ -329,15 +343,17 @@ class Session:
                 )
             raise
 
-    def _run(self, number: int, args: Sequence[Any]) -> Any:
+    def _run(self, number: int, args: Sequence[Any], in_rounds: BoundRounds | None) -> Any:
         """Run a captured graph."""
         self.store.check_open()
         captured = self._captured[number]
+        if in_rounds is not None:
+            args = in_rounds.arguments(args)
         anchor = hang_on_parameters(self.store.anchor, captured.trained)
         outputs = captured.run(*(anchor if arg is self.store.anchor else arg for arg in args))
         if torch.is_grad_enabled():
             refuse_double_backward(outputs)
-        return outputs
+        return outputs if in_rounds is None else in_rounds.results(outputs)
 
     def close(self) -> None:
         """Close the store and release captured graphs. Their plans stay, for reports. Safe to call twice."""
@@ -350,7 +366,9 @@ class Session:
         """Return the program of a graph and its callable. Raises DeviceCapacityError if it does not fit."""
         program = Program(self.catalog, self._make_planner(inputs, tiled), tiled)
         with uninterrupted():  # torch traces backward in its autograd engine, where an interrupt may end the process
-            return program, compile_graph(tiled.graph_module, inputs, program, added_at_home=tiled.numbers)
+            return program, compile_graph(
+                tiled.graph_module, inputs, program, added_at_home=tiled.numbers, divisor=self._divisor
+            )
 
     def _compile_op_by_op(
         self, inputs: Sequence[Tensor], kept_nbytes: int, tiled: TiledGraph, refused: DeviceCapacityError
@@ -368,7 +386,9 @@ class Session:
             planner = self._make_planner(inputs, tiled)
             program = Program(self.catalog, planner, tiled, op_by_op=reason)
             with uninterrupted():  # see _compile_tiled
-                compiled = compile_graph(tiled.graph_module, inputs, program, added_at_home=tiled.numbers)
+                compiled = compile_graph(
+                    tiled.graph_module, inputs, program, added_at_home=tiled.numbers, divisor=self._divisor
+                )
         except BaseException:
             self.catalog.reserve(expected)
             raise
@@ -379,6 +399,11 @@ class Session:
         """Return the simulated seconds of a step without compiling. DeviceCapacityError if the graph does not fit."""
         planner, numbers = self._make_planner(inputs, tiled), self.catalog.numbers(tiled.tiled)
         return simulate(plan_tiled(planner, numbers, tiled, inputs)).step_seconds
+
+    @property
+    def _divisor(self) -> float:
+        """Return what gradients are divided by in captured graphs."""
+        return 1.0 if self.rounds is None else self.rounds.divisor
 
     def _make_planner(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> GraphPlanner:
         assert self.catalog.hardware is not None

@@ -17,6 +17,7 @@ from torch._dynamo.external_utils import wrap_inline
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
+from zinf_compile.driver.rounds import Rounds, check_rounds
 from zinf_compile.driver.session import Session, check_devices, session_of_store
 from zinf_compile.inspect.recordings import Recording
 from zinf_compile.inspect.reports import (
@@ -62,9 +63,10 @@ from zinf_compile.runtime.model.tensor_parallel import (
 from zinf_compile.runtime.observe.recorder import Recorder
 from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.params.records import owner_of, record_of, replacement_of
-from zinf_compile.runtime.ranks.agreement import agree_on_config
+from zinf_compile.runtime.ranks.agreement import agree_on_config, check_parameters
 from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, folder_of_rank, refuse_shared_devices
-from zinf_compile.runtime.ranks.ranks import Ranks
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
+from zinf_compile.runtime.storage.slots import torch_dtype
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.weights.file_values import FileValues
 from zinf_compile.weights.initialize import Init, choose_values, undo
@@ -172,6 +174,9 @@ def optimize(
         stage: of ZeRO. 3, the default, divides parameters, gradients and optimizer state among ranks. 2 keeps the copies
             that compute reads whole on the device of every rank. 1 also keeps gradients there, and reduces them once per
             step.
+        schedule: "rounds" deals the stages of the model out to the ranks of one machine, in turn: each rank stores,
+            computes and updates its own, for the batches of all ranks. So a weight goes to one device only, once per pass.
+            Registered parameters of other ranks are then ``RemoteParameter`` on meta. By default ZeRO's ``stage``.
         reduce: on several ranks, "ordered", the default, adds gradients in the order of ranks: the same bits every time,
             and those of one process that accumulates the ranks' batches. "fast" leaves the order to torch.distributed.
         gradient_divide_factor: what the sum of gradients over ranks is divided by. By default the number of ranks.
@@ -201,6 +206,12 @@ def optimize(
     else:
         check_meshes(ranks.mesh, distributed)
         config = shared.config
+    rounds: Rounds | None = None
+    if config.schedule == "rounds" and shared is None:
+        check_rounds(config, ranks, has_init=init is not None, is_distributed=bool(distributed))
+        check_parameters(ranks, parameters, with_values=True)
+        rounds = Rounds(model, parameters, ranks, config.gradient_divide_factor)
+        parameters, ranks = rounds.mine, ALONE
     check_distributed(distributed, config, has_init=init is not None)
     refuse_replacing_layers(model, capture=config.capture and not distributed)
     if distributed:
@@ -236,7 +247,7 @@ def optimize(
                 )
         if isinstance(values, FileValues):
             values.take_components(quantised.components)
-        session = Session(config, type(model).__name__, ranks) if shared is None else shared
+        session = Session(config, type(model).__name__, ranks, rounds) if shared is None else shared
         if shared is not None:
             parameters = session.prefixed(parameters, type(model).__name__)
         if not ranks.is_alone:
@@ -245,7 +256,7 @@ def optimize(
             weights = values.serve(session.store) if isinstance(values, FileValues) else {}
             linear = find_linear_weights(model) if config.frozen_dtype is not None else frozenset()
             session.adopt(parameters, as_home=True, with_values=values is None, weights=weights, linear=linear)
-            replaced = _register_replacements(model)
+            replaced = _register_replacements(model) if rounds is None else rounds.take_place()
             if values is not None:
                 with session.progress("writing the first values of", parameters.values()):
                     values.fill(session.store)
@@ -268,6 +279,9 @@ def optimize(
     forward = Forward(session.store.memory.torch_device)
     if isinstance(values, FileValues) and values.quantised:
         forward.check = partial(check_in_place, session.store)
+    if rounds is not None:
+        forward.anchors = {True: session.store.anchor, False: session.store.frozen_anchor}
+        forward.compute_dtype = None if config.compute_dtype is None else torch_dtype(config.compute_dtype)
     session.forwards.append(forward)
     install_accessors(model, forward)
     if not config.memory.unified:
@@ -278,7 +292,7 @@ def optimize(
         if trace_rules.check(model.forward):  # code of torch.nn, such as Sequential's: Dynamo skips its frames
             call = with_own_code(wrap_inline(call))
         # Symbolic sizes change rounding, since attention, for one, uses other kernels. "aten" has to be bitwise exact.
-        dynamic = None if config.compute == "inductor" else False
+        dynamic = None if config.compute == "inductor" and rounds is None else False
         model._compiled_call_impl = torch.compile(call, backend=_held_weakly(session), dynamic=dynamic)
         if any(base.__name__ == "LightningModule" for base in type(model).__mro__):
             _log.warning(

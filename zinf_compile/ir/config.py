@@ -109,6 +109,9 @@ class Config:
     remake_plan: bool = True  # False: plans stay as they were made, whatever the first steps measure
     verify_store: bool = False  # True: keep checksums of what is on nvme, and check whatever is read
     stage: int = 3  # of ZeRO: 3 divides parameters, gradients and states; 2 keeps compute copies; 1 reduces once a step
+    schedule: str | None = (
+        None  # "rounds": ranks have stages of the model, and compute them for all; None: ZeRO's stage
+    )
     reduce: str = "ordered"  # how gradients of several ranks are added: in the order of ranks, or "fast"
     gradient_divide_factor: float | None = None  # of the sum over ranks; None: their number
     capture: bool = True  # False: run the model's own forward eagerly, gathering as it goes
@@ -253,6 +256,7 @@ def make_config(
         remake_plan=_check_bool(given.get("remake_plan"), option="remake_plan") is not False,
         verify_store=_check_bool(given.get("verify_store"), option="verify_store") is True,
         stage=stage,
+        schedule=_check_schedule(given.get("schedule")),
         reduce=_check_reduce(given.get("reduce", "ordered")),
         gradient_divide_factor=_check_factor(given.get("gradient_divide_factor")),
         capture=_check_bool(given.get("capture"), option="capture") is not False,
@@ -434,6 +438,15 @@ def _check_stage(stage: object) -> int:
             "2 to keep whole compute copies on the device of each, 1 to also reduce gradients only once per step"
         )
     return int(stage)
+
+
+def _check_schedule(schedule: object) -> str | None:
+    if schedule not in (None, "rounds"):
+        raise ConfigError(
+            f"schedule={schedule!r} is not known; say 'rounds' to deal the stages of the model out to the ranks of one "
+            "machine, or leave it out, which shards every parameter (ZeRO)"
+        )
+    return None if schedule is None else str(schedule)
 
 
 def _check_reduce(reduce: object) -> str:

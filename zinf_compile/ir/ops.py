@@ -41,6 +41,12 @@ fake values, and never traced::
 
 ``runtime/execute/op_bodies.py`` implements them. An op with a schema and a fake traces, lints and plans without one.
 
+Between ranks that work in rounds, values and their gradients pass by two ops. A *token*, of no element, orders them, and
+their mirror images in backward: a value that is sent gets its gradient received, and the other way round::
+
+    token        = zinf::send(value, token, messages, number, rank, differentiable)
+    value, token = zinf::receive(token, messages, number, rank, differentiable, shape, dtype, device)
+
 Three have no body, since plans for tensor-parallel ranks are made ahead of the machine only. They stand for what Megatron's
 ranks exchange (https://arxiv.org/abs/1909.08053, section 3); the forward of the first and the backwards of the others do
 nothing or cut::
@@ -100,6 +106,11 @@ _LIBRARY.define(
 )
 _LIBRARY.define("scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor")
 _LIBRARY.define("run_segment(Tensor[] inputs, SymInt[] sizes, int segment) -> Tensor[]")
+_LIBRARY.define("send(Tensor value, Tensor token, int messages, int number, int rank, bool differentiable) -> Tensor")
+_LIBRARY.define(
+    "receive(Tensor token, int messages, int number, int rank, bool differentiable, SymInt[] shape, ScalarType dtype, "
+    "Device device) -> (Tensor, Tensor)"
+)
 _LIBRARY.define("enter_columns(Tensor x, int num_tensor_ranks) -> Tensor")
 _LIBRARY.define("all_reduce(Tensor x, int num_tensor_ranks) -> Tensor")
 _LIBRARY.define("all_gather_columns(Tensor x, int num_tensor_ranks, int size) -> Tensor")
@@ -123,6 +134,8 @@ LOGIT_SUMS_BACKWARD = torch.ops.zinf.logit_sums_backward.default
 WEIGH_LOGIT_SUMS = torch.ops.zinf.weigh_logit_sums.default
 SCALE_GRADIENT = torch.ops.zinf.scale_gradient.default
 RUN_SEGMENT = torch.ops.zinf.run_segment.default
+SEND = torch.ops.zinf.send.default
+RECEIVE = torch.ops.zinf.receive.default
 ENTER_COLUMNS = torch.ops.zinf.enter_columns.default
 ALL_REDUCE = torch.ops.zinf.all_reduce.default
 ALL_GATHER_COLUMNS = torch.ops.zinf.all_gather_columns.default
@@ -131,12 +144,13 @@ ALL_OPS = (
     *(GATHER, STORE_GRAD, ISSUE_GATHER, LAUNCH_GATHER, WAIT_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS),
     *(ARENA_VIEW, SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN, WAIT_SWAP_IN, READ_SWAPPED),
     *(LOGIT_SUMS, LOGIT_SUMS_BACKWARD, WEIGH_LOGIT_SUMS, SCALE_GRADIENT, RUN_SEGMENT),
+    *(SEND, RECEIVE),
 )
 
 # FX dead-code elimination deletes a node without users unless its target is known to have an effect.
 for _op in (
     *(STORE_GRAD, ISSUE_GATHER, LAUNCH_GATHER, RELEASE, SINK_GRAD, WAIT_SINKS),
-    *(SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN),
+    *(SWAP_OUT, WAIT_SWAP_OUT, ISSUE_SWAP_IN, SEND, RECEIVE),
 ):
     fx.node.has_side_effect(_op)
 
@@ -361,6 +375,59 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "zinf::weigh_logit_sums", _weigh_logit_sums_backward, setup_context=_weigh_logit_sums_setup_context, lib=_LIBRARY
 )
+
+
+@torch.library.register_fake("zinf::send", lib=_LIBRARY)
+def _send_fake(value: Tensor, token: Tensor, messages: int, number: int, rank: int, differentiable: bool) -> Tensor:
+    return torch.empty_like(token)
+
+
+@torch.library.register_fake("zinf::receive", lib=_LIBRARY)
+def _receive_fake(
+    token: Tensor,
+    messages: int,
+    number: int,
+    rank: int,
+    differentiable: bool,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty(shape, dtype=dtype, device=device), torch.empty_like(token)
+
+
+def _send_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    value, _, *ctx.message = inputs
+    ctx.like = tuple(value.shape), value.dtype, value.device
+
+
+def _send_backward(ctx: Any, on_token: Tensor) -> tuple[Tensor | None, ...]:
+    messages, number, rank, differentiable = ctx.message
+    if not differentiable:
+        return None, on_token, None, None, None, None
+    grad, token = torch.ops.zinf.receive(on_token, messages, gradient_of(number), rank, False, *ctx.like)
+    return grad, token, None, None, None, None
+
+
+def _receive_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, *ctx.message = inputs[:5]
+
+
+def _receive_backward(ctx: Any, on_value: Tensor, on_token: Tensor) -> tuple[Tensor | None, ...]:
+    messages, number, rank, differentiable = ctx.message
+    token = on_token
+    if differentiable:
+        token = torch.ops.zinf.send(on_value.contiguous(), on_token, messages, gradient_of(number), rank, False)
+    return token, None, None, None, None, None, None, None
+
+
+def gradient_of(number: int) -> int:
+    """Return the number of the message with the gradient of what message ``number`` has."""
+    return -1 - number
+
+
+torch.library.register_autograd("zinf::send", _send_backward, setup_context=_send_setup_context, lib=_LIBRARY)
+torch.library.register_autograd("zinf::receive", _receive_backward, setup_context=_receive_setup_context, lib=_LIBRARY)
 
 
 @torch.library.register_fake("zinf::enter_columns", lib=_LIBRARY)

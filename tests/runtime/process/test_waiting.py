@@ -15,12 +15,13 @@ from zinf_compile.runtime.process import waiting
 PACKAGE = Path(zinf_compile.__file__).parent
 # Calls that wait forever unless they get a timeout.
 _ENDLESS = {"wait", "wait_for", "result", "exception", "join", "get", "acquire"}
-# Device events, which have no timeout, collectives of users, which have that of their group; and waits through the helper
-# under the same name.
+# Device events, which have no timeout, messages between ranks and collectives of users, which have that of their group; and
+# waits through the helper under the same name.
 _ALLOWED = (
     *(
         "copy.event",
         "moving.mark",
+        "work",
         "grad",
         "origin",
         "timed.start",

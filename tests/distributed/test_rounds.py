@@ -1,0 +1,144 @@
+"""Ranks that work in rounds: each has stages of the model, and computes them for the batches of all."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zinf_compile
+from tests.distributed.workloads import (
+    Block,
+    Loop,
+    batch_of,
+    build_frozen,
+    check_at_rest,
+    optimize,
+    placements,
+    train_alone,
+)
+from tests.support.rank_pool import RankPool
+from tests.support.traces import Trace, assert_same
+from zinf_compile.runtime.params.remote import RemoteParameter
+
+
+class Deep(nn.Module):
+    """Five blocks, a table that follows from no parameter, a buffer, and a value that all later stages read."""
+
+    def __init__(self, *, width: int = 24, vocabulary: int = 51) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(5))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss and the logits."""
+        places = torch.arange(tokens.shape[-1], device=tokens.device) / 10
+        first = hidden = self.embed(tokens) + places.sin()[:, None]
+        for block in self.blocks:
+            hidden = block(hidden) * self.scale + first
+        logits = self.head(self.norm(hidden))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+
+class Loss(nn.Module):
+    """A Deep that returns its loss only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = Deep()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss."""
+        loss: Tensor = self.deep(tokens, targets)[0]
+        return loss
+
+
+def build_deep() -> nn.Module:
+    """Return a Loss, the same on every rank."""
+    torch.manual_seed(0)
+    return Loss()
+
+
+LOOPS = {
+    "ordinary": Loop(),
+    "deep": Loop(build=build_deep),
+    "clipped": Loop(build=build_deep, clip=0.5),
+    "accumulated": Loop(num_steps=2, num_accumulated=2),
+    "frozen": Loop(build=build_frozen),
+    "momentum": Loop(optimizer="SGD", optimizer_options={"lr": 0.1, "momentum": 0.9}),
+    "whole": Loop(optimizer="Adafactor", optimizer_options={"lr": 0.1}),
+    "summed": Loop(divide_by=1),
+}
+
+
+def train_in_rounds(loop: Loop, options: Mapping[str, Any]) -> Trace:
+    """Return the numbers of a rank: its losses, and gradients, parameters and states that it has. Called on each rank."""
+    model = optimize(loop.build(), {**options, "schedule": "rounds"})
+    optimizer = loop.make_optimizer(model)
+    trace = Trace()
+    for step in range(loop.num_steps):
+        for micro in range(loop.num_accumulated):
+            loss = model(**batch_of(step * loop.num_accumulated + micro, dist.get_rank()))
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+        if loop.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), loop.clip)
+        mine = {name: each for name, each in model.named_parameters() if not isinstance(each, RemoteParameter)}
+        trace.gradients.append({name: None if each.grad is None else each.grad.clone() for name, each in mine.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            trace.parameters.append({name: each.clone() for name, each in mine.items()})
+        trace.buffers.append({name: each.clone() for name, each in model.named_buffers() if dist.get_rank() == 0})
+        states = optimizer.state_dict()["state"]
+        trace.states.append(
+            {f"{index} {key}": value.clone() for index, state in states.items() for key, value in state.items()}
+        )
+    check_at_rest(model)
+    zinf_compile.close(model)
+    return trace
+
+
+def joined(traces: Sequence[Trace], plain: Trace) -> Trace:
+    """Return the numbers of all ranks as those of one, which must have each number once."""
+    whole = Trace(losses=[loss for losses in zip(*(trace.losses for trace in traces), strict=True) for loss in losses])
+    for kind in ("gradients", "parameters", "buffers", "states"):
+        for records in zip(*(getattr(trace, kind) for trace in traces), strict=True):
+            assert sum(map(len, records)) == len({name for record in records for name in record})
+            order = list(getattr(plain, kind)[0])
+            both = {name: value for record in records for name, value in record.items()}
+            getattr(whole, kind).append(dict(sorted(both.items(), key=lambda item: order.index(item[0]))))
+    return whole
+
+
+@pytest.mark.parametrize("placement", ["nvme", pytest.param("resident", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *("ordinary", "clipped", "frozen"),
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in ("deep", "accumulated", "momentum", "whole", "summed")
+        ),
+    ],
+)
+def test_two_ranks(loop: str, placement: str, two: RankPool, tmp_path: Path) -> None:
+    options = dict(placements(str(tmp_path))[placement])
+    if LOOPS[loop].divide_by is not None:
+        options["gradient_divide_factor"] = LOOPS[loop].divide_by
+    plain = train_alone(LOOPS[loop], 2)
+    assert_same(joined(two.run(train_in_rounds, LOOPS[loop], options), plain), plain)
+
+
+@pytest.mark.parametrize("loop", ["clipped", pytest.param("ordinary", marks=pytest.mark.long)])
+def test_three_ranks(loop: str, three: RankPool, tmp_path: Path) -> None:
+    plain = train_alone(LOOPS[loop], 3)
+    given = placements(str(tmp_path))["nvme"]
+    assert_same(joined(three.run(train_in_rounds, LOOPS[loop], given), plain), plain)

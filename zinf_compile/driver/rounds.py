@@ -1,0 +1,198 @@
+"""Ranks that work in rounds: one batch of each rank goes through all stages, and each rank has the parameters of its own.
+
+What a rank stores, plans, runs and updates is what a process would that trains its stages alone, on all batches. What is
+between stages passes from rank to rank (``runtime/ranks/messages.py``).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch.nn import Module, Parameter
+
+from zinf_compile.ir.config import Config
+from zinf_compile.ir.errors import ConfigError, UnsupportedError
+from zinf_compile.passes.analysis.modules import block_of, is_repeated
+from zinf_compile.passes.contract import RoundInputs
+from zinf_compile.passes.fx_edit import copy_graph_module
+from zinf_compile.passes.pipeline import work_in_rounds
+from zinf_compile.passes.planner.schedule.rounds import Deal, Dealt, deal_stages
+from zinf_compile.passes.transforms.prepare.work_in_rounds import find_gathered
+from zinf_compile.runtime.params.numbers import new_id
+from zinf_compile.runtime.params.remote import Elsewhere, RemoteParameter
+from zinf_compile.runtime.ranks.messages import Messages
+from zinf_compile.runtime.ranks.ranks import Ranks, Worker, hash_of
+from zinf_compile.runtime.store.store import Store
+
+T = TypeVar("T")
+
+
+def check_rounds(config: Config, ranks: Ranks, *, has_init: bool, is_distributed: bool) -> None:
+    """Raise ConfigError or UnsupportedError for what does not go with ``schedule="rounds"``."""
+    if ranks.is_alone:
+        raise ConfigError(
+            "schedule='rounds' deals the stages of a model out to ranks, and this process trains alone; start several with "
+            "torchrun and call torch.distributed.init_process_group() first, or leave it out"
+        )
+    if ranks.num_replicas > 1:
+        raise ConfigError(
+            f"schedule='rounds' takes a mesh of one dimension, and this one has {ranks.num_replicas} replicas; give one "
+            "dimension of it, or leave schedule out"
+        )
+    refused = {
+        "init": has_init,
+        "a model with DTensors": is_distributed,
+        "capture=False": not config.capture,
+        f"device={config.device!r}": config.device != "cpu",
+        f"stage={config.stage}": config.stage != 3,
+        "step_in_backward=True": config.step_in_backward,
+    }
+    for what, is_given in refused.items():
+        if is_given:
+            raise UnsupportedError(
+                f"schedule='rounds' does not go with {what} in this version; leave one of them out: without schedule the "
+                "model is sharded (ZeRO stage 3)"
+            )
+
+
+class Rounds:
+    """The rounds of one model."""
+
+    def __init__(self, model: Module, parameters: Mapping[str, Parameter], ranks: Ranks, factor: float | None) -> None:
+        """Decide which rank has which of the parameters. Changes nothing yet. ``factor`` divides gradients."""
+        self._factor = factor
+        self.ranks, self.worker = ranks, Worker(ranks)
+        self.messages = Messages(ranks)
+        self.deal: Deal = deal_stages(
+            [Dealt(name, _repeated_block(name), each.numel()) for name, each in parameters.items()],
+            ranks.size,
+        )
+        owners = self.deal.owners
+        self.mine = {name: each for name, each in parameters.items() if owners[name] == ranks.rank}
+        self.elsewhere = Elsewhere(ranks=ranks, mine=self.mine)
+        self._numbers = {name: new_id() for name in parameters if name not in self.mine}
+        self._owners = {name: owners[name] for name in parameters}
+        self._given = {id(each): name for name, each in parameters.items()}
+        self.remote: dict[str, RemoteParameter] = {}
+        self._model = model
+
+    def take_place(self) -> list[tuple[Module, str, Parameter]]:
+        """Register remote parameters in the place of those of other ranks; return where those were."""
+        replaced = []
+        for module in self._model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is None or (name := self._given.get(id(parameter))) is None or name in self.mine:
+                    continue
+                if name not in self.remote:
+                    self.remote[name] = RemoteParameter.in_place_of(
+                        parameter, name, self._owners[name], self._numbers[name], self.elsewhere
+                    )
+                replaced.append((module, key, parameter))
+                module._parameters[key] = self.remote[name]
+        return replaced
+
+    @property
+    def divisor(self) -> float:
+        """Return what the sum of the gradients of all batches is divided by."""
+        return self._factor or float(self.ranks.size)
+
+    def do_alike(self, what: str, call: Callable[[], T]) -> T:
+        """Call what may raise on some ranks only; then it raises on all."""
+        return self.ranks.do_alike(what, call)
+
+    def bind(self, store: Store, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> "BoundRounds":
+        """Return the graph of this rank's stages, from that of the model."""
+        buffers = {id(buffer) for buffer in self._model.buffers()}
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        shared = []
+        for node, value in zip(placeholders, inputs, strict=True):
+            if value is store.anchor or value is store.frozen_anchor or id(value) in buffers:
+                shared.append(node.name)
+            elif not isinstance(value, Tensor) or value.requires_grad:
+                raise UnsupportedError(
+                    f"the input '{node.name}' of the model {_describe_input(value)}, and with schedule='rounds' every rank "
+                    "gets the inputs of all: pass tensors that need no gradient, of the same shapes on each"
+                )
+        remote = {each.number: each.rank for each in self.remote.values()}
+        given = RoundInputs(
+            owners={number: remote.get(number, self.ranks.rank) for number in find_gathered(graph_module.graph)},
+            shared=frozenset(shared),
+            rank=self.ranks.rank,
+            num_ranks=self.ranks.size,
+            messages=self.messages.number,
+        )
+        graph_module = copy_graph_module(graph_module)  # Dynamo still uses the original
+        work_in_rounds(graph_module, given)
+        numbers = [number for number, node in enumerate(placeholders) if node.name not in given.shared]
+        bound = BoundRounds(self, graph_module, numbers, len(placeholders))
+        bound.inputs = bound.spread(inputs, [[inputs[number] for number in numbers]] * self.ranks.size)
+        return bound
+
+    def note_backward(self) -> None:
+        """Show that every rank computes gradients of its parameters."""
+        for each in self.remote.values():
+            each.note_gradient()
+
+
+class BoundRounds:
+    """A graph of this rank's stages, and what it is called with."""
+
+    def __init__(self, rounds: Rounds, graph_module: fx.GraphModule, numbers: Sequence[int], num_inputs: int) -> None:
+        """``numbers`` are the inputs of the model's graph of which ranks have different ones."""
+        self.graph_module = graph_module
+        self.inputs: list[Tensor] = []
+        self._rounds, self._numbers, self._num_inputs = rounds, frozenset(numbers), num_inputs
+        self._leaf = torch.empty(0, requires_grad=True)
+
+    def spread(self, args: Sequence[Any], given: Sequence[Sequence[Tensor]]) -> list[Any]:
+        """Return the inputs of the graph from this rank's own and those of all ranks."""
+        spread, of_ranks = [self._leaf], zip(*given, strict=True)
+        for number, arg in enumerate(args):
+            spread += next(of_ranks) if number in self._numbers else (arg,)
+        return spread
+
+    def arguments(self, args: Sequence[Any]) -> list[Any]:
+        """Return what to call the graph with, for the batches of all ranks. All ranks call this at the same time."""
+        ranks, mine = self._rounds.ranks, [args[number] for number in sorted(self._numbers)]
+        shapes = "; ".join(f"{tuple(each.shape)} {each.dtype}" for each in mine)
+        kind = "training" if torch.is_grad_enabled() else "no gradients"
+        ranks.meet(f"a forward in rounds, {kind}, of inputs {shapes}"[:_MOST] + f" {hash_of(shapes.encode()):x}")
+        spread = self.spread(args, self._rounds.messages.share("the inputs of all ranks", mine))
+        if torch.is_grad_enabled():
+            apply: Callable[..., Tensor] = _Backward.apply
+            spread[0] = apply(self._leaf, self._rounds)
+        return spread
+
+    def results(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Return what the model's graph returns, for this rank's batch."""
+        *results, _ = outputs
+        return results
+
+
+_MOST = 120  # characters of shapes in a message that ranks compare
+
+
+class _Backward(torch.autograd.Function):
+    """The first token of a run: its gradient is complete when all of this rank's stages are."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, rounds: Rounds) -> Tensor:
+        """Return a token."""
+        ctx.rounds = rounds
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[None, None]:
+        """Note that gradients are there."""
+        ctx.rounds.note_backward()
+        return None, None
+
+
+def _describe_input(value: object) -> str:
+    return "needs a gradient" if isinstance(value, Tensor) else f"is of type {type(value).__name__}"
+
+
+def _repeated_block(name: str) -> str:
+    block = block_of(name)
+    return block if is_repeated(block) else ""
