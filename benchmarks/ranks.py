@@ -13,7 +13,10 @@ turns. Prints one JSON line a contestant, with the median of all steps:
 ``fsdp2``     ``fully_shard`` of every block with ``CPUOffloadPolicy``, eager.
 ``compiled``  the same, with ``torch.compile`` of every block.
 ``alone``     this library in one process with as many threads as there are ranks, on the tokens of all ranks.
+``rounds``    as ``zinf``, with ``schedule="rounds"``: each rank has half of the stages, and computes them for both batches.
 ``nvme``      as ``zinf``, with ``--nvme-device-mib`` and ``--nvme-host-mib``, too little for the states: they are on disk.
+``rounds-nvme``, ``alone-nvme``  as ``rounds`` and ``alone``, with these budgets (those of all ranks together for ``alone``).
+              ``moved``: bytes a step over each route between tiers, of all ranks together.
 ``deepspeed`` DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, by ``benchmarks/peers``, where ``--peer`` names the
               python of an environment that has it. In float32 its optimizer keeps a master copy beside the parameters.
 """
@@ -78,8 +81,9 @@ def _zinf(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> dic
     state_bytes = _MASTER_BYTES + 3 * dtype.itemsize  # a compute copy, a gradient, and room to add to it
     budget = int(state_bytes * num_parameters / num_ranks * args.share)
     device = args.device_mib * 2**20 or dtype.itemsize * num_parameters + budget // 2 + 2**28
-    if name == "nvme":
-        device, budget = args.nvme_device_mib * 2**20, args.nvme_host_mib * 2**20
+    if name.endswith("nvme"):
+        each = args.ranks // num_ranks
+        device, budget = each * args.nvme_device_mib * 2**20, each * args.nvme_host_mib * 2**20
     zinf_compile.optimize(
         model,
         device_memory=device,
@@ -87,12 +91,15 @@ def _zinf(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> dic
         nvme=args.nvme,
         compute_dtype=dtype,
         compute=args.compute,
+        schedule="rounds" if name.startswith("rounds") else None,
     )
-    store = store_of(record_of(next(model.parameters())))
+    store = store_of(next(record for each in model.parameters() if (record := record_of(each)) is not None))
+    before = dict(store.meter.moved)
     seconds = _train(model, rank, args.sequences // num_ranks, args.seq)
     zinf_compile.synchronize(model)
     report = zinf_compile.report(model)
     steps = _WARM_UP + _STEPS
+    moved = {route: (nbytes - before.get(route, 0)) / steps for route, nbytes in store.meter.moved}
     resident = sum(item.compute_nbytes for item in report.plans[0].placements if item.compute == "device")
     streamed = dtype.itemsize * num_parameters - resident
     result = {
@@ -101,6 +108,7 @@ def _zinf(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> dic
         "on disk": sum(
             slot.nbytes for record in store.records.values() for slot in record.slots if slot.tier is Tier.NVME
         ),
+        "moved": _sum_over_ranks(moved, num_ranks),
         "device": [report.tiers[0].measured_peak, report.tiers[0].predicted_peak],
         "stalled": sum(stall.seconds for stall in report.stalls if "all-gather" in stall.transfer) / steps,
         "gathered": store.meter.collectives["all-gather"] / steps,
@@ -110,6 +118,15 @@ def _zinf(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> dic
     }
     zinf_compile.close(model)
     return result
+
+
+def _sum_over_ranks(numbers: dict[str, float], num_ranks: int) -> dict[str, int]:
+    of_ranks: list[Any] = [numbers]
+    if num_ranks > 1:
+        of_ranks = [None] * num_ranks
+        dist.all_gather_object(of_ranks, numbers)
+    routes = sorted({route for each in of_ranks for route in each})
+    return {route: round(sum(each.get(route, 0) for each in of_ranks)) for route in routes}
 
 
 def _fsdp2(name: str, args: argparse.Namespace, rank: int, num_ranks: int) -> dict[str, Any]:
@@ -134,7 +151,10 @@ _CONTESTANTS: dict[str, Callable[[str, argparse.Namespace, int, int], dict[str, 
     "fsdp2": _fsdp2,
     "compiled": _fsdp2,
     "alone": _zinf,
+    "rounds": _zinf,
     "nvme": _zinf,
+    "rounds-nvme": _zinf,
+    "alone-nvme": _zinf,
 }
 
 
@@ -203,7 +223,7 @@ def main() -> None:
             if name == "deepspeed":
                 found.setdefault(name, []).append(_deepspeed(args))
                 continue
-            num_ranks = 1 if name == "alone" else args.ranks
+            num_ranks = 1 if name.startswith("alone") else args.ranks
             args.rendezvous = str(Path(args.nvme).resolve() / f".rendezvous-{os.getpid()}-{turn}-{name}")
             results = context.SimpleQueue()
             mp.spawn(_run, args=(name, num_ranks, args, results), nprocs=num_ranks)

@@ -45,9 +45,14 @@ class _Starter:
         self._dtypes = {node_facts(node).parameter: node.args[3] for node in self._nodes if node.target is GATHER}
         self._tickets: dict[Transfer, fx.Node] = {}
         self._bound: dict[tuple[fx.Node, Transfer], fx.Node] = {}
+        exchanged = sorted(inputs.plan.gathers, key=lambda each: (each.launched_at, each.need_by))
+        self._exchanged = {transfer: number for number, transfer in enumerate(exchanged)}
 
     def run(self) -> None:
-        """Issue every gather whose ticks are in this graph, then bind every reader to the transfer that covers it."""
+        """Issue every gather whose ticks are in this graph, then bind every reader to the transfer that covers it.
+
+        A reader of several transfers waits for them in the order in which ranks exchange their shards.
+        """
         first, last = self._ticks[0], self._ticks[-1]
         for transfer in self._inputs.plan.gathers:
             if first <= transfer.need_by <= last:
@@ -58,9 +63,9 @@ class _Starter:
             # arena's bytes.
             if node in streamed or node.op == "output":
                 continue
-            for used in node.all_input_nodes:
-                if used in streamed:
-                    node.replace_input_with(used, self._bind(used, self._covering(streamed[used], node), node))
+            read = [(self._covering(streamed[used], node), used) for used in node.all_input_nodes if used in streamed]
+            for transfer, used in sorted(read, key=lambda pair: self._exchanged[pair[0]]):
+                node.replace_input_with(used, self._bind(used, transfer, node))
         for node in reversed(self._nodes):
             if node in streamed and not node.users:
                 self._graph.erase_node(node)

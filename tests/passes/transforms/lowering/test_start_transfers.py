@@ -41,6 +41,21 @@ return mm
     )
 
 
+def test_an_op_waits_for_its_transfers_in_the_order_in_which_ranks_exchange_them(
+    trace: Function, lower: Function, gather: Function, make_transfer: Function
+) -> None:
+    def forward(anchor: Tensor, x: Tensor) -> Tensor:
+        a, b = gather(anchor, "a", 4, 4), gather(anchor, "b", 4, 4)
+        return torch.addmm(b, x, a)
+
+    graph_module = trace(forward, (4, 4))  # anchor 0, x 1, gathers 2 and 3, addmm 4
+    transfers = [
+        make_transfer({name: offset}, issue=2, need_by=4, release=5) for name, offset in (("a", 0), ("b", 4096))
+    ]
+    text = lower(graph_module, [START_TRANSFERS], transfers)  # the op reads b first
+    assert [line.partition(" ")[0] for line in text.splitlines() if "wait_gather" in line] == ["a", "b"]
+
+
 def test_views_are_made_again_in_each_residency(
     trace: Function, lower: Function, gather: Function, make_transfer: Function
 ) -> None:
