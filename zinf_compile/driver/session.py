@@ -33,7 +33,7 @@ from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_el
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import check_file, place_unfrozen, plan_placement
 from zinf_compile.passes.planner.simulator.simulate import simulate
-from zinf_compile.passes.transforms.prepare.work_in_rounds import find_gathered
+from zinf_compile.passes.transforms.prepare.work_in_rounds import count_under_way, find_gathered
 from zinf_compile.runtime.calibration.calibrate import measure_hardware, with_coded_states, with_rows
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.calibration.measured import find_measured
@@ -412,6 +412,8 @@ class Session:
         ranks.meet(f"planning {name} in {len(tiled.numbers)} tiles, {hash_of(tiled.cut.encode()):016x}")
         cache = kernel_cache_nbytes() if self.config.memory.unified else 0  # of oneDNN
         opened = self.store.open_forwards.nbytes_beside(storages_of(inputs))
+        if self.rounds is not None:
+            opened += count_under_way(tiled.graph_module.graph, self.rounds.ranks.size)
         cache, opened = ranks.largest("memory beside a plan", cache, opened)  # so that all choose the same tiles
         return GraphPlanner(
             name,

@@ -74,6 +74,12 @@ def find_gathered(graph: fx.Graph) -> list[int]:
     return [node.args[1] for node in graph.nodes if node.op == "call_function" and node.target in _GATHERS]
 
 
+def count_under_way(graph: fx.Graph, num_ranks: int) -> int:
+    """Return the bytes of messages of a rank that are under way at once, at most: a copy of one of each batch is kept."""
+    sent = [value_of(node.args[0]) for node in graph.nodes if node.target is SEND]
+    return num_ranks * max((value.nbytes for value in sent if isinstance(value, Tensor)), default=0)
+
+
 class _Rounds:
     """The graph of one rank, from that of the model."""
 
