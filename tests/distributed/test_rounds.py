@@ -142,3 +142,43 @@ def test_three_ranks(loop: str, three: RankPool, tmp_path: Path) -> None:
     plain = train_alone(LOOPS[loop], 3)
     given = placements(str(tmp_path))["nvme"]
     assert_same(joined(three.run(train_in_rounds, LOOPS[loop], given), plain), plain)
+
+
+def count_read(options: Mapping[str, Any], schedule: str | None) -> tuple[int, int]:
+    """Return the bytes that one step brings to this rank's device, and those of the weights that it brings. On each rank.
+
+    Without a schedule in one process, on the batches of both ranks.
+    """
+    torch.manual_seed(0)
+    model: nn.Module = Deep(width=128)
+    model = optimize(model, {**options, **({} if schedule is None else {"schedule": schedule})})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    moved = []
+    for step in range(3):
+        batches = [batch_of(step, rank) for rank in range(2)]
+        batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+        model(**(batch if schedule is None else batches[dist.get_rank()]))[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zinf_compile.synchronize(model)
+        moved.append(sum(each.nbytes for each in zinf_compile.report(model).moved if each.route == "nvme -> device"))
+    (plan,) = zinf_compile.report(model).plans
+    weights = sum(placement.compute_nbytes for placement in plan.placements if placement.compute == "nvme")
+    zinf_compile.close(model)
+    return moved[2] - moved[1], weights
+
+
+def test_each_weight_goes_to_one_device(two: RankPool, tmp_path: Path) -> None:
+    options = {
+        "compute": "aten",
+        "reserve_memory": 0,
+        "nvme": str(tmp_path),
+        "host_memory": 520 * 2**10,
+        "recompute": False,
+        "remake_plan": False,
+    }
+    moved, weights = count_read({**options, "device_memory": 2200 * 2**10}, None)
+    assert 1.05 * 2 * weights >= moved >= 2 * weights > 2**20  # forward and backward, in whole sectors
+    in_rounds = two.run(count_read, {**options, "device_memory": 3300 * 2**10}, "rounds")
+    moved, weights = (sum(of_ranks) for of_ranks in zip(*in_rounds, strict=True))
+    assert 1.05 * 2 * weights >= moved >= 2 * weights > 2**20  # of both ranks together
