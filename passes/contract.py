@@ -78,7 +78,7 @@ class RoundInputs:
     shared: Container[str]  # placeholders of what every rank has alike, such as anchors and buffers
     rank: int
     num_ranks: int
-    messages: int  # the number under which the runtime knows what passes messages between ranks
+    store_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

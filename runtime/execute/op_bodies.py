@@ -13,7 +13,6 @@ from zinf_compile.runtime.execute.logit_sums import logit_sums, logit_sums_backw
 from zinf_compile.runtime.execute.segments import run_segment
 from zinf_compile.runtime.params.numbers import find_record
 from zinf_compile.runtime.process.interrupts import without_interrupts
-from zinf_compile.runtime.ranks.messages import find_messages
 from zinf_compile.runtime.storage.slots import torch_dtype
 from zinf_compile.runtime.store.store import find_store
 
@@ -145,15 +144,19 @@ def read_swapped(
     return flat.as_strided(tuple(shape), tuple(stride), storage_offset)
 
 
-def send(value: Tensor, token: Tensor, messages: int, number: int, rank: int, differentiable: bool) -> Tensor:
+def send(value: Tensor, token: Tensor, store: int, number: int, rank: int, differentiable: bool) -> Tensor:
     """Start sending a value to another rank. The caller may reuse its bytes at once: what is sent is a copy."""
-    find_messages(messages).send(value.detach().clone(memory_format=torch.contiguous_format), number, rank)
+    owner = find_store(store)
+    assert owner.messages is not None
+    here = torch.empty(value.numel(), dtype=value.dtype, device="cpu")
+    left = owner.tensor_io.copy_out(value, here, f"message {number}", Tier.DEVICE)
+    owner.messages.send(here, number, rank, behind=left)
     return torch.empty_like(token)
 
 
 def receive(
     token: Tensor,
-    messages: int,
+    store: int,
     number: int,
     rank: int,
     differentiable: bool,
@@ -162,8 +165,14 @@ def receive(
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Return a value from another rank; blocks until it is there."""
-    value = torch.empty(tuple(shape), dtype=dtype, device=device)
-    find_messages(messages).receive(value, number, rank)
+    owner = find_store(store)
+    assert owner.messages is not None
+    value, link = owner.memory.new_value(torch.Size(shape), dtype), owner.tensor_io.link
+    here = torch.empty(value.shape, dtype=dtype, device="cpu") if link.is_crossed else value
+    owner.messages.receive(here, number, rank)
+    if link.is_crossed and value.numel():
+        flat = [each.view(-1).view(torch.uint8) for each in (here, value)]
+        link.join(link.bring(*flat, behind=link.mark()).event)
     return value, torch.empty_like(token)
 
 

@@ -2,12 +2,10 @@
 
 A send returns at once; what it reads is kept until it has arrived. A receive blocks until the message is there. Messages
 have numbers, so that each finds its receiver in any order. Gloo closes a connection if somebody stops waiting for a message:
-two threads wait for what was sent and for what is to come, and whoever needs it looks meanwhile whether another rank has
-failed.
+threads wait for what was sent and for what is to come, and whoever needs it looks meanwhile whether another rank has
+failed. Messages pass from host memory to host memory.
 """
 
-import itertools
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,11 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zinf_compile.ir.errors import StoreError
-from zinf_compile.runtime.ranks.ranks import Ranks, group_of
-
-_numbers = itertools.count()
-_known: "weakref.WeakValueDictionary[int, Messages]" = weakref.WeakValueDictionary()
+from zinf_compile.runtime.process.waiting import future_result
+from zinf_compile.runtime.ranks.ranks import Collective, Ranks, all_gather_single, group_of
 
 
 class Messages:
@@ -28,25 +23,38 @@ class Messages:
 
     def __init__(self, ranks: Ranks) -> None:
         assert ranks.mesh is not None
-        self.ranks, self.number = ranks, next(_numbers)
-        self.sent_nbytes = 0
+        self.ranks = ranks
         self._members: list[int] = ranks.mesh.mesh.flatten().tolist()
-        self._group = group_of("messages", self._members, ranks.timeout_seconds)
-        self._sending, self._receiving = (ThreadPoolExecutor(1, f"zinf {what}") for what in ("sends", "receives"))
+        self._group = group_of("messages", self._members, ranks.timeout_seconds, backend="gloo")
+        purposes = ("departures", "sends", "receives")
+        self._pools = tuple(ThreadPoolExecutor(1, f"zinf {purpose}") for purpose in purposes)
+        self._departures, self._sends, self._receives = self._pools
         self._sent: deque[Future[None]] = deque()
-        _known[self.number] = self
 
-    def send(self, value: Tensor, number: int, rank: int) -> None:
-        """Start sending a contiguous value, which nobody changes until it has arrived, to another rank. Returns at once."""
+    def send(self, value: Tensor, number: int, rank: int, *, behind: Sequence[Future[None]] = ()) -> None:
+        """Start sending a contiguous value to another rank, once ``behind`` is done. Returns at once.
+
+        Nobody changes the value until it has arrived.
+        """
         self.ranks.check_together()
         while self._sent and self._sent[0].done():
             self.ranks.wait_for_message(self._sent.popleft(), "a message that was sent")
         if value.numel() == 0:
             return
+        if behind:
+            self._sent.append(self._departures.submit(self._depart_behind, behind, value, number, rank))
+        else:
+            self._depart(value, number, rank)
+
+    def _depart_behind(self, behind: Sequence[Future[None]], value: Tensor, number: int, rank: int) -> None:
+        for copied in behind:
+            future_result(copied, f"the copy of message {number} to host memory")
+        self._depart(value, number, rank)
+
+    def _depart(self, value: Tensor, number: int, rank: int) -> None:
         with self.ranks.raising(f"message {number} to rank {rank}"):
             work = dist.isend(_as_bytes(value), group=self._group, group_dst=rank, tag=_tag_of(number))
-        self.sent_nbytes += value.nbytes
-        self._sent.append(self._sending.submit(_arrive, work, value))
+        self._sent.append(self._sends.submit(_arrive, work, value))
 
     def receive(self, into: Tensor, number: int, rank: int) -> None:
         """Receive a value from another rank into a contiguous tensor; blocks. RankError if that rank has failed."""
@@ -56,37 +64,26 @@ class Messages:
         name = f"message {number} from rank {rank}"
         with self.ranks.raising(name):
             work = dist.irecv(_as_bytes(into), group=self._group, group_src=rank, tag=_tag_of(number))
-        self.ranks.wait_for_message(self._receiving.submit(_arrive, work, into), name)
-
-    def finish(self) -> None:
-        """Block until everything that was sent has arrived."""
-        while self._sent:
-            self.ranks.wait_for_message(self._sent.popleft(), "the arrival of what was sent")
+        self.ranks.wait_for_message(self._receives.submit(_arrive, work, into), name)
 
     def close(self) -> None:
         """Let the threads end once nothing is under way."""
-        for pool in (self._sending, self._receiving):
+        for pool in self._pools:
             pool.shutdown(wait=False)
 
     def share(self, what: str, mine: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return what each rank gave, in the order of ranks: tensors of the same shapes and dtypes on each."""
         shared: list[list[Tensor]] = [[] for _ in self._members]
         for tensor in mine:
-            flat = _as_bytes(tensor.detach().contiguous())
-            whole = flat.new_empty(flat.numel() * len(self._members))
+            flat = _as_bytes(tensor.detach().contiguous().cpu())
+            whole = flat.new_empty(len(self._members), flat.numel())
             if flat.numel():
-                self.ranks.wait(self.ranks.all_gather(what, [flat], [whole]))
-            for rank, part in enumerate(whole.chunk(len(self._members)) if flat.numel() else [flat] * len(shared)):
-                shared[rank].append(part.view(tensor.dtype).view(tensor.shape))
+                with self.ranks.raising(what):
+                    work = all_gather_single(whole.view(-1), flat, group=self._group, async_op=True)
+                self.ranks.wait(Collective(name=what, works=(work,), tensors=(flat, whole)))
+            for given, part in zip(shared, whole, strict=True):
+                given.append(part.view(tensor.dtype).view(tensor.shape).to(tensor.device))
         return shared
-
-
-def find_messages(number: int) -> Messages:
-    """Return the messages that an op names; StoreError after its model is gone."""
-    found = _known.get(number)
-    if found is None:
-        raise StoreError(f"messages number {number} belong to a model that no longer exists")
-    return found
 
 
 def _arrive(work: "dist.Work | None", value: Tensor) -> None:

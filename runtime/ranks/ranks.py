@@ -51,7 +51,7 @@ _SHORT_SECONDS = 1.0  # waits shorter than that ask nobody
 _SLACK = timedelta(minutes=1)  # after our timeout, which names the ranks that are missing, groups have their own
 _TIMED_OUT = "Operation timed out"  # how torch.distributed says that ``wait`` returned before the work was done
 # Newer versions of torch call these otherwise.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 # Between two ranks on one machine a MiB takes gloo 0.8 ms alone and 2.3 ms coalesced, and each collective 0.8 ms.
 _GATHERED_ALONE_NBYTES = 2**19
@@ -134,13 +134,13 @@ class Ranks:
             copies = self.backend_of(shards[0].device) == "gloo"
             for shard, whole in zip(shards, wholes, strict=True):
                 if copies and (whole.nbytes >= _GATHERED_ALONE_NBYTES or whole.is_cuda):
-                    works.append(_all_gather(whole, shard, group=group, async_op=True))
+                    works.append(all_gather_single(whole, shard, group=group, async_op=True))
                 else:
                     together.append((shard, whole))
             if together:
                 with _coalescing_manager(group, async_ops=True) as manager:
                     for shard, whole in together:
-                        _all_gather(whole, shard, group=group)
+                        all_gather_single(whole, shard, group=group)
                 works += manager.works
         return Collective(name=name, works=tuple(works), tensors=(*shards, *wholes))
 
@@ -337,7 +337,7 @@ class Ranks:
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             given = torch.empty(self.mesh_size, len(mine), dtype=torch.uint8, device="cpu")
             with self.raising(what):
-                work = _all_gather(given.view(-1), sent, group=self._control, async_op=True)
+                work = all_gather_single(given.view(-1), sent, group=self._control, async_op=True)
             self.wait(Collective(name=what, works=(work,), tensors=(sent, given)))
             return [given[place].numpy().tobytes() for place in self._places]
 

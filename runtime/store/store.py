@@ -33,6 +33,7 @@ from zinf_compile.runtime.process.failure import REMEDY, describe_error, describ
 from zinf_compile.runtime.process.forking import has_ended, leave_when_forked, touch_pages
 from zinf_compile.runtime.process.interrupts import uninterrupted, without_interrupts
 from zinf_compile.runtime.process.waiting import holding, wait_future
+from zinf_compile.runtime.ranks.messages import Messages
 from zinf_compile.runtime.ranks.ranks import ALONE, Collective, Ranks, is_grouped
 from zinf_compile.runtime.ranks.reductions import Reductions
 from zinf_compile.runtime.storage.arena import Arena
@@ -88,6 +89,7 @@ class Store:
         """``ranks`` train the model together: this store holds the shards of one of them."""
         self.config = config
         self.ranks = ranks
+        self.messages: Messages | None = None  # between ranks that work in rounds
         self.store_id = new_id()
         self.session: Owner | None = None
         self.anchor, self.frozen_anchor = make_anchor(requires_grad=True), make_anchor(requires_grad=False)

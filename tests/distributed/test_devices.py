@@ -14,6 +14,8 @@ import torch
 import zinf_compile
 from tests.distributed.test_owners import LOOPS as OWNED_LOOPS
 from tests.distributed.test_parity import LOOPS as PARITY_LOOPS
+from tests.distributed.test_rounds import LOOPS as LOOPS_IN_ROUNDS
+from tests.distributed.test_rounds import joined, train_in_rounds
 from tests.distributed.workloads import (
     KIB,
     TILES,
@@ -64,6 +66,19 @@ def test_two_ranks(loop: str, placement: str, two: RankPool, tmp_path: Path) -> 
         assert_same(ours, of_rank(plain, rank, 2))
         assert (num_gathers > 0) == (placement == "nvme")
         assert num_reductions > 0
+
+
+def train_in_rounds_on_devices(loop: Loop, options: Mapping[str, Any]) -> Trace:
+    """Return the numbers of a rank that works in rounds with a fake device."""
+    with on_fake_device():
+        return train_in_rounds(loop, {**options, "device": "cuda"})
+
+
+@pytest.mark.parametrize("loop", ["clipped", pytest.param("ordinary", marks=pytest.mark.long)])
+def test_two_ranks_in_rounds(loop: str, two: RankPool, tmp_path: Path) -> None:
+    plain = train_alone(LOOPS_IN_ROUNDS[loop], 2)
+    options = options_of("nvme", tmp_path) | {"device_memory": 1024 * KIB}
+    assert_same(joined(two.run(train_in_rounds_on_devices, LOOPS_IN_ROUNDS[loop], options), plain), plain)
 
 
 @pytest.mark.long

@@ -44,7 +44,6 @@ def check_rounds(config: Config, ranks: Ranks, *, has_init: bool, is_distributed
         "init": has_init,
         "a model with DTensors": is_distributed,
         "capture=False": not config.capture,
-        f"device={config.device!r}": config.device != "cpu",
         f"stage={config.stage}": config.stage != 3,
         "step_in_backward=True": config.step_in_backward,
     }
@@ -120,7 +119,7 @@ class Rounds:
             shared=frozenset(shared),
             rank=self.ranks.rank,
             num_ranks=self.ranks.size,
-            messages=self.messages.number,
+            store_id=store.store_id,
         )
         graph_module = copy_graph_module(graph_module)  # Dynamo still uses the original
         work_in_rounds(graph_module, given)

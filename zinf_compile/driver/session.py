@@ -81,6 +81,7 @@ class Session:
         self.model_name = model_name
         self.rounds = rounds
         self.store = Store(config, ranks=ranks if rounds is None else rounds.worker)
+        self.store.messages = None if rounds is None else rounds.messages
         if config.step_in_backward:
             self.store.early_step = BackwardStep(self.store)
         elif config.speculate is not False:

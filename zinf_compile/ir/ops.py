@@ -44,8 +44,8 @@ fake values, and never traced::
 Between ranks that work in rounds, values and their gradients pass by two ops. A *token*, of no element, orders them, and
 their mirror images in backward: a value that is sent gets its gradient received, and the other way round::
 
-    token        = zinf::send(value, token, messages, number, rank, differentiable)
-    value, token = zinf::receive(token, messages, number, rank, differentiable, shape, dtype, device)
+    token        = zinf::send(value, token, store, number, rank, differentiable)
+    value, token = zinf::receive(token, store, number, rank, differentiable, shape, dtype, device)
 
 Three have no body, since plans for tensor-parallel ranks are made ahead of the machine only. They stand for what Megatron's
 ranks exchange (https://arxiv.org/abs/1909.08053, section 3); the forward of the first and the backwards of the others do
@@ -106,9 +106,9 @@ _LIBRARY.define(
 )
 _LIBRARY.define("scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor")
 _LIBRARY.define("run_segment(Tensor[] inputs, SymInt[] sizes, int segment) -> Tensor[]")
-_LIBRARY.define("send(Tensor value, Tensor token, int messages, int number, int rank, bool differentiable) -> Tensor")
+_LIBRARY.define("send(Tensor value, Tensor token, int store, int number, int rank, bool differentiable) -> Tensor")
 _LIBRARY.define(
-    "receive(Tensor token, int messages, int number, int rank, bool differentiable, SymInt[] shape, ScalarType dtype, "
+    "receive(Tensor token, int store, int number, int rank, bool differentiable, SymInt[] shape, ScalarType dtype, "
     "Device device) -> (Tensor, Tensor)"
 )
 _LIBRARY.define("enter_columns(Tensor x, int num_tensor_ranks) -> Tensor")
@@ -378,14 +378,14 @@ torch.library.register_autograd(
 
 
 @torch.library.register_fake("zinf::send", lib=_LIBRARY)
-def _send_fake(value: Tensor, token: Tensor, messages: int, number: int, rank: int, differentiable: bool) -> Tensor:
+def _send_fake(value: Tensor, token: Tensor, store: int, number: int, rank: int, differentiable: bool) -> Tensor:
     return torch.empty_like(token)
 
 
 @torch.library.register_fake("zinf::receive", lib=_LIBRARY)
 def _receive_fake(
     token: Tensor,
-    messages: int,
+    store: int,
     number: int,
     rank: int,
     differentiable: bool,
@@ -402,10 +402,10 @@ def _send_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 
 def _send_backward(ctx: Any, on_token: Tensor) -> tuple[Tensor | None, ...]:
-    messages, number, rank, differentiable = ctx.message
+    store, number, rank, differentiable = ctx.message
     if not differentiable:
         return None, on_token, None, None, None, None
-    grad, token = torch.ops.zinf.receive(on_token, messages, gradient_of(number), rank, False, *ctx.like)
+    grad, token = torch.ops.zinf.receive(on_token, store, gradient_of(number), rank, False, *ctx.like)
     return grad, token, None, None, None, None
 
 
@@ -414,10 +414,10 @@ def _receive_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
 
 
 def _receive_backward(ctx: Any, on_value: Tensor, on_token: Tensor) -> tuple[Tensor | None, ...]:
-    messages, number, rank, differentiable = ctx.message
+    store, number, rank, differentiable = ctx.message
     token = on_token
     if differentiable:
-        token = torch.ops.zinf.send(on_value.contiguous(), on_token, messages, gradient_of(number), rank, False)
+        token = torch.ops.zinf.send(on_value.contiguous(), on_token, store, gradient_of(number), rank, False)
     return token, None, None, None, None, None, None, None
 
 

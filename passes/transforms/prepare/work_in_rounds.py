@@ -194,7 +194,7 @@ class _Rounds:
 
     def _receive_one(self, message: _Message) -> fx.Node:
         value, name = value_of(message.value), f"{message.value.name}_{message.batch}"
-        arguments = (self._inputs.messages, self._numbers[message], message.source, value.requires_grad)
+        arguments = (self._inputs.store_id, self._numbers[message], message.source, value.requires_grad)
         both = self._new.create_node(
             "call_function",
             RECEIVE,
@@ -217,7 +217,7 @@ class _Rounds:
             if not value.is_contiguous():
                 node = self._new.create_node("call_method", "contiguous", (node,), name=f"{message.value.name}_sent")
                 node.meta = dict(message.value.meta)
-            arguments = (self._inputs.messages, self._numbers[message], message.to, value.requires_grad)
+            arguments = (self._inputs.store_id, self._numbers[message], message.to, value.requires_grad)
             name = f"{message.value.name}_{batch}_to_{message.to}"
             self._token = self._new.create_node("call_function", SEND, (node, self._token, *arguments), name=name)
 
