@@ -76,6 +76,8 @@ class RoundInputs:
 
     owners: Mapping[int, int]  # the rank of each parameter that the graph gathers, by its number
     shared: Container[str]  # placeholders of what every rank has alike, such as anchors and buffers
+    own: Container[str]  # placeholders of what only the rank has whose batch it is of: what needs a gradient
+    has_grad: bool  # whether the graph is called with gradients enabled
     rank: int
     num_ranks: int
     store_id: int

@@ -13,12 +13,13 @@ from torch.nn import Module, Parameter
 
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
+from zinf_compile.ir.glossary import dtype_name
 from zinf_compile.passes.analysis.modules import block_of, is_repeated
 from zinf_compile.passes.contract import RoundInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import work_in_rounds
 from zinf_compile.passes.planner.schedule.rounds import Deal, Dealt, deal_stages
-from zinf_compile.passes.transforms.prepare.work_in_rounds import find_gathered
+from zinf_compile.passes.transforms.prepare.work_in_rounds import find_gathered, inline_checkpoints
 from zinf_compile.runtime.params.numbers import new_id
 from zinf_compile.runtime.params.remote import Elsewhere, RemoteParameter
 from zinf_compile.runtime.ranks.messages import Messages
@@ -100,33 +101,49 @@ class Rounds:
         """Call what may raise on some ranks only; then it raises on all."""
         return self.ranks.do_alike(what, call)
 
-    def bind(self, store: Store, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> "BoundRounds":
-        """Return the graph of this rank's stages, from that of the model."""
+    def bind(
+        self, name: str, store: Store, graph_module: fx.GraphModule, inputs: Sequence[Tensor]
+    ) -> "BoundRounds | None":
+        """Return the graph of this rank's stages, from that of the model; None if that reads no parameter."""
+        self.meet(f"capture of {name}, {len(graph_module.graph.nodes)} nodes, of inputs", inputs)
+        graph_module = copy_graph_module(graph_module)  # Dynamo still uses the original
+        inline_checkpoints(graph_module)
+        gathered = find_gathered(graph_module.graph)
+        if not gathered:
+            return None
         buffers = {id(buffer) for buffer in self._model.buffers()}
         placeholders = graph_module.graph.find_nodes(op="placeholder")
-        shared = []
+        shared, own = set(), set()
         for node, value in zip(placeholders, inputs, strict=True):
             if value is store.anchor or value is store.frozen_anchor or id(value) in buffers:
-                shared.append(node.name)
-            elif not isinstance(value, Tensor) or value.requires_grad:
+                shared.add(node.name)
+            elif not isinstance(value, Tensor):
                 raise UnsupportedError(
-                    f"the input '{node.name}' of the model {_describe_input(value)}, and with schedule='rounds' every rank "
-                    "gets the inputs of all: pass tensors that need no gradient, of the same shapes on each"
+                    f"the input '{node.name}' of the model is of type {type(value).__name__}, and with schedule='rounds' "
+                    "every rank gets the inputs of all: pass tensors, of the same shapes on each"
                 )
+            elif value.requires_grad:
+                own.add(node.name)
         remote = {each.number: each.rank for each in self.remote.values()}
         given = RoundInputs(
-            owners={number: remote.get(number, self.ranks.rank) for number in find_gathered(graph_module.graph)},
-            shared=frozenset(shared),
+            owners={number: remote.get(number, self.ranks.rank) for number in gathered},
+            shared=shared,
+            own=own,
+            has_grad=torch.is_grad_enabled(),
             rank=self.ranks.rank,
             num_ranks=self.ranks.size,
             store_id=store.store_id,
         )
-        graph_module = copy_graph_module(graph_module)  # Dynamo still uses the original
         work_in_rounds(graph_module, given)
-        numbers = [number for number, node in enumerate(placeholders) if node.name not in given.shared]
-        bound = BoundRounds(self, graph_module, numbers, len(placeholders))
+        numbers = [number for number, node in enumerate(placeholders) if node.name not in shared | own]
+        bound = BoundRounds(self, graph_module, numbers)
         bound.inputs = bound.spread(inputs, [[inputs[number] for number in numbers]] * self.ranks.size)
         return bound
+
+    def meet(self, what: str, inputs: Sequence[Any]) -> None:
+        """Block until every rank is about to do the same with inputs of the same kinds. RankError if not."""
+        kinds = "; ".join(map(_describe_input, inputs))
+        self.ranks.meet(f"{what} {kinds}"[:_MOST] + f" {hash_of(kinds.encode()):x}")
 
     def note_backward(self) -> None:
         """Show that every rank computes gradients of its parameters."""
@@ -137,11 +154,11 @@ class Rounds:
 class BoundRounds:
     """A graph of this rank's stages, and what it is called with."""
 
-    def __init__(self, rounds: Rounds, graph_module: fx.GraphModule, numbers: Sequence[int], num_inputs: int) -> None:
+    def __init__(self, rounds: Rounds, graph_module: fx.GraphModule, numbers: Sequence[int]) -> None:
         """``numbers`` are the inputs of the model's graph of which ranks have different ones."""
         self.graph_module = graph_module
         self.inputs: list[Tensor] = []
-        self._rounds, self._numbers, self._num_inputs = rounds, frozenset(numbers), num_inputs
+        self._rounds, self._numbers = rounds, frozenset(numbers)
         self._leaf = torch.empty(0, requires_grad=True)
 
     def spread(self, args: Sequence[Any], given: Sequence[Sequence[Tensor]]) -> list[Any]:
@@ -153,10 +170,9 @@ class BoundRounds:
 
     def arguments(self, args: Sequence[Any]) -> list[Any]:
         """Return what to call the graph with, for the batches of all ranks. All ranks call this at the same time."""
-        ranks, mine = self._rounds.ranks, [args[number] for number in sorted(self._numbers)]
-        shapes = "; ".join(f"{tuple(each.shape)} {each.dtype}" for each in mine)
+        mine = [args[number] for number in sorted(self._numbers)]
         kind = "training" if torch.is_grad_enabled() else "no gradients"
-        ranks.meet(f"a forward in rounds, {kind}, of inputs {shapes}"[:_MOST] + f" {hash_of(shapes.encode()):x}")
+        self._rounds.meet(f"a forward in rounds, {kind}, of inputs", mine)
         spread = self.spread(args, self._rounds.messages.share("the inputs of all ranks", mine))
         if torch.is_grad_enabled():
             apply: Callable[..., Tensor] = _Backward.apply
@@ -189,7 +205,9 @@ class _Backward(torch.autograd.Function):
 
 
 def _describe_input(value: object) -> str:
-    return "needs a gradient" if isinstance(value, Tensor) else f"is of type {type(value).__name__}"
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{tuple(value.shape)} {dtype_name(value.dtype)}{' with gradient' if value.requires_grad else ''}"
 
 
 def _repeated_block(name: str) -> str:

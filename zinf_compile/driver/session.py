@@ -254,8 +254,9 @@ class Session:
         where = describe_break(graph_module)
         graph_module, inputs, check = bind_components(self.store, graph_module, inputs)
         in_rounds: BoundRounds | None = None
-        if self.rounds is not None and find_gathered(graph_module.graph):
-            in_rounds = self.rounds.bind(self.store, graph_module, inputs)
+        if self.rounds is not None:
+            in_rounds = self.rounds.bind(self._next_name(), self.store, graph_module, inputs)
+        if in_rounds is not None:
             graph_module, inputs = in_rounds.graph_module, in_rounds.inputs
         for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.zinf.gather):
             if find_record(node.args[1]).store is not self.store:

@@ -23,7 +23,10 @@ Every rank works through (stage, batch) in the same order, and a value is sent a
 received at the beginning of the one that reads it: so some rank can always go on. What one rank has sent to another is
 received in that order, so that no message waits for one that is read later.
 
-What follows from inputs without any parameter, such as a mask, is computed by each rank that reads it.
+What follows from inputs without any parameter, such as a mask, is computed by each rank that reads it. An input that needs a
+gradient is only on the rank whose batch it is of, which sends it as a stage before the first one would. Autocast and
+``no_grad`` are entered and left around what is computed in them, wherever that goes. Regions of torch.utils.checkpoint are
+inlined before: what is recomputed, the plan decides.
 """
 
 import operator
@@ -33,18 +36,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.utils._pytree import tree_leaves
 
 from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.ir.ops import GATHER, RECEIVE, SEND
 from zinf_compile.passes.contract import Pass, RoundInputs
 from zinf_compile.passes.fx_edit import describe_place, node_name
 from zinf_compile.passes.transforms.tiling.calls import value_of
-from zinf_compile.passes.transforms.tiling.order import find_barrier
+from zinf_compile.passes.transforms.tiling.order import find_barrier, may_write
 
 _GATHERS = (GATHER, torch.ops.zinf.gather)
 _INPUTS = ("placeholder", "get_attr")
 _DRAWS = ("dropout", "rand", "bernoulli", "multinomial", "normal", "exponential", "poisson")  # in names of functions
 TOKEN = "zinf_token"  # the placeholder of the first token
+_GIVEN = -1  # the stage of an input that needs a gradient: before the first one, and on the rank of its batch
+_MODES = (_enter_autocast, _exit_autocast, torch._C._set_grad_enabled)  # calls that change the modes of those behind
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+class _Modes(NamedTuple):
+    """The modes that a node runs in."""
+
+    autocasts: tuple[fx.Node, ...] = ()  # calls that have entered them, from the outermost on
+    has_grad: bool | None = None  # None: as the graph was called
 
 
 class _Stage(NamedTuple):
@@ -80,6 +95,50 @@ def count_under_way(graph: fx.Graph, num_ranks: int) -> int:
     return num_ranks * max((value.nbytes for value in sent if isinstance(value, Tensor)), default=0)
 
 
+def inline_checkpoints(graph_module: fx.GraphModule) -> None:
+    """Edit a torch-level graph in place so that regions of torch.utils.checkpoint are part of it.
+
+    Raises UnsupportedError for other nested graphs that read parameters.
+    """
+    graph = graph_module.graph
+    while regions := graph.find_nodes(op="call_function", target=_CHECKPOINT):
+        for region in regions:
+            _inline(graph_module, region)
+    for node in graph.find_nodes(op="get_attr"):
+        nested = getattr(graph_module, str(node.target), None)
+        if not isinstance(nested, fx.GraphModule):
+            continue
+        reads = any(find_gathered(each.graph) for each in nested.modules() if isinstance(each, fx.GraphModule))
+        if reads:
+            (user, *_) = node.users
+            raise UnsupportedError(
+                f"{user.target}{describe_place(user)} has a graph of its own that reads parameters, which schedule='rounds' "
+                "cannot deal out in this version; leave schedule out, which shards the model (ZeRO stage 3)"
+            )
+
+
+def _inline(graph_module: fx.GraphModule, region: fx.Node) -> None:
+    graph, (body_node, *given) = graph_module.graph, region.args
+    assert isinstance(body_node, fx.Node)
+    assert isinstance(body_node.target, str)
+    body = getattr(graph_module, body_node.target)
+    known: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+    with graph.inserting_before(region):
+        for node in body.graph.find_nodes(op="get_attr"):
+            name = f"{body_node.target}_{node.target}".replace(".", "_")
+            setattr(graph_module, name, operator.attrgetter(node.target)(body))
+            known[node] = graph.get_attr(name)
+            known[node].meta = dict(node.meta)
+        results: Any = graph.graph_copy(body.graph, val_map=known)
+    for user in list(region.users):
+        assert user.target is operator.getitem  # Dynamo unpacks what a region returns
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(region)
+    if not body_node.users:
+        graph.erase_node(body_node)
+
+
 class _Rounds:
     """The graph of one rank, from that of the model."""
 
@@ -87,7 +146,13 @@ class _Rounds:
         self._old, self._inputs = graph, inputs
         self._stages = _find_stages(graph, inputs)
         self._stage_of = {node: number for number, stage in enumerate(self._stages) for node in stage.nodes}
-        self._repeated = _find_repeated(graph)
+        self._given = [node for node in graph.find_nodes(op="placeholder") if node.name in inputs.own]
+        self._stage_of |= dict.fromkeys(self._given, _GIVEN)
+        self._modes_of = _find_modes(graph)
+        self._repeated = _find_repeated(graph, inputs)
+        # Each rank that reads what is written to writes too, and whatever comes before that stays before it.
+        last = max((at for at, node in enumerate(self._repeated) if _writes(node)), default=-1)
+        self._written = list(self._repeated)[: last + 1]
         (outputs,) = graph.output_node().args
         self._results: Sequence[Any] = outputs if isinstance(outputs, list | tuple) else [outputs]
         self._check()
@@ -105,21 +170,25 @@ class _Rounds:
         self._read_again = _find_read_again(graph)
         self._of_batch: list[dict[fx.Node, fx.Node]] = [{} for _ in range(inputs.num_ranks)]
         self._token: fx.Node | None = None
+        self._modes = _Modes()  # of the node that was emitted last
+        self._entered: list[fx.Node] = []  # for each of its autocasts
 
     def emit(self) -> fx.Graph:
         """Return the graph of this rank."""
+        mine = self._inputs.rank
         self._emit_inputs()
+        self._send(_GIVEN, mine)
         for number, stage in enumerate(self._stages):
-            if stage.owner != self._inputs.rank:
+            if stage.owner != mine:
                 continue
             for batch in reversed(range(self._inputs.num_ranks)):
                 self._receive(number, batch)
                 for node in stage.nodes:
                     self._emit(node, batch)
                 self._send(number, batch)
-        mine = self._inputs.rank
         self._receive(None, mine)
         results = [self._find(result, mine) if isinstance(result, fx.Node) else result for result in self._results]
+        self._enter(_Modes())
         self._new.output((*results, self._token)).meta = dict(self._old.output_node().meta)
         return self._new
 
@@ -134,9 +203,10 @@ class _Rounds:
                 self._set_everywhere(node, self._new.node_copy(node))
                 continue
             for batch, known in enumerate(self._of_batch):
-                known[node] = self._new.node_copy(node)
-                known[node].name = node_name(f"{node.name}_{batch}")
-                known[node].target = known[node].name
+                if node in self._given and batch != self._inputs.rank:
+                    continue
+                known[node] = self._new.placeholder(node_name(f"{node.name}_{batch}"))
+                known[node].meta = dict(node.meta)
         for node in self._new.find_nodes(op="placeholder"):
             if not hasattr(node, "_dynamo_source"):
                 node._dynamo_source = None
@@ -148,15 +218,38 @@ class _Rounds:
     def _emit(self, node: fx.Node, batch: int) -> None:
         """Emit a node of a stage of this rank for a batch; what follows from inputs may come before."""
         known = self._of_batch[batch]
-        if node in known:
+        if node in known or node not in self._modes_of:
+            return
+        if self._written and node in self._repeated and self._written[-1] not in known:
+            written, self._written = self._written, []  # once for each batch, and in the order of the program
+            for before in written:
+                self._emit(before, batch)
+            self._written = written
+            self._emit(node, batch)
             return
         for used in node.all_input_nodes:
             self._find(used, batch)
         if node.target in _GATHERS:
+            self._enter(_Modes())  # what is read without gradients now may be read with them later
             known[node] = self._gather(node, batch)
             return
+        self._enter(self._modes_of[node])
         known[node] = self._new.node_copy(node, known.__getitem__)
         known[node].meta = dict(node.meta)
+
+    def _enter(self, modes: _Modes) -> None:
+        """Emit what leaves the modes of the node that was emitted last, and enters those of the next one."""
+        same = 0
+        while modes.autocasts[: same + 1] == self._modes.autocasts[: same + 1] and same < len(modes.autocasts):
+            same += 1
+        while len(self._entered) > same:
+            self._new.call_function(_exit_autocast, (self._entered.pop(),))
+        for autocast in modes.autocasts[same:]:
+            self._entered.append(self._new.node_copy(autocast))
+        if modes.has_grad != self._modes.has_grad:
+            has_grad = self._inputs.has_grad if modes.has_grad is None else modes.has_grad
+            self._new.call_function(torch._C._set_grad_enabled, (has_grad,))
+        self._modes = modes
 
     def _find(self, node: fx.Node, batch: int) -> fx.Node:
         """Return a value of a batch: what is there, or can be computed from inputs alone."""
@@ -193,6 +286,7 @@ class _Rounds:
                 self._of_batch[batch][message.value] = self._received[message]
 
     def _receive_one(self, message: _Message) -> fx.Node:
+        self._enter(_Modes())
         value, name = value_of(message.value), f"{message.value.name}_{message.batch}"
         arguments = (self._inputs.store_id, self._numbers[message], message.source, value.requires_grad)
         both = self._new.create_node(
@@ -213,6 +307,7 @@ class _Rounds:
         for message in self._messages:
             if (message.behind, message.batch, message.source) != (stage, batch, self._inputs.rank):
                 continue
+            self._enter(_Modes())
             node, value = self._of_batch[batch][message.value], value_of(message.value)
             if not value.is_contiguous():
                 node = self._new.create_node("call_method", "contiguous", (node,), name=f"{message.value.name}_sent")
@@ -237,56 +332,65 @@ class _Rounds:
         for value, stages in readers.items():
             for batch in range(self._inputs.num_ranks):
                 behind = self._stage_of[value]
-                have = {self._stages[behind].owner: behind}
+                have = {self._owner_of(behind, batch)}
                 for reader in stages:
                     to = batch if reader is None else self._stages[reader].owner
-                    source = self._stages[behind].owner
+                    source = self._owner_of(behind, batch)
                     is_there = to == source if value_of(value).requires_grad else to in have
                     if not is_there:
                         messages.append(_Message(value, batch, behind, reader, source, to))
-                        have[to] = behind
+                        have.add(to)
                     if reader is not None and value_of(value).requires_grad:
                         behind = reader
         return messages
 
+    def _owner_of(self, stage: int, batch: int) -> int:
+        return batch if stage == _GIVEN else self._stages[stage].owner
+
     def _crossing(self, nodes: Sequence[fx.Node], number: int | None) -> Iterator[fx.Node]:
         """Yield the values that nodes of a stage read of other stages, and that are not computed again."""
         for used in dict.fromkeys(used for node in nodes for used in node.all_input_nodes):
-            is_here = used.op in _INPUTS or used in self._repeated or self._stage_of[used] == number
+            is_input = used.op in _INPUTS and used not in self._given
+            is_here = is_input or used in self._repeated or self._stage_of[used] == number
             if not is_here:
                 yield used
 
     def _check(self) -> None:
         """Raise UnsupportedError for what stages cannot pass on."""
-        written: dict[fx.Node, fx.Node] = {}
-        for stage in self._stages:
-            for node in stage.nodes:
-                barrier = find_barrier(node, node.next) if node.target not in _GATHERS else None
-                if barrier is not None and node.all_input_nodes:
-                    written.setdefault(node.all_input_nodes[0], node)
+        self._check_writes()
         for number, stage in enumerate(self._stages):
             for node in self._crossing(stage.nodes, number):
-                self._check_crossing(node, written.get(node))
+                self._check_crossing(node)
         for node in self._crossing([self._old.output_node()], None):
-            self._check_crossing(node, None)
-        for node, writer in written.items():
-            if node.op in _INPUTS and node.name in self._inputs.shared:
-                raise UnsupportedError(
-                    f"the model writes to a buffer in its forward ({writer.target}{describe_place(writer)}), which with "
-                    "schedule='rounds' only one rank would see; leave schedule out, which shards the model (ZeRO stage 3)"
-                )
+            self._check_crossing(node)
 
-    def _check_crossing(self, node: fx.Node, writer: fx.Node | None) -> None:
+    def _check_writes(self) -> None:
+        inputs = {number: node for node in self._old.nodes if node.op in _INPUTS for number in _storages_of(node)}
+        stages: dict[int, int] = {}  # of a storage, where it is made
+        for node, stage in self._stage_of.items():
+            for number in _storages_of(node):
+                stages[number] = min(stage, stages.get(number, stage))
+        for node in self._modes_of:
+            for number in _written_by(node):
+                if number in inputs:
+                    raise UnsupportedError(
+                        f"the model writes in its forward to a buffer or an input ('{inputs[number].name}', "
+                        f"{_name_of(node)}{describe_place(node)}), which with schedule='rounds' only one rank would see; "
+                        "write the result to a new tensor, or leave schedule out, which shards the model (ZeRO stage 3)"
+                    )
+                if node not in self._repeated and stages[number] != self._stage_of[node]:
+                    raise UnsupportedError(
+                        f"{_name_of(node)}{describe_place(node)} writes in place to what an earlier stage has computed, "
+                        "which may be on another rank with schedule='rounds'; write the result to a new tensor, or leave "
+                        "schedule out"
+                    )
+
+    def _check_crossing(self, node: fx.Node) -> None:
         value = value_of(node)
         if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
             raise UnsupportedError(
                 f"{node.name}{describe_place(node)} passes from one stage to the next, and is no tensor of a fixed size: "
                 "schedule='rounds' can send tensors only; leave schedule out, which shards the model (ZeRO stage 3)"
-            )
-        if writer is not None and self._stage_of.get(writer) != self._stage_of[node]:
-            raise UnsupportedError(
-                f"{writer.target}{describe_place(writer)} writes in place to what an earlier stage has computed, which may "
-                "be on another rank with schedule='rounds'; write the result to a new tensor, or leave schedule out"
             )
 
 
@@ -296,7 +400,7 @@ def _find_stages(graph: fx.Graph, inputs: RoundInputs) -> list[_Stage]:
     before: list[fx.Node] = []  # the first parameter
     stage_of: dict[fx.Node, _Stage] = {}
     for node in graph.nodes:
-        if node.op in (*_INPUTS, "output"):
+        if node.op in (*_INPUTS, "output") or node.target in _MODES:
             continue
         if node.target in _GATHERS:
             owner = inputs.owners[node.args[1]]
@@ -313,22 +417,84 @@ def _find_stages(graph: fx.Graph, inputs: RoundInputs) -> list[_Stage]:
     return stages
 
 
-def _find_repeated(graph: fx.Graph) -> set[fx.Node]:
-    """Return what follows from inputs alone: each rank computes it for itself."""
-    repeated: set[fx.Node] = set()
+def _find_modes(graph: fx.Graph) -> dict[fx.Node, _Modes]:
+    """Return the modes of every call but those that enter and leave them, in the order of the program."""
+    modes_of: dict[fx.Node, _Modes] = {}
+    modes = _Modes()
+    for node in graph.nodes:
+        if node.target is _enter_autocast:
+            modes = modes._replace(autocasts=(*modes.autocasts, node))
+        elif node.target is _exit_autocast:
+            modes = modes._replace(autocasts=tuple(each for each in modes.autocasts if each is not node.args[0]))
+        elif node.target is torch._C._set_grad_enabled:
+            modes = modes._replace(has_grad=node.args[0])
+        elif node.op not in (*_INPUTS, "output"):
+            modes_of[node] = modes
+    return modes_of
+
+
+def _find_repeated(graph: fx.Graph, inputs: RoundInputs) -> dict[fx.Node, None]:
+    """Return what follows from inputs alone, in the order of the program: each rank computes it for itself."""
+    shared: set[int] = set()  # storages to which stages write, or that they read before the last write
+    while True:
+        repeated = _find_repeated_outside(graph, inputs, shared)
+        last = {number: node for node in repeated for number in _written_by(node)}
+        found: set[int] = set()
+        for node in graph.nodes:
+            if node.op in _INPUTS:
+                continue
+            if node in repeated:
+                last = {number: each for number, each in last.items() if each is not node}
+                continue
+            found |= _written_by(node)
+            found |= {number for used in node.all_input_nodes for number in _storages_of(used)} & last.keys()
+        if found <= shared:
+            return repeated
+        shared |= found
+
+
+def _find_repeated_outside(graph: fx.Graph, inputs: RoundInputs, shared: set[int]) -> dict[fx.Node, None]:
+    """Return what follows from inputs alone and from none of some storages."""
+    repeated: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or node.target in _GATHERS:
             continue
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        value = value_of(node)
-        if (
-            all(used.op in _INPUTS or used in repeated for used in node.all_input_nodes)
-            and not any(word in name for word in _DRAWS)
-            and find_barrier(node, node.next) is None
-            and not _is_trained(value)
-        ):
-            repeated.add(node)
+        is_repeated = (
+            all(
+                used in repeated or (used.op in _INPUTS and used.name not in inputs.own)
+                for used in node.all_input_nodes
+            )
+            and not any(word in _name_of(node) for word in _DRAWS)
+            and (_writes(node) or find_barrier(node, node.next) is None)
+            and not _is_trained(value_of(node))
+            and shared.isdisjoint(_storages_of(node) | _written_by(node))
+        )
+        if is_repeated:
+            repeated[node] = None
     return repeated
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return whether a call writes to what it reads."""
+    return bool(_written_by(node))
+
+
+def _written_by(node: fx.Node) -> set[int]:
+    """Return the storages that a call writes to: of its first operand, or of what it was told to write to."""
+    if node.op not in ("call_function", "call_method") or node.target in _GATHERS or not may_write(node):
+        return set()
+    given = tree_leaves(node.kwargs["out"] if "out" in node.kwargs else node.args[:1])
+    return {number for each in given if isinstance(each, fx.Node) for number in _storages_of(each)}
+
+
+def _storages_of(node: fx.Node) -> set[int]:
+    """Return numbers of the storages of a node's fake value, which views share."""
+    values = tree_leaves(value_of(node))
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+
+
+def _name_of(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _find_read_again(graph: fx.Graph) -> frozenset[int]:

@@ -24,13 +24,13 @@ def find_barrier(first: fx.Node, last: fx.Node) -> fx.Node | None:
     node = first
     while node is not last:
         # A node without a tensor result may begin or end autocast, or switch gradients off.
-        if not isinstance(value_of(node), Tensor | tuple | list) or _may_write(node):
+        if not isinstance(value_of(node), Tensor | tuple | list) or may_write(node):
             return node
         node = node.next
     return None
 
 
-def _may_write(node: fx.Node) -> bool:
+def may_write(node: fx.Node) -> bool:
     """Return whether a call may write to its operands: by torch's naming convention, or by an argument."""
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
