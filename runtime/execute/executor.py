@@ -86,6 +86,8 @@ class Executor:
         store.check_usable()
         store.follow_compute()
         store.ranks.meet(self._describe_run())
+        if self._phase is Phase.BACKWARD:
+            store.ranks.meet_partners(self._describe_run())
         if self._phase is Phase.FORWARD:
             if torch._C._current_graph_task_id() == -1:
                 store.finish_gradients()  # of a backward that was broken off

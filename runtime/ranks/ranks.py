@@ -308,6 +308,9 @@ class Ranks:
                 f"{self.failure}; give every rank the same loop, and as many batches, of the same shapes (pad the last one)"
             )
 
+    def meet_partners(self, what: str) -> None:
+        """Block until those that compute with this rank, but have other parameters, are about to do the same: see Worker."""
+
     def exchange(self, what: str, value: T) -> list[T]:
         """Return what every rank gave, in the order of ranks. A value is pickled: keep it small."""
         if self.is_alone:
@@ -512,6 +515,10 @@ class Worker(Ranks):
     def check_together(self) -> None:
         """See Ranks.check_together."""
         self.partners.check_together()
+
+    def meet_partners(self, what: str) -> None:
+        """See Ranks.meet_partners."""
+        self.partners.meet(what)
 
 
 @contextmanager

@@ -227,7 +227,7 @@ class Program:
             phase,
             prepare=prepare,
             records=lambda: self.read_records,
-            describe_run=lambda: f"a {phase} of {self._name}, plan {self._hash}",
+            describe_run=lambda: f"a {phase} of {self._name}" + (f", plan {self._hash}" if self._hash else ""),
         )
 
     def drop(self) -> None:

@@ -105,17 +105,19 @@ class Rounds:
         self, name: str, store: Store, graph_module: fx.GraphModule, inputs: Sequence[Tensor]
     ) -> "BoundRounds | None":
         """Return the graph of this rank's stages, from that of the model; None if that reads no parameter."""
-        self.meet(f"capture of {name}, {len(graph_module.graph.nodes)} nodes, of inputs", inputs)
+        buffers = {id(buffer) for buffer in self._model.buffers()}
+        is_shared = [value is store.anchor or value is store.frozen_anchor or id(value) in buffers for value in inputs]
+        different = [value for value, same in zip(inputs, is_shared, strict=True) if not same]
+        self.meet(f"capture of {name}, {len(graph_module.graph.nodes)} nodes, of inputs", different)
         graph_module = copy_graph_module(graph_module)  # Dynamo still uses the original
         inline_checkpoints(graph_module)
         gathered = find_gathered(graph_module.graph)
         if not gathered:
             return None
-        buffers = {id(buffer) for buffer in self._model.buffers()}
         placeholders = graph_module.graph.find_nodes(op="placeholder")
         shared, own = set(), set()
-        for node, value in zip(placeholders, inputs, strict=True):
-            if value is store.anchor or value is store.frozen_anchor or id(value) in buffers:
+        for node, value, same in zip(placeholders, inputs, is_shared, strict=True):
+            if same:
                 shared.add(node.name)
             elif not isinstance(value, Tensor):
                 raise UnsupportedError(

@@ -359,6 +359,8 @@ class Session:
 
     def close(self) -> None:
         """Close the store and release captured graphs. Their plans stay, for reports. Safe to call twice."""
+        if self.rounds is not None:
+            self.rounds.messages.close()
         self.store.close()
         self._captured.clear()
         for program in self.programs:
