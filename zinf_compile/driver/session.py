@@ -33,7 +33,7 @@ from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_el
 from zinf_compile.passes.planner.placement.budgets import check_budgets
 from zinf_compile.passes.planner.placement.homes import check_file, place_unfrozen, plan_placement
 from zinf_compile.passes.planner.simulator.simulate import simulate
-from zinf_compile.passes.transforms.prepare.work_in_rounds import count_under_way, find_gathered
+from zinf_compile.passes.transforms.prepare.work_in_rounds import count_under_way
 from zinf_compile.runtime.calibration.calibrate import measure_hardware, with_coded_states, with_rows
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.calibration.measured import find_measured
