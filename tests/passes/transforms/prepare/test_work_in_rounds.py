@@ -54,7 +54,15 @@ class Builder:
         module = fx.GraphModule({}, copied)
         numbers = {node.args[1] for node in copied.nodes if node.target is GATHER}
         owners = {number: number % num_ranks for number in numbers if isinstance(number, int)}
-        given = RoundInputs(owners=owners, shared=frozenset({"anchor"}), rank=rank, num_ranks=num_ranks, store_id=9)
+        given = RoundInputs(
+            owners=owners,
+            shared=frozenset({"anchor"}),
+            rank=rank,
+            num_ranks=num_ranks,
+            store_id=9,
+            own=frozenset(),
+            has_grad=True,
+        )
         work_in_rounds(module, given)
         return module
 
