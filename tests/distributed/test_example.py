@@ -1,4 +1,4 @@
-"""The example of docs/ranks.md, as torchrun starts it."""
+"""The examples of docs/ranks.md, as torchrun starts them."""
 
 import os
 import subprocess
@@ -6,19 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from zinf_compile.checkpoint.checkpoint_folder import read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.long  # test_cli.py starts processes, too
-def test_the_example_trains_and_its_checkpoint_is_there(tmp_path: Path) -> None:
+def run(example: str, folder: Path) -> list[str]:
+    """Return the lines that an example prints on two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(ROOT / "examples" / "ranks.py")],
-        cwd=tmp_path,
+        [*command, str(ROOT / "examples" / example)],
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
@@ -26,5 +28,18 @@ def test_the_example_trains_and_its_checkpoint_is_there(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 0", "step 1", "step 2"], done.stdout
+    return done.stdout.splitlines()
+
+
+@pytest.mark.long  # test_cli.py starts processes, too
+def test_the_examples_train_to_the_same_numbers_and_their_checkpoints_are_there(tmp_path: Path) -> None:
+    sharded = run("ranks.py", tmp_path)
+    assert [line.split(":")[0] for line in sharded] == ["step 0", "step 1", "step 2"], sharded
     assert read_manifest(tmp_path / "checkpoint") is not None
+    (tmp_path / "rounds").mkdir()
+    assert run("rounds.py", tmp_path / "rounds") == sharded
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    first = model[5].weight.detach().clone()
+    values = model.state_dict()
+    dcp.load(values, checkpoint_id=tmp_path / "rounds" / "checkpoint")
+    assert not torch.equal(values["5.weight"], first)
