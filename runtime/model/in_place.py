@@ -23,14 +23,21 @@ def move_out_of_weights(store: Store, record: StoredParameter, *, with_value: bo
     if slot is not None and slot.weights is not None:
         if with_value:
             slot.weights.file.check_unchanged()
-        is_written = slot.is_written_in_place
-        num_shown = 1 + len(holders_of(record.parameter))  # of tensors that move with the parameter
-        if is_written and slot.num_references > slot.num_own_references + num_shown:
+        if stays_in_memory(record):
             slot.stay_in_memory()
             store.held.count_home(slot.tier, slot.nbytes)
         else:
-            _copy_out(store, record, slot, is_written=is_written, with_value=with_value)
+            _copy_out(store, record, slot, is_written=slot.is_written_in_place, with_value=with_value)
     record.copies.leave_weights()
+
+
+def stays_in_memory(record: StoredParameter) -> bool:
+    """Return whether a parameter that leaves its file stays where it is mapped: somebody has written to it, and holds it."""
+    slot = record.copies.in_place
+    if slot is None or not slot.is_written_in_place:
+        return False
+    num_shown = 1 + len(holders_of(record.parameter))  # of tensors that move with the parameter
+    return slot.num_references > slot.num_own_references + num_shown
 
 
 def _copy_out(store: Store, record: StoredParameter, slot: Slot, *, is_written: bool, with_value: bool) -> None:

@@ -294,6 +294,24 @@ def test_an_alias_that_is_kept_is_followed(plain, source):
     store_of(model).check_integrity()
 
 
+def test_what_stays_in_memory_because_of_an_alias_has_to_fit_there(plain, source):
+    model = optimized(source, capture=True)
+    loop = Loop(plain, model)
+    loop.step(batches()[0])
+    names = sorted(names_in_place(model) - {"embed.weight"})
+    kept = [[each.get_parameter(name).data for name in names] for each in loop.models]
+    for alias in (*kept[0], *kept[1]):
+        alias.add_(0.125)
+    with pytest.raises(
+        CapacityError, match=r"was written to through a tensor that somebody holds.* host_memory is 1\.0 MiB"
+    ):
+        model(batches()[1])
+    del kept, alias  # then what was written goes to the disk
+    for tokens in batches():
+        loop.step(tokens)
+    store_of(model).check_integrity()
+
+
 def test_a_look_moves_nothing(plain, source):
     model = optimized(source)
     in_place = names_in_place(model)

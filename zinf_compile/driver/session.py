@@ -25,12 +25,12 @@ from zinf_compile.ir.config import Config
 from zinf_compile.ir.copies import Role
 from zinf_compile.ir.errors import CapacityError, ConfigError, DeviceCapacityError, StoreError, UnsupportedError
 from zinf_compile.ir.facts import ParameterFact
-from zinf_compile.ir.glossary import Phase, dtype_name, format_bytes, printable
-from zinf_compile.ir.plan import Placement
+from zinf_compile.ir.glossary import Phase, Tier, dtype_name, format_bytes, printable
+from zinf_compile.ir.plan import Placement, Plan
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture.aot import compile_graph, describe_break, refuse_writes_to_parameters
 from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_elements
-from zinf_compile.passes.planner.placement.budgets import check_budgets
+from zinf_compile.passes.planner.placement.budgets import check_budgets, check_staying
 from zinf_compile.passes.planner.placement.homes import check_file, place_unfrozen, plan_placement
 from zinf_compile.passes.planner.simulator.simulate import simulate
 from zinf_compile.passes.transforms.prepare.work_in_rounds import count_under_way
@@ -42,7 +42,7 @@ from zinf_compile.runtime.execute.leaves import hang_on_parameters, refuse_doubl
 from zinf_compile.runtime.execute.op_bodies import register
 from zinf_compile.runtime.model.accessors import Forward
 from zinf_compile.runtime.model.adoption import NamedParameter, adopt_parameters
-from zinf_compile.runtime.model.in_place import move_out_of_weights
+from zinf_compile.runtime.model.in_place import move_out_of_weights, stays_in_memory
 from zinf_compile.runtime.model.unfreezing import unfreeze_parameter
 from zinf_compile.runtime.observe.open_forwards import storages_of
 from zinf_compile.runtime.observe.progress import say, timed
@@ -230,6 +230,10 @@ class Session:
         self.check_leaving([record])
         placements = self._outside_of_weights([record])
         is_settled = catalog.placements == tuple(self.store.placements.values())
+        if stays_in_memory(record):
+            staying = self.store.placements[name].without_weights().moved({Role.COMPUTE: Tier.HOST})
+            beside = max((_host_nbytes_beside_homes(plan) for plan in catalog.plans.values()), default=0)
+            check_staying([*(self.store.placements | {name: staying}).values()], self.config, name, beside=beside)
         move_out_of_weights(self.store, record, with_value=with_value)
         self.store.facts[name] = replace(self.store.facts[name], file_dtype=None)
         role = Role.MASTER if record.copies.are_two else Role.COMPUTE
@@ -444,6 +448,12 @@ class Session:
         if not trained:
             return sorted(planned, key=lambda program: program.num_ticks)[-1:]
         return [program for program in planned if max(trained) in program.last_runs.values()]
+
+
+def _host_nbytes_beside_homes(plan: Plan) -> int:
+    """Return what a plan needs of host memory for staging and activations."""
+    homes = sum(placement.nbytes_on(Tier.HOST) for placement in plan.placements)
+    return next(tier.predicted_peak for tier in plan.tiers if tier.tier is Tier.HOST) - homes
 
 
 def _may_be_in_place(fact: ParameterFact, weights: WeightSpan) -> bool:

@@ -43,6 +43,20 @@ def check_budgets(parameters: Sequence[ParameterFact], placements: Sequence[Plac
         )
 
 
+def check_staying(placements: Sequence[Placement], config: Config, staying: str, *, beside: int) -> None:
+    """Raise CapacityError if there is no room for a parameter that stays in host memory, because somebody holds it there.
+
+    ``beside`` are the bytes that plans need of host memory beside homes.
+    """
+    needed = beside + sum(item.nbytes_on(Tier.HOST) for item in placements)
+    if needed > config.host_memory:
+        raise CapacityError(
+            f"'{staying}' was written to through a tensor that somebody holds, so it stays in host memory, of which "
+            f"training needs {format_bytes(needed)} then; host_memory is {format_bytes(config.host_memory)}; drop that tensor, write into "
+            f"the parameter itself, or raise host_memory to {size_option(needed)}"
+        )
+
+
 def _may_tile(config: Config) -> bool:
     return config.capture and config.tiles is not None
 
