@@ -159,6 +159,7 @@ class _StepInterception:
                 _take_over(optimizer, self._stand_in, self._groups)
                 self._stand_in = None
             self._settle(optimizer)
+            _show_remote_states(optimizer)
             _order_new_states(optimizer, self._known_states)
         self._before, self._ledgers, self._known_states = None, [], []
 
@@ -189,6 +190,17 @@ def _order_new_states(optimizer: Optimizer, known: list[Any]) -> None:
     for parameter in order:
         if parameter in states and id(parameter) not in is_known_state:
             states[parameter] = states.pop(parameter)
+
+
+def _show_remote_states(optimizer: Optimizer) -> None:
+    """Give parameters that other ranks have an empty state, without which torch.distributed.checkpoint refuses to load.
+
+    ``load_state_dict`` of all states puts those of others there, on meta.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, RemoteParameter) and parameter.requires_grad:
+                optimizer.state[parameter] = {}
 
 
 @functools.cache

@@ -39,6 +39,7 @@ from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeTensor, looks_at_values, refuse_gradient
 from zinf_compile.runtime.params.records import RecordStore, StoredParameter
+from zinf_compile.runtime.params.remote import Elsewhere, RemoteGradient
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.storage.slots import Slot, local_of
 
@@ -72,8 +73,12 @@ class HomeGradient(HomeTensor):
     ) -> Any:
         """Run ``func``: answer from what is known of the gradient, defer it, or run it on the value."""
         kwargs = kwargs or {}
+        if RemoteGradient in types:
+            return NotImplemented  # it calls this for those at home
         if looks_at_values(func):
             homes = list(_homes_in((*args, *kwargs.values())))
+            if (elsewhere := _elsewhere_of(homes)) is not None:
+                elsewhere.note_call(func, args, kwargs)
             for home in homes:
                 if (record := home.record()) is not None and record.store.early_step is not None:
                     raise refuse_gradient(record, "looked at")
@@ -403,6 +408,14 @@ def _spread_infinities(gradients: Sequence[HomeGradient], found_inf: Tensor) -> 
     distributed = [record for record in records if record is not None and record.views.distribution is not None]
     if distributed:
         distributed[0].views.spread_largest(found_inf)
+    if (elsewhere := _elsewhere_of(gradients)) is not None:
+        elsewhere.spread_largest(found_inf)
+
+
+def _elsewhere_of(gradients: Sequence[HomeGradient]) -> Elsewhere | None:
+    """Return what is known of other ranks' gradients where ranks work in rounds."""
+    found = (record.store.elsewhere for gradient in gradients if (record := gradient.record()) is not None)
+    return next(found, None)
 
 
 def _rewrite(record: StoredParameter, change: Callable[[Tensor], object]) -> None:

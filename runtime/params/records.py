@@ -18,6 +18,7 @@ from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.observe.meter import Meter
 from zinf_compile.runtime.params.copies import Copies
 from zinf_compile.runtime.params.gradient_state import GradientState, WantedNorms
+from zinf_compile.runtime.params.remote import Elsewhere
 from zinf_compile.runtime.params.update_state import UpdateState
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.ranks.reductions import Reductions
@@ -158,6 +159,7 @@ class RecordStore(Protocol):
     tensor_io: TensorIO
     ranks: Ranks
     reductions: Reductions
+    elsewhere: Elsewhere | None
 
     @property
     def is_open(self) -> bool:

@@ -8,19 +8,28 @@ which all ranks ask at the same time, as ``clip_grad_norm_`` does::
     rank 1    norm of a: all ranks tell theirs    norm of b, its own
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.runtime.ranks.ranks import Ranks
 
 _VECTOR_NORM = torch.linalg.vector_norm
-_SCALES = frozenset({Tensor.mul_, Tensor.div_, Tensor.__imul__, Tensor.__itruediv__, Tensor.zero_, Tensor.detach_})
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+_ORDERS: Mapping[object, str] = {  # functions that return norms, and how they call the order
+    _VECTOR_NORM: "ord",
+    torch.linalg.norm: "ord",
+    torch.norm: "p",
+    Tensor.norm: "p",
+    torch._foreach_norm: "ord",
+}
+_SAME = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
 _GETTERS = frozenset(
     getattr(Tensor, name).__get__
     for name in (
@@ -41,26 +50,51 @@ _DESCRIBES = frozenset({Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floatin
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Elsewhere:
-    """The parameters of a model that other ranks have, and what is known of their gradients."""
+    """The parameters of a model that other ranks have, and what is known of their gradients.
+
+    What a rank calls on its own gradients, the others call at the same time on what they see of them. So it tells them the
+    norms of its own when either is asked for one.
+    """
 
     ranks: Ranks
     mine: Mapping[str, Parameter]  # of this rank, by name
     norms: dict[float, dict[str, Tensor]] = field(default_factory=dict)  # of all ranks, by order
+    is_telling: bool = False
 
     def norm_of(self, name: str, order: float) -> Tensor:
         """Return the norm of a gradient of another rank. All ranks ask at the same time."""
-        if order not in self.norms:
-            own = {key: _VECTOR_NORM(each.grad, order) for key, each in self.mine.items() if each.grad is not None}
-            numbers = {key: (float(norm), norm.dtype) for key, norm in own.items()}
-            told = self.ranks.exchange(f"norms of gradients, of order {order}", numbers)
-            self.norms[order] = {
-                key: torch.tensor(norm, dtype=dtype) for each in told for key, (norm, dtype) in each.items()
-            }
+        self._tell(order)
         if name not in self.norms[order]:
             raise UnsupportedError(
                 f"no rank has a gradient of '{name}'; all ranks have to run backward before they clip"
             )
         return self.norms[order][name].clone()
+
+    def note_call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take note of what is called on gradients of this rank."""
+        if (order := _find_order(func, args, kwargs)) is not None:
+            self._tell(order)
+        elif _is_in_place(func):
+            self.norms.clear()
+
+    def spread_largest(self, number: Tensor) -> None:
+        """Write the largest value on any rank to a tensor of one element. All ranks call this at the same time."""
+        number.fill_(max(self.ranks.exchange("infinities in gradients", float(number))))
+
+    def _tell(self, order: float) -> None:
+        """Exchange the norms of all gradients, unless they are known."""
+        if order in self.norms or self.is_telling:
+            return
+        self.is_telling = True
+        try:
+            own = {key: _VECTOR_NORM(each.grad, order) for key, each in self.mine.items() if each.grad is not None}
+        finally:
+            self.is_telling = False
+        numbers = {key: (float(norm), norm.dtype) for key, norm in own.items()}
+        told = self.ranks.exchange(f"norms of gradients, of order {order}", numbers)
+        self.norms[order] = {
+            key: torch.tensor(norm, dtype=dtype) for each in told for key, (norm, dtype) in each.items()
+        }
 
 
 class RemoteGradient(Tensor):
@@ -77,23 +111,64 @@ class RemoteGradient(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Return a norm, skip what each rank does to its own gradients, and refuse what needs values."""
-        self = next((arg for arg in args if isinstance(arg, RemoteGradient)), None)
-        if func in _DESCRIBES or self is None:
+        kwargs = kwargs or {}
+        first = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, RemoteGradient)), None)
+        if func in _DESCRIBES or first is None:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        place = self.place
-        if func is _VECTOR_NORM and len(args) <= 2 and not kwargs:
-            return place.elsewhere.norm_of(place.path, float(args[1]) if len(args) == 2 else 2.0)
-        if func in _SCALES:
-            place.elsewhere.norms.clear()
-            return self
+                return func(*args, **kwargs)
+        if func in _SAME:
+            return first
+        elsewhere, is_list = first.place.elsewhere, bool(args) and isinstance(args[0], list | tuple)
+        given: Sequence[Tensor] = args[0] if is_list else [first]
+        own = [each for each in given if not isinstance(each, RemoteGradient)]
+        if (order := _find_order(func, args, kwargs)) is not None:
+            norms = [
+                elsewhere.norm_of(each.place.path, order)
+                if isinstance(each, RemoteGradient)
+                else _VECTOR_NORM(each, order)
+                for each in given
+            ]
+            return tuple(norms) if is_list else norms[0]
+        if func is _UNSCALE and not own:
+            elsewhere.norms.clear()
+            elsewhere.spread_largest(args[1])
+            return None
+        others = [*args[1:], *kwargs.values()]
+        if func is _UNSCALE or (_is_in_place(func) and all(map(_is_scalar, others))):
+            elsewhere.norms.clear()
+            if own:
+                func(own, *args[1:], **kwargs)
+            return None if is_list else first
         raise UnsupportedError(
-            f"the gradient of '{place.path}' is on rank {place.rank}, which computes it with schedule='rounds', and here "
-            "only its norm is known; look at it there, or leave schedule out, which shards every gradient (ZeRO stage 3)"
+            f"the gradient of '{first.place.path}' is on rank {first.place.rank}, which computes it with "
+            "schedule='rounds', and here only its norm is known; look at it there, or leave schedule out, which shards "
+            "every gradient (ZeRO stage 3)"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor takes an argument more
         return f"RemoteGradient(of '{self.place.path}', on rank {self.place.rank})"
+
+
+def _find_order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+    """Return the order of the norm of whole tensors that a call asks for; None for any other call."""
+    name = _ORDERS.get(func)
+    others = [value for key, value in kwargs.items() if key != name]
+    if name is None or len(args) not in (1, 2) or any(value not in (None, False) for value in others):
+        return None
+    order = args[1] if len(args) == 2 else kwargs.get(name, 2.0)
+    if order is None or order == "fro":
+        return 2.0
+    return float(order) if isinstance(order, int | float) else None
+
+
+def _is_scalar(value: object) -> bool:
+    return not isinstance(value, list | tuple) and not (isinstance(value, Tensor) and value.dim())
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    """Return whether a torch function changes its first argument, by torch's naming convention."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__imul__", "__itruediv__")
 
 
 class RemoteParameter(Parameter):
@@ -132,3 +207,13 @@ class RemoteParameter(Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor takes an argument more
         return f"RemoteParameter('{self.path}', {tuple(self.shape)}, on rank {self.rank})"
+
+
+def refuse_remote(parameters: Iterable[Parameter], what: str) -> None:
+    """Raise UnsupportedError if ``what`` needs all parameters of a model, and another rank has one of them."""
+    for parameter in parameters:
+        if isinstance(parameter, RemoteParameter):
+            raise UnsupportedError(
+                f"{what} needs whole models, and with schedule='rounds' '{parameter.path}' is on rank {parameter.rank}; use "
+                "torch.distributed.checkpoint with the state_dict() of the model, of which each rank has its own parameters"
+            )

@@ -28,6 +28,7 @@ from zinf_compile.runtime.params.home import refuse_gradient, torn_error
 from zinf_compile.runtime.params.home_gradient import drop_unreduced, settle_gradient
 from zinf_compile.runtime.params.numbers import new_id, register_stored
 from zinf_compile.runtime.params.records import BackgroundWork, EarlyStep, Owner, Stored, StoredParameter, UpdatesAhead
+from zinf_compile.runtime.params.remote import Elsewhere
 from zinf_compile.runtime.params.tiles import StoredTile
 from zinf_compile.runtime.process.failure import REMEDY, describe_error, describe_state
 from zinf_compile.runtime.process.forking import has_ended, leave_when_forked, touch_pages
@@ -92,6 +93,7 @@ class Store:
         self.messages: Messages | None = None  # between ranks that work in rounds
         self.store_id = new_id()
         self.session: Owner | None = None
+        self.elsewhere: Elsewhere | None = None
         self.anchor, self.frozen_anchor = make_anchor(requires_grad=True), make_anchor(requires_grad=False)
         self.records: dict[str, StoredParameter] = {}
         self.facts: dict[str, ParameterFact] = {}

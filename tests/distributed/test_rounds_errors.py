@@ -67,21 +67,22 @@ def do_otherwise(what: str) -> float:
     return time.monotonic() - start
 
 
+_SHORTER = "rank 1: capture of Loss graph 1, .* of inputs \\(2, 5\\) int64"
+_NARROWER = "rank 1: capture of Loss graph 1, .* of inputs \\(2, 8\\) int32"
+_EVALUATES = "rank 0: a forward in rounds, training, .*; rank 1: capture of Loss graph 1"
+_GOES_ON = "rank 0: a backward of Loss graph 0; rank 1: a forward in rounds"
+_NO_TOKEN = "IndexError: index out of range"
+
+
 @pytest.mark.parametrize(
     ("what", "first", "second"),
     [
-        ("a token that does not exist", "IndexError: index out of range", "IndexError: index out of range"),
-        ("a shorter batch", *["rank 1: capture of Loss graph 1, .* of inputs \\(2, 5\\) int64"] * 2),
-        pytest.param(
-            *("another dtype", *["rank 1: capture of Loss graph 1, .* of inputs \\(2, 8\\) int32"] * 2),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *("no gradients", *["rank 0: a forward in rounds, training, .*; rank 1: capture of Loss graph 1"] * 2),
-            marks=pytest.mark.long,
-        ),
-        ("no backward", *["rank 0: a backward of Loss graph 0; rank 1: a forward in rounds"] * 2),
-        pytest.param(*("Ctrl-C", "rank 1: .*KeyboardInterrupt", "KeyboardInterrupt"), marks=pytest.mark.long),
+        ("a token that does not exist", _NO_TOKEN, _NO_TOKEN),
+        ("a shorter batch", _SHORTER, _SHORTER),
+        pytest.param("another dtype", _NARROWER, _NARROWER, marks=pytest.mark.long),
+        pytest.param("no gradients", _EVALUATES, _EVALUATES, marks=pytest.mark.long),
+        ("no backward", _GOES_ON, _GOES_ON),
+        pytest.param("Ctrl-C", "rank 1: .*KeyboardInterrupt", "KeyboardInterrupt", marks=pytest.mark.long),
         ("death", "rank 1: .*gone|another rank is gone", ""),
     ],
 )

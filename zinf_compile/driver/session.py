@@ -87,6 +87,7 @@ class Session:
         elif config.speculate is not False:
             self.store.updates_ahead = UpdatesAhead(self.store)
         self.store.session = self
+        self.store.elsewhere = None if rounds is None else rounds.elsewhere
         self.forwards: list[Forward] = []  # of the models; their accessors hold them weakly
         self.programs: list[Program] = []
         self._captured: list[_Captured] = []  # in the order of ``programs``

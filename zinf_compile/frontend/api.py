@@ -63,6 +63,7 @@ from zinf_compile.runtime.model.tensor_parallel import (
 from zinf_compile.runtime.observe.recorder import Recorder
 from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.params.records import owner_of, record_of, replacement_of
+from zinf_compile.runtime.params.remote import refuse_remote
 from zinf_compile.runtime.ranks.agreement import agree_on_config, check_parameters
 from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, folder_of_rank, refuse_shared_devices
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
@@ -204,10 +205,15 @@ def optimize(
         if not ranks.is_alone:
             config = check_for_ranks(config, parameters)
     else:
+        if shared.rounds is not None:
+            raise UnsupportedError(
+                "a model with schedule='rounds' cannot share its budgets with another one in this version; optimize the "
+                "second one by itself, with budgets of its own"
+            )
         check_meshes(ranks.mesh, distributed)
         config = shared.config
     rounds: Rounds | None = None
-    if config.schedule == "rounds" and shared is None:
+    if config.schedule == "rounds":
         check_rounds(config, ranks, has_init=init is not None, is_distributed=bool(distributed))
         check_parameters(ranks, parameters, with_values=True)
         rounds = Rounds(model, parameters, ranks, config.gradient_divide_factor)
@@ -551,6 +557,8 @@ def full_parameters(module: Module) -> Iterator[None]:
     # All places in the model, not only in this module, so that a tied parameter is one tensor inside the block too.
     sites = [Site(part, name, record) for part, name, record in all_sites if record.name in records]
     refuse_distributed(records.values(), f"full_parameters({type(module).__name__})")
+    if session.rounds is not None:
+        refuse_remote(session.rounds.remote.values(), f"full_parameters({type(module).__name__})")
     check_room(session.store, list(records.values()), f"full_parameters({type(module).__name__})")
     with hold_full_values(sites):
         yield

@@ -22,6 +22,7 @@ from zinf_compile.runtime.model.model_state import records_of, stores_of
 from zinf_compile.runtime.model.tensor_parallel import refuse_distributed
 from zinf_compile.runtime.params.full_values import read_pieces
 from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.params.remote import refuse_remote
 from zinf_compile.weights.weight_files import INDEX_FILE, SINGLE_FILE, write_file
 
 _ASIDE = re.compile(r"\.zinf-export-([0-9a-f]{32})")
@@ -53,6 +54,7 @@ def export(
     if limit == 0:
         raise ConfigError("max_shard_size is 0; a shard holds at least one tensor, such as '5GB'")
     refuse_distributed(records_of(model), "export")
+    refuse_remote(model.parameters(), "export")
     for store in stores_of(model):
         store.check_whole()
         if not store.ranks.is_alone:
