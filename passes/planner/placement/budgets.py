@@ -51,9 +51,9 @@ def check_staying(placements: Sequence[Placement], config: Config, staying: str,
     needed = beside + sum(item.nbytes_on(Tier.HOST) for item in placements)
     if needed > config.host_memory:
         raise CapacityError(
-            f"'{staying}' was written to through a tensor that somebody holds, so it stays in host memory, of which "
-            f"training needs {format_bytes(needed)} then; host_memory is {format_bytes(config.host_memory)}; drop that tensor, write into "
-            f"the parameter itself, or raise host_memory to {size_option(needed)}"
+            f"'{staying}' was written to through a tensor that somebody holds, so it stays in host memory, of which training "
+            f"then needs {format_bytes(needed)}; host_memory is {format_bytes(config.host_memory)}; drop that tensor, write "
+            f"into the parameter itself, or raise host_memory to {size_option(needed)}"
         )
 
 
