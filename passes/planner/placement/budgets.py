@@ -51,8 +51,8 @@ def check_staying(placements: Sequence[Placement], config: Config, staying: str,
     needed = beside + sum(item.nbytes_on(Tier.HOST) for item in placements)
     if needed > config.host_memory:
         raise CapacityError(
-            f"'{staying}' was written to through a tensor that somebody holds, so it stays in host memory, of which training "
-            f"then needs {format_bytes(needed)}; host_memory is {format_bytes(config.host_memory)}; drop that tensor, write "
+            f"'{staying}' was written to through a tensor that somebody holds, so it stays in host memory: training "
+            f"then needs {format_bytes(needed)} there; host_memory is {format_bytes(config.host_memory)}; drop that tensor, write "
             f"into the parameter itself, or raise host_memory to {size_option(needed)}"
         )
 
