@@ -52,8 +52,8 @@ def check_staying(placements: Sequence[Placement], config: Config, staying: str,
     if needed > config.host_memory:
         raise CapacityError(
             f"'{staying}' was written to through a tensor that somebody holds, so it stays in host memory: training "
-            f"then needs {format_bytes(needed)} there; host_memory is {format_bytes(config.host_memory)}; drop that tensor, write "
-            f"into the parameter itself, or raise host_memory to {size_option(needed)}"
+            f"then needs {format_bytes(needed)} there; host_memory is {format_bytes(config.host_memory)}; drop that tensor, "
+            f"write into the parameter itself, or raise host_memory to {size_option(needed)}"
         )
 
 
