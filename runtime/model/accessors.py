@@ -45,8 +45,7 @@ class Forward:
         self.to_capture: str | None = None  # the model's name, until its first captured call has returned
         self.check: Callable[[], None] | None = None  # raises if modules cannot read, by themselves, what is stored
         self.device = device
-        self.anchors: dict[bool, Tensor] = {}  # of remote parameters, by whether they are trained
-        self.compute_dtype: torch.dtype | None = None  # of these
+        self.compute_dtype: torch.dtype | None = None  # of remote parameters
         self.leaves: dict[int, Tensor] = {}  # of the eager forward that runs, by parameter: see WholeLeaf
         self.sites: list[tuple[Module, str, StoredParameter]] = []  # where each stored parameter is registered
 
@@ -401,11 +400,11 @@ def _remote_accessor(name: str, parameter: RemoteParameter, forward: Forward) ->
     number, shape, dtype, device = parameter.number, tuple(parameter.shape), parameter.dtype, forward.device
     if forward.compute_dtype is not None and dtype.is_floating_point:
         dtype = forward.compute_dtype
-    anchor, alive = forward.anchors[parameter.requires_grad], weakref.ref(forward)
+    seat, alive = parameter.seat, weakref.ref(forward)
 
     def get(self: Module) -> Tensor:
         if torch.compiler.is_compiling():
-            gathered: Tensor = torch.ops.zinf.gather(anchor, number, shape, dtype, device)
+            gathered: Tensor = torch.ops.zinf.gather(seat.anchor, number, shape, dtype, device)
             return gathered
         forward = alive()
         assert forward is not None

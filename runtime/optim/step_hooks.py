@@ -224,12 +224,13 @@ def install_step_hooks() -> None:
 
 
 def _check_not_replaced(optimizer: Optimizer) -> None:
-    """Raise UnsupportedError for an optimizer with plain parameters in whose place ranks have put DTensors."""
+    """Raise UnsupportedError for an optimizer with plain parameters in whose place ranks have put others."""
     for group in optimizer.param_groups:
         if any(replacement_of(parameter) is not None for parameter in group["params"]):
             raise UnsupportedError(
-                f"{type(optimizer).__name__} was made before zinf_compile.optimize(model), which put a DTensor in the place "
-                "of each parameter, of which every rank has a shard; make the optimizer after it, of model.parameters()"
+                f"{type(optimizer).__name__} was made before zinf_compile.optimize(model), which put others in the place of "
+                "parameters: DTensors, of which every rank has a shard, or, with schedule='rounds', those that stand for "
+                "parameters of other ranks; make the optimizer after it, of model.parameters()"
             )
 
 

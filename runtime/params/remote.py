@@ -10,7 +10,7 @@ which all ranks ask at the same time, as ``clip_grad_norm_`` does::
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from zinf_compile.ir.errors import UnsupportedError
+from zinf_compile.runtime.params.copies import Seat
 from zinf_compile.runtime.ranks.ranks import Ranks
 
 _VECTOR_NORM = torch.linalg.vector_norm
@@ -60,6 +61,7 @@ class Elsewhere:
     mine: Mapping[str, Parameter]  # of this rank, by name
     norms: dict[float, dict[str, Tensor]] = field(default_factory=dict)  # of all ranks, by order
     is_telling: bool = False
+    anchor: Tensor | None = None  # from which captured graphs gather what is trained
 
     def norm_of(self, name: str, order: float) -> Tensor:
         """Return the norm of a gradient of another rank. All ranks ask at the same time."""
@@ -178,6 +180,7 @@ class RemoteParameter(Parameter):
     rank: int  # that has it
     number: int  # in graphs
     elsewhere: Elsewhere
+    seat: Seat
 
     @staticmethod
     def in_place_of(parameter: Parameter, name: str, rank: int, number: int, elsewhere: Elsewhere) -> "RemoteParameter":
@@ -196,6 +199,23 @@ class RemoteParameter(Parameter):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         self.__dict__["_gradient"] = gradient
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, trained: bool) -> None:
+        Tensor.requires_grad.__set__(self, trained)  # type: ignore[attr-defined]
+        if trained:  # what was frozen is captured again, on its own rank and here
+            assert self.elsewhere.anchor is not None
+            self.seat.anchor = self.elsewhere.anchor
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:  # as torch's
+        """Set whether it is trained."""
+        self.requires_grad = requires_grad
+        return self
 
     def note_gradient(self) -> None:
         """Show that its rank has computed a gradient."""

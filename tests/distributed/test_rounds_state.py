@@ -264,3 +264,135 @@ def test_state_and_refusals(two: RankPool, tmp_path: Path) -> None:
     assert "is on rank 0" in second["value"]
     assert not first["value"]
     assert not list(tmp_path.iterdir())
+
+
+def build_partly_frozen() -> nn.Module:
+    """Return a model of which two blocks, one of each of two ranks, are frozen."""
+    model = build_deep()
+    for block in model.deep.blocks[:2]:  # type: ignore
+        block.requires_grad_(False)
+    return model
+
+
+def unfreeze_alone(num_ranks: int) -> tuple[list[float], Values]:
+    """Train in plain PyTorch on the batches of ranks; unfreeze the first block, and freeze the last one."""
+    torch.set_num_threads(1)
+    model = build_partly_frozen()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for number in range(4):
+        if number == 2:
+            change_trained(model)
+        for rank in range(num_ranks):
+            loss = model(**batch_of(number, rank))
+            loss.backward()
+            losses.append(float(loss.detach()))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= num_ranks
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, mine_of(model)
+
+
+def change_trained(model: nn.Module) -> None:
+    """Unfreeze the first block, and freeze the last one."""
+    model.deep.blocks[0].requires_grad_(True)  # type: ignore
+    model.deep.blocks[-1].requires_grad_(False)  # type: ignore
+
+
+def unfreeze() -> tuple[list[float], Values]:
+    """Do the same on a rank."""
+    model = optimize(build_partly_frozen(), {**OPTIONS, "schedule": "rounds"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for number in range(4):
+        if number == 2:
+            change_trained(model)
+        losses.append(step(model, optimizer, number))
+    values = mine_of(model)
+    zinf_compile.close(model)
+    return losses, values
+
+
+def test_freezing_and_unfreezing(two: RankPool) -> None:
+    expected, values = unfreeze_alone(2)
+    results = two.run(unfreeze)
+    assert [loss for losses in zip(*(losses for losses, _ in results), strict=True) for loss in losses] == expected
+    found = {name: value for _, mine in results for name, value in mine.items()}
+    assert found.keys() == values.keys()
+    assert all(torch.equal(value, values[name]) for name, value in found.items())
+
+
+CHOICES: dict[str, Mapping[str, Any]] = {
+    "none": {},
+    "tiles of a parameter of one rank": {"tiles": {"deep.head.weight": 3}},
+    "tile_memory": {"tile_memory": "64KiB"},
+    "micro_batches": {"micro_batches": 2},
+    "recompute": {"recompute": True},
+    "speculate": {"speculate": True},
+    "codes": {"state_dtype": "int8", "exact_state": ["*head*"]},
+    "verified": {"verify_store": True, "device_memory": 1024 * KIB, "host_memory": 1024 * KIB, "streams": True},
+}
+
+
+def train_with(options: Mapping[str, Any]) -> list[float]:
+    """Train with options; return the losses."""
+    model = optimize(build_deep(), {**OPTIONS, "schedule": "rounds", **options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = [step(model, optimizer, number) for number in range(3)]
+    zinf_compile.close(model)
+    return losses
+
+
+def test_options(two: RankPool, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"of_{rank}").mkdir()
+    folder = {"nvme": f"{tmp_path}/of_{{local_rank}}"}
+    given = {name: {**options, **(folder if name == "verified" else {})} for name, options in CHOICES.items()}
+    found = {name: two.run(train_with, options) for name, options in given.items()}
+    for name, losses in found.items():
+        assert losses == [pytest.approx(each, rel=1e-3) for each in found["none"]], name
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def build_uneven() -> nn.Module:
+    """Return a model of which the first rank of two has 6 KiB, and the second one 290 KiB."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 740))
+
+
+def refuse() -> list[str]:
+    """Return the errors of budgets that are too small on rank 1, unknown names, and an optimizer that was made before."""
+    small = {**OPTIONS, "schedule": "rounds", "device_memory": 64 * KIB, "host_memory": 300 * KIB}
+    errors = []
+    for build, options in (
+        (build_uneven, small),
+        (build_deep, {**OPTIONS, "schedule": "rounds", "tiles": {"deep.heads.weight": 2}}),
+        (build_deep, {**OPTIONS, "schedule": "rounds", "step_in_backward": True}),
+    ):
+        try:
+            zinf_compile.close(optimize(build(), options))
+            errors.append("")
+        except zinf_compile.ZinfError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    model = build_deep()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = optimize(model, {**OPTIONS, "schedule": "rounds"})
+    try:
+        step(model, optimizer, 0)
+    except UnsupportedError as error:
+        errors.append(str(error))
+    zinf_compile.close(model)
+    return errors
+
+
+def test_what_one_rank_refuses_is_refused_on_all(two: RankPool) -> None:
+    (of_first, *first), (of_second, *second) = two.run(refuse)
+    assert of_first.startswith("RankError: placing parameters failed on rank 1; rank 1: CapacityError")
+    assert of_second.startswith("CapacityError: ")
+    assert first == second
+    unknown, in_backward, before = first
+    assert "did you mean 'deep.head.weight'?" in unknown
+    assert "does not go with step_in_backward=True" in in_backward
+    assert "AdamW was made before zinf_compile.optimize(model)" in before

@@ -4,7 +4,9 @@ What a rank stores, plans, runs and updates is what a process would that trains 
 between stages passes from rank to rank (``runtime/ranks/messages.py``).
 """
 
+import fnmatch
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +22,9 @@ from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import work_in_rounds
 from zinf_compile.passes.planner.schedule.rounds import Deal, Dealt, deal_stages
 from zinf_compile.passes.transforms.prepare.work_in_rounds import find_gathered, inline_checkpoints
+from zinf_compile.runtime.params.copies import Seat
 from zinf_compile.runtime.params.numbers import new_id
+from zinf_compile.runtime.params.records import mark_replaced
 from zinf_compile.runtime.params.remote import Elsewhere, RemoteParameter
 from zinf_compile.runtime.ranks.messages import Messages
 from zinf_compile.runtime.ranks.ranks import Ranks, Worker, hash_of
@@ -88,14 +92,35 @@ class Rounds:
                     self.remote[name] = RemoteParameter.in_place_of(
                         parameter, name, self._owners[name], self._numbers[name], self.elsewhere
                     )
+                    mark_replaced(parameter, self.remote[name])
                 replaced.append((module, key, parameter))
                 module._parameters[key] = self.remote[name]
         return replaced
+
+    def options_of_rank(self, config: Config) -> Config:
+        """Return the options without what they say of parameters by name that other ranks have."""
+
+        def of_mine(patterns: Sequence[str]) -> tuple[str, ...]:
+            return tuple(pattern for pattern in patterns if fnmatch.filter(self.mine, pattern))
+
+        tiles = None if config.tiles is None else tuple(each for each in config.tiles if each[0] in self.mine)
+        return replace(
+            config,
+            tiles=tiles,
+            exact_state=of_mine(config.exact_state),
+            exact_frozen=of_mine(config.exact_frozen),
+        )
 
     @property
     def divisor(self) -> float:
         """Return what the sum of the gradients of all batches is divided by."""
         return self._factor or float(self.ranks.size)
+
+    def seat(self, store: Store) -> None:
+        """Let captured graphs read remote parameters as those of this rank, trained or frozen."""
+        self.elsewhere.anchor = store.anchor
+        for each in self.remote.values():
+            each.seat = Seat(store.anchor if each.requires_grad else store.frozen_anchor)
 
     def do_alike(self, what: str, call: Callable[[], T]) -> T:
         """Call what may raise on some ranks only; then it raises on all."""

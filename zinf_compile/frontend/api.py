@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 
 from zinf_compile.driver.rounds import Rounds, check_rounds
 from zinf_compile.driver.session import Session, check_devices, session_of_store
+from zinf_compile.driver.tile_search import check_tiles
 from zinf_compile.inspect.recordings import Recording
 from zinf_compile.inspect.reports import (
     AheadReport,
@@ -202,7 +203,7 @@ def optimize(
     if shared is None:
         options["nvme"] = folder_of_rank(options.get("nvme"), ranks)
         config = agree_on_config(ranks, make_config(options, find_device=find_device))
-        if not ranks.is_alone:
+        if not ranks.is_alone and config.schedule is None:
             config = check_for_ranks(config, parameters)
     else:
         if shared.rounds is not None:
@@ -216,8 +217,10 @@ def optimize(
     if config.schedule == "rounds":
         check_rounds(config, ranks, has_init=init is not None, is_distributed=bool(distributed))
         check_parameters(ranks, parameters, with_values=True)
+        check_tiles(config, parameters, 1)
+        config.check_exact(parameters)
         rounds = Rounds(model, parameters, ranks, config.gradient_divide_factor)
-        parameters, ranks = rounds.mine, ALONE
+        parameters, ranks, config = rounds.mine, ALONE, rounds.options_of_rank(config)
     check_distributed(distributed, config, has_init=init is not None)
     refuse_replacing_layers(model, capture=config.capture and not distributed)
     if distributed:
@@ -239,6 +242,11 @@ def optimize(
                 values.show_quantised()
         quantised = find_quantised(model, may_store=may_store, but=distributed)
         if quantised.parameters:
+            if rounds is not None:
+                raise UnsupportedError(
+                    "schedule='rounds' does not go with quantised weights in this version; leave it out, which shards what "
+                    "is trained (ZeRO stage 3)"
+                )
             _check_quantised(quantised.parameters, share)
             parameters = {
                 name: parameter
@@ -261,7 +269,9 @@ def optimize(
         with torch.device("cpu"):  # regardless of the caller's default device
             weights = values.serve(session.store) if isinstance(values, FileValues) else {}
             linear = find_linear_weights(model) if config.frozen_dtype is not None else frozenset()
-            session.adopt(parameters, as_home=True, with_values=values is None, weights=weights, linear=linear)
+            adopt = partial(session.adopt, parameters, as_home=True, with_values=values is None)
+            adopt = partial(adopt, weights=weights, linear=linear)
+            adopt() if rounds is None else rounds.do_alike("placing parameters", adopt)
             replaced = _register_replacements(model) if rounds is None else rounds.take_place()
             if values is not None:
                 with session.progress("writing the first values of", parameters.values()):
@@ -286,7 +296,7 @@ def optimize(
     if isinstance(values, FileValues) and values.quantised:
         forward.check = partial(check_in_place, session.store)
     if rounds is not None:
-        forward.anchors = {True: session.store.anchor, False: session.store.frozen_anchor}
+        rounds.seat(session.store)
         forward.compute_dtype = None if config.compute_dtype is None else torch_dtype(config.compute_dtype)
     session.forwards.append(forward)
     install_accessors(model, forward)
