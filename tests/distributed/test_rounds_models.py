@@ -1,5 +1,7 @@
 """Ranks that work in rounds, on models as users write them: in-place writes, modes, checkpoint regions, graph breaks."""
 
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.test_rounds import joined, train_in_rounds
 from tests.distributed.workloads import Block, Loop, placements, train_alone
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Raised, RankPool
 from tests.support.traces import assert_same
 
 
@@ -97,7 +99,58 @@ class Mixed(Deep):
         return last(hidden + late * early)
 
 
-MODELS: dict[str, type[Deep]] = {each.__name__: each for each in (Shifting, Checkpointed, Breaking, Mixed)}
+class Unused(Deep):
+    """Leaves its last block out."""
+
+    def through(self, hidden: Tensor) -> Tensor:
+        """Return what the blocks make of hidden states."""
+        for block in self.blocks[:3]:
+            hidden = block(hidden)
+        return hidden
+
+
+class Uncaptured(Deep):
+    """Has a graph break in a loop in which Dynamo cannot go on: it runs the loop eagerly."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss."""
+        hidden = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            if number == 1 and hidden.sum().item() > 1e9:
+                hidden = hidden * 2
+        return functional.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), targets.flatten())
+
+
+class Adding(Deep):
+    """Adds to what another stage has computed, in place."""
+
+    def through(self, hidden: Tensor) -> Tensor:
+        """Return what the blocks make of hidden states."""
+        for block in self.blocks:
+            hidden += block(hidden)
+        return hidden
+
+
+class Counting(Deep):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def through(self, hidden: Tensor) -> Tensor:
+        """Return what the blocks make of hidden states."""
+        self.count += 1
+        return super().through(hidden)
+
+
+MODELS: dict[str, type[Deep]] = {each.__name__: each for each in (Shifting, Checkpointed, Breaking, Mixed, Unused)}
+REFUSED: dict[type[Deep], str] = {
+    Uncaptured: "take the graph break out of the loop",
+    Adding: "iadd at .* writes in place to what an earlier stage has computed",
+    Counting: "writes in its forward to a buffer",
+}
 
 
 class Build:
@@ -109,12 +162,24 @@ class Build:
     def __call__(self) -> nn.Module:
         """Return a model of the class."""
         torch.manual_seed(0)
-        return MODELS[self.name]()
+        model: nn.Module = globals()[self.name]()
+        return model
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_two_ranks(model: str, two: RankPool, tmp_path: Path) -> None:
-    loop = Loop(build=Build(model))
+    loop = Loop(build=Build(model), clip=0.5 if model == "Unused" else None)
     plain = train_alone(loop, 2)
     traces = two.run(train_in_rounds, loop, placements(str(tmp_path))["nvme"])
     assert_same(joined(traces, plain), plain)
+
+
+@pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.__name__)
+def test_what_is_refused(model: type[Deep], two: RankPool, tmp_path: Path) -> None:
+    loop = Loop(build=Build(model.__name__), num_steps=1)
+    start = time.monotonic()
+    for outcome in two.outcomes(train_in_rounds, loop, placements(str(tmp_path))["resident"]):
+        assert isinstance(outcome, Raised)
+        assert outcome.kind in ("UnsupportedError", "RankError" if model is Uncaptured else "")
+        assert re.search(REFUSED[model], outcome.message)
+    assert time.monotonic() - start < 60.0

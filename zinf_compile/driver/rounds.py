@@ -5,7 +5,7 @@ between stages passes from rank to rank (``runtime/ranks/messages.py``).
 """
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,13 +21,17 @@ from zinf_compile.passes.contract import RoundInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import work_in_rounds
 from zinf_compile.passes.planner.schedule.rounds import Deal, Dealt, deal_stages
-from zinf_compile.passes.transforms.prepare.work_in_rounds import find_gathered, inline_checkpoints
+from zinf_compile.passes.transforms.prepare.work_in_rounds import (
+    find_gathered,
+    inline_checkpoints,
+    refuse_values_of_parameters,
+)
 from zinf_compile.runtime.params.copies import Seat
 from zinf_compile.runtime.params.numbers import new_id
 from zinf_compile.runtime.params.records import mark_replaced
 from zinf_compile.runtime.params.remote import Elsewhere, RemoteParameter
 from zinf_compile.runtime.ranks.messages import Messages
-from zinf_compile.runtime.ranks.ranks import Ranks, Worker, hash_of
+from zinf_compile.runtime.ranks.ranks import Ranks, Worker, describe, hash_of
 from zinf_compile.runtime.store.store import Store
 
 T = TypeVar("T")
@@ -130,6 +134,11 @@ class Rounds:
         self, name: str, store: Store, graph_module: fx.GraphModule, inputs: Sequence[Tensor]
     ) -> "BoundRounds | None":
         """Return the graph of this rank's stages, from that of the model; None if that reads no parameter."""
+        try:
+            refuse_values_of_parameters(graph_module.graph)
+        except UnsupportedError as error:  # not on every rank at the same time: what was not captured differs
+            self.ranks.fail(f"capture of {name}: {describe(error)}")
+            raise
         buffers = {id(buffer) for buffer in self._model.buffers()}
         is_shared = [value is store.anchor or value is store.frozen_anchor or id(value) in buffers for value in inputs]
         different = [value for value, same in zip(inputs, is_shared, strict=True) if not same]
@@ -163,7 +172,7 @@ class Rounds:
         )
         work_in_rounds(graph_module, given)
         numbers = [number for number, node in enumerate(placeholders) if node.name not in shared | own]
-        bound = BoundRounds(self, graph_module, numbers)
+        bound = BoundRounds(self, graph_module, numbers, frozenset(gathered))
         bound.inputs = bound.spread(inputs, [[inputs[number] for number in numbers]] * self.ranks.size)
         return bound
 
@@ -172,20 +181,24 @@ class Rounds:
         kinds = "; ".join(map(_describe_input, inputs))
         self.ranks.meet(f"{what} {kinds}"[:_MOST] + f" {hash_of(kinds.encode()):x}")
 
-    def note_backward(self) -> None:
-        """Show that every rank computes gradients of its parameters."""
+    def note_backward(self, gathered: Container[int]) -> None:
+        """Show that every rank has computed gradients of its parameters, of those with some numbers."""
         for each in self.remote.values():
-            each.note_gradient()
+            if each.number in gathered:
+                each.note_gradient()
 
 
 class BoundRounds:
     """A graph of this rank's stages, and what it is called with."""
 
-    def __init__(self, rounds: Rounds, graph_module: fx.GraphModule, numbers: Sequence[int]) -> None:
-        """``numbers`` are the inputs of the model's graph of which ranks have different ones."""
+    def __init__(
+        self, rounds: Rounds, graph_module: fx.GraphModule, numbers: Sequence[int], gathered: frozenset[int]
+    ) -> None:
+        """``numbers`` are the inputs of the model's graph of which ranks have different ones, and ``gathered`` the
+        parameters that it reads."""
         self.graph_module = graph_module
         self.inputs: list[Tensor] = []
-        self._rounds, self._numbers = rounds, frozenset(numbers)
+        self._rounds, self._numbers, self._gathered = rounds, frozenset(numbers), gathered
         self._leaf = torch.empty(0, requires_grad=True)
 
     def spread(self, args: Sequence[Any], given: Sequence[Sequence[Tensor]]) -> list[Any]:
@@ -203,7 +216,7 @@ class BoundRounds:
         spread = self.spread(args, self._rounds.messages.share("the inputs of all ranks", mine))
         if torch.is_grad_enabled():
             apply: Callable[..., Tensor] = _Backward.apply
-            spread[0] = apply(self._leaf, self._rounds)
+            spread[0] = apply(self._leaf, self._rounds, self._gathered)
         return spread
 
     def results(self, outputs: Sequence[Any]) -> Sequence[Any]:
@@ -219,16 +232,16 @@ class _Backward(torch.autograd.Function):
     """The first token of a run: its gradient is complete when all of this rank's stages are."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, rounds: Rounds) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, rounds: Rounds, gathered: frozenset[int]) -> Tensor:
         """Return a token."""
-        ctx.rounds = rounds
+        ctx.rounds, ctx.gathered = rounds, gathered
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, token: Tensor) -> tuple[None, None, None]:
         """Note that gradients are there."""
-        ctx.rounds.note_backward()
-        return None, None
+        ctx.rounds.note_backward(ctx.gathered)
+        return None, None, None
 
 
 def _describe_input(value: object) -> str:

@@ -95,6 +95,17 @@ def count_under_way(graph: fx.Graph, num_ranks: int) -> int:
     return num_ranks * max((value.nbytes for value in sent if isinstance(value, Tensor)), default=0)
 
 
+def refuse_values_of_parameters(graph: fx.Graph) -> None:
+    """Raise UnsupportedError if a graph returns a parameter: code that was not captured reads it."""
+    for node in graph.output_node().all_input_nodes:
+        if node.target in _GATHERS:
+            raise UnsupportedError(
+                "code of the model that was not captured reads a parameter, for example since there is a graph break inside "
+                "of a loop (a print, .item()), and with schedule='rounds' other ranks have parameters of their own; take "
+                "the graph break out of the loop, as TORCH_LOGS=graph_breaks shows it, or leave schedule out"
+            )
+
+
 def inline_checkpoints(graph_module: fx.GraphModule) -> None:
     """Edit a torch-level graph in place so that regions of torch.utils.checkpoint are part of it.
 
