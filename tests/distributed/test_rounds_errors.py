@@ -69,7 +69,7 @@ def do_otherwise(what: str) -> float:
 
 _SHORTER = "rank 1: capture of Loss graph 1, .* of inputs \\(2, 5\\) int64"
 _NARROWER = "rank 1: capture of Loss graph 1, .* of inputs \\(2, 8\\) int32"
-_EVALUATES = "rank 0: a forward in rounds, training, .*; rank 1: capture of Loss graph 1"
+_EVALUATES = "rank 0: a forward in rounds of Loss graph 0, training, .*; rank 1: capture of Loss graph 1"
 _GOES_ON = "rank 0: a backward of Loss graph 0; rank 1: a forward in rounds"
 _NO_TOKEN = "IndexError: index out of range"
 

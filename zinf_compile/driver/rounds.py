@@ -172,7 +172,7 @@ class Rounds:
         )
         work_in_rounds(graph_module, given)
         numbers = [number for number, node in enumerate(placeholders) if node.name not in shared | own]
-        bound = BoundRounds(self, graph_module, numbers, frozenset(gathered))
+        bound = BoundRounds(self, name, graph_module, numbers, frozenset(gathered))
         bound.inputs = bound.spread(inputs, [[inputs[number] for number in numbers]] * self.ranks.size)
         return bound
 
@@ -192,13 +192,19 @@ class BoundRounds:
     """A graph of this rank's stages, and what it is called with."""
 
     def __init__(
-        self, rounds: Rounds, graph_module: fx.GraphModule, numbers: Sequence[int], gathered: frozenset[int]
+        self,
+        rounds: Rounds,
+        name: str,
+        graph_module: fx.GraphModule,
+        numbers: Sequence[int],
+        gathered: frozenset[int],
     ) -> None:
         """``numbers`` are the inputs of the model's graph of which ranks have different ones, and ``gathered`` the
         parameters that it reads."""
         self.graph_module = graph_module
         self.inputs: list[Tensor] = []
         self._rounds, self._numbers, self._gathered = rounds, frozenset(numbers), gathered
+        self._name = name
         self._leaf = torch.empty(0, requires_grad=True)
 
     def spread(self, args: Sequence[Any], given: Sequence[Sequence[Tensor]]) -> list[Any]:
@@ -212,7 +218,7 @@ class BoundRounds:
         """Return what to call the graph with, for the batches of all ranks. All ranks call this at the same time."""
         mine = [args[number] for number in sorted(self._numbers)]
         kind = "training" if torch.is_grad_enabled() else "no gradients"
-        self._rounds.meet(f"a forward in rounds, {kind}, of inputs", mine)
+        self._rounds.meet(f"a forward in rounds of {self._name}, {kind}, of inputs", mine)
         spread = self.spread(args, self._rounds.messages.share("the inputs of all ranks", mine))
         if torch.is_grad_enabled():
             apply: Callable[..., Tensor] = _Backward.apply
