@@ -147,3 +147,9 @@ def _link_problems(hardware: Hardware) -> Iterator[str]:
             yield f"{link_name} is 0, and {count_name} is {count}; say how fast they are tied, such as '70 GB/s'"
         elif link != 0:
             yield from _outside(link_name, link, _BANDWIDTH, "'70 GB/s'")
+    if hardware.routes is GAP or hardware.device_link_lanes is GAP:
+        return
+    known = {lane for route in hardware.routes if route is not GAP and route.lanes is not GAP for lane in route.lanes}
+    for lane in hardware.device_link_lanes:
+        if lane is not GAP and lane not in known:
+            yield f"device_link_lanes names {lane!r}, which no route takes; name lanes of routes, or leave it out"

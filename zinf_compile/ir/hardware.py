@@ -157,6 +157,9 @@ class Hardware:
     devices_per_node: int = 1
     num_nodes: int = 1
     device_link_bytes_per_second: float = 0.0  # of one device, to others of its node; 0: it has none
+    # What links inside a node take. Devices without peer access exchange bytes through host memory, over the lanes of
+    # its routes. (): they have lanes of their own, as NVLink.
+    device_link_lanes: tuple[str, ...] = ()
     node_link_bytes_per_second: float = 0.0  # of one node, to others
     updates_take_of_compute: float = (
         1.0  # seconds that compute loses per second of update; 0 where other processors update
@@ -307,7 +310,7 @@ class Hardware:
             name=name,
             bytes_per_second=speed,
             latency_seconds=0.0,
-            lanes=(name,),
+            lanes=(self.device_link_lanes if name == DEVICE_LINKS else ()) or (name,),
             takes_of_compute=self.links_take_of_compute,
         )
 

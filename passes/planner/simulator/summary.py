@@ -42,7 +42,9 @@ NO_WEAR = Wear(nbytes_per_step=0, nbytes_per_day=0.0)
 
 def busy_lanes(timeline: Timeline) -> tuple[BusyLane, ...]:
     """Return every lane that was used, the busiest first. Routes that share a lane (a disk's, say) add up on it."""
-    lanes_of = {route.name: route.lanes for route in timeline.plan.hardware.routes}
+    hardware = timeline.plan.hardware
+    lanes_of = {route.name: route.lanes for route in hardware.routes}
+    lanes_of[DEVICE_LINKS] = hardware.device_link_lanes or (DEVICE_LINKS,)
     seconds: dict[str, float] = defaultdict(float)
     nbytes: dict[str, int] = defaultdict(int)
     for node in timeline.nodes:

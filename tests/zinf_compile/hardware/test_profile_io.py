@@ -63,7 +63,7 @@ def test_a_preset_is_complete(name: str) -> None:
 
 
 def test_the_presets_are_those_promised() -> None:
-    assert preset_names() == ("a100-80g", "dgx2", "h100-80g", "h200", "laptop-16g", "rtx4090")
+    assert preset_names() == ("8xrtx4090", "a100-80g", "dgx2", "h100-80g", "h200", "laptop-16g", "rtx4090")
 
 
 def test_memory_is_unified_where_the_profile_says_so() -> None:
@@ -218,6 +218,7 @@ def put(path: str, value: object) -> Callable[[Any], None]:
         (put("devices_per_node", 0), "devices_per_node = 0 is not between 1 and 1000000"),
         (put("devices_per_node", 8), "device_link_bytes_per_second is 0, and devices_per_node is 8"),
         (put("num_nodes", 4), "node_link_bytes_per_second is 0, and num_nodes is 4"),
+        (put("device_link_lanes", ["pcie"]), "device_link_lanes names 'pcie', which no route takes"),
         (put("node_link_bytes_per_second", 100), "node_link_bytes_per_second = 100 is not between"),
         (
             put("memory_bytes_per_second", "fast"),
@@ -246,7 +247,7 @@ def test_a_machine_without_a_disk_needs_no_routes_to_one() -> None:
 
 def test_files_that_are_no_profile(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"no hardware profile 'h300': No such file.*; give a file, or one of a100-80g, "
+        ConfigError, match=r"no hardware profile 'h300': No such file.*; give a file, or one of 8xrtx4090, a100-80g, "
     ):
         load_hardware("h300")
     path = tmp_path / "mine.json"
