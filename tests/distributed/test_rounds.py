@@ -1,6 +1,7 @@
 """Ranks that work in rounds: each has stages of the model, and computes them for the batches of all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from tests.distributed.workloads import (
 )
 from tests.support.rank_pool import RankPool
 from tests.support.traces import Trace, assert_same
+from zinf_compile.frontend import offline
+from zinf_compile.inspect.plan_view import PlanView
+from zinf_compile.ir.plan import Plan
+from zinf_compile.passes.capture.offline.trace import RankInRounds
+from zinf_compile.passes.planner.schedule.rounds import Deal
 from zinf_compile.runtime.params.remote import RemoteParameter
 
 
@@ -106,6 +112,15 @@ def train_in_rounds(loop: Loop, options: Mapping[str, Any]) -> Trace:
     return trace
 
 
+def plan_at_run_time(options: Mapping[str, Any]) -> Plan:
+    """Return the plan of a rank, once it has trained. Called on each rank."""
+    model = optimize(build_deep(), {**options, "schedule": "rounds"})
+    model(**batch_of(0, dist.get_rank())).backward()
+    (plan,) = zinf_compile.report(model).plans
+    zinf_compile.close(model)
+    return plan.plan
+
+
 def joined(traces: Sequence[Trace], plain: Trace) -> Trace:
     """Return the numbers of all ranks as those of one, which must have each number once."""
     whole = Trace(losses=[loss for losses in zip(*(trace.losses for trace in traces), strict=True) for loss in losses])
@@ -182,3 +197,28 @@ def test_each_weight_goes_to_one_device(two: RankPool, tmp_path: Path) -> None:
     in_rounds = two.run(count_read, {**options, "device_memory": 3300 * 2**10}, "rounds")
     moved, weights = (sum(of_ranks) for of_ranks in zip(*in_rounds, strict=True))
     assert 1.05 * 2 * weights >= moved >= 2 * weights > 2**20  # of both ranks together
+
+
+def test_what_is_planned_ahead_of_the_machine_is_what_ranks_run(
+    two: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = two.run(plan_at_run_time, placements(str(tmp_path))["nvme"])
+    planned: list[Plan] = []
+
+    def plan_all(
+        model: nn.Module, deal: Deal, *, num_tokens: int, plan_rank: Callable[[RankInRounds], PlanView]
+    ) -> PlanView:
+        for rank in range(2):
+            view = plan_rank(RankInRounds(owners=deal.owners, rank=rank, num_ranks=2))
+            planned.append(view.plan)
+        return view
+
+    monkeypatch.setattr(offline, "plan_in_rounds", plan_all)
+    hardware = replace(ran[0].hardware, devices_per_node=2, device_link_bytes_per_second=1e9, tiers=())
+    budgets = {"device_memory": "64MiB", "host_memory": "64MiB", "compute": "aten"}
+    zinf_compile.plan(build_deep(), batch_of(0, 0), hardware=hardware, world=2, schedule="rounds", **budgets)
+    for rank in range(2):
+        assert planned[rank].uses == ran[rank].uses
+        assert planned[rank].schedule == ran[rank].schedule
+        assert [sink.name for sink in planned[rank].sinks] == [sink.name for sink in ran[rank].sinks]
+        assert planned[rank].activations.saved_nbytes == ran[rank].activations.saved_nbytes

@@ -3,7 +3,7 @@
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from zinf_compile.inspect.text.text_layout import make_table
 from zinf_compile.ir.copies import Code
 from zinf_compile.ir.errors import CapacityError, ConfigError
 from zinf_compile.ir.glossary import format_seconds
+from zinf_compile.ir.pipeline import PipelineSchedule
 from zinf_compile.ir.plan_io import plan_to_json
 from zinf_compile.passes.planner.cost.costs import ops_seconds, unfused
 from zinf_compile.passes.planner.memory.policies import compute_seconds
@@ -73,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(1, 2, 3),
         default=3,
         help="of ZeRO, over the data-parallel ranks, as of optimize (default: 3)",
+    )
+    budget.add_argument(
+        "--schedule",
+        choices=("rounds",),
+        help="ranks of one node have stages of the model and compute them for the batches of all, as of optimize; tells how "
+        "ZeRO stage 3 compares (default: ZeRO)",
     )
     budget.add_argument(
         "--reduce",
@@ -133,9 +140,10 @@ def run(args: argparse.Namespace) -> int:
         subject = find_model(args.model, sizes_of(args))
     budgets = ("device_memory", "host_memory", "nvme_memory", "nvme_write_budget", "reserve_memory")
     names = (*budgets, "compute_dtype", "state_dtype", "frozen_dtype", "compute", "stage", "reduce")
-    try:
+
+    def plan_by(schedule: str | None) -> PlanView:
         with _progress(f"planning {type(subject.model).__name__}"):
-            plan = zinf_compile.plan(
+            return zinf_compile.plan(
                 subject.model,
                 subject.inputs,
                 hardware=args.hardware,
@@ -148,8 +156,12 @@ def run(args: argparse.Namespace) -> int:
                 tp=args.tp,
                 pp=args.pp,
                 accumulate=args.accumulate,
+                schedule=schedule,
                 **{name: getattr(args, name) for name in names},
             )
+
+    try:
+        plan = plan_by(args.schedule)
     except CapacityError as error:
         print(f"zinf plan: it does not fit: {error}", file=sys.stderr)
         return 1
@@ -161,6 +173,8 @@ def run(args: argparse.Namespace) -> int:
     columns = shutil.get_terminal_size(fallback=(_COLUMNS, 24)).columns
     print(dump_plan(plan.plan, width=max(_NARROWEST, min(columns, _WIDEST))))
     print(_describe_compute(plan))
+    if args.schedule is not None:
+        print(_compare_schedules(plan, lambda: plan_by(None)))
     if args.tokens_to_hide_disk:
         with _progress("planning other batches"):
             sentence = _describe_tokens(plan)
@@ -170,6 +184,21 @@ def run(args: argparse.Namespace) -> int:
             table = _list_purchases(plan, prices)
         print("\n".join(table))
     return 0
+
+
+def _compare_schedules(plan: PlanView, plan_sharded: Callable[[], PlanView]) -> str:
+    """Return how long a step in rounds takes, and one of ZeRO stage 3 on the same ranks."""
+    assert plan.pipeline is not None
+    in_rounds = plan.pipeline.step_seconds
+    try:
+        sharded = simulate(plan_sharded().plan).step_seconds
+    except CapacityError as error:
+        return f"in rounds a step takes {format_seconds(in_rounds)}; with ZeRO stage 3 it does not fit: {error}"
+    which, times = ("rounds are", sharded / in_rounds) if in_rounds < sharded else ("stage 3 is", in_rounds / sharded)
+    return (
+        f"a step takes {format_seconds(in_rounds)} in rounds, and {format_seconds(sharded)} with ZeRO stage 3: {which} "
+        f"{times:.2f} times as fast"
+    )
 
 
 def _read_prices(args: argparse.Namespace) -> dict[str, float]:
@@ -218,7 +247,8 @@ def _describe_compute(plan: PlanView) -> str:
     graph = next(graph for graph in plan.request.candidates if graph.policy is plan.activations.policy)
     num_segments = sum(bool(op.inner) for op in graph.ops)
     op_by_op = format_seconds(sum(ops_seconds(unfused(graph), plan.hardware)))
-    each = "step" if plan.pipeline is None else "micro-batch"
+    is_whole = plan.pipeline is None or plan.pipeline.schedule is PipelineSchedule.ROUNDS
+    each = "step" if is_whole else "micro-batch"
     if not num_segments:
         return f"computes op by op, {op_by_op} a {each}"
     fused = format_seconds(compute_seconds(graph, plan.hardware))

@@ -20,7 +20,7 @@ from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.tiles import join_placements
 from zinf_compile.passes.analysis.repeats import NotRepeatedError
 from zinf_compile.passes.capture.offline.deep import trace_deep
-from zinf_compile.passes.capture.offline.trace import Inputs, Trace, TracedGraph
+from zinf_compile.passes.capture.offline.trace import Inputs, RankInRounds, Trace, TracedGraph
 from zinf_compile.passes.planner.memory.policies import allowed_policies
 from zinf_compile.passes.planner.search.planner import check_fits
 from zinf_compile.passes.planner.simulator.several_graphs import share_updates
@@ -78,16 +78,19 @@ class OfflinePlanner:
         num_open: int = 0,
         open_nbytes: int = 0,
         keeps_unread: bool = True,
+        in_rounds: RankInRounds | None = None,
     ) -> None:
         """``op_by_op`` is the reason why graphs cannot compute in segments; None if they can.
 
         ``num_open`` and ``open_nbytes`` are what ``GraphPlanner`` counts for open forwards. Without ``keeps_unread``,
-        parameters that no graph reads are not stored: other stages of a pipeline have them.
+        parameters that no graph reads are not stored: other stages of a pipeline have them. ``in_rounds`` is the rank whose
+        stages are planned, for the batches of all; the catalog has its parameters.
         """
         self._subject, self._catalog, self._hardware = subject, catalog, hardware
         self._num_ranks, self._num_replicas, self._num_tensor_ranks = num_ranks, num_replicas, num_tensor_ranks
         self._num_open, self._open_nbytes = num_open, open_nbytes
         self._keeps_unread = keeps_unread
+        self._in_rounds = in_rounds
         self._kernel_cache_nbytes = kernel_cache_nbytes
         self._op_by_op = op_by_op
         self._tiles = OfflineTiles(catalog)
@@ -153,6 +156,7 @@ class OfflinePlanner:
             tile=self._tiles.apply,
             look_at_short=self._look_at_short,
             not_repeated=not_repeated,
+            in_rounds=self._in_rounds,
         )
         _check_result(trace, subject.name, train=subject.train, has_loss=subject.inputs.loss is not None)
         if not self._keeps_unread:

@@ -64,6 +64,13 @@ def check_rounds(config: Config, ranks: Ranks, *, has_init: bool, is_distributed
             )
 
 
+def deal_parameters(parameters: Mapping[str, Parameter], num_ranks: int) -> Deal:
+    """Return the stages of a model with these parameters. ConfigError for fewer blocks than ranks."""
+    return deal_stages(
+        [Dealt(name, _repeated_block(name), each.numel()) for name, each in parameters.items()], num_ranks
+    )
+
+
 class Rounds:
     """The rounds of one model."""
 
@@ -72,10 +79,7 @@ class Rounds:
         self._factor = factor
         self.ranks, self.worker = ranks, Worker(ranks)
         self.messages = Messages(ranks)
-        self.deal: Deal = deal_stages(
-            [Dealt(name, _repeated_block(name), each.numel()) for name, each in parameters.items()],
-            ranks.size,
-        )
+        self.deal = deal_parameters(parameters, ranks.size)
         owners = self.deal.owners
         self.mine = {name: each for name, each in parameters.items() if owners[name] == ranks.rank}
         self.elsewhere = Elsewhere(ranks=ranks, mine=self.mine)

@@ -12,8 +12,10 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from zinf_compile.driver.offline import OfflinePlanner, Subject, describe
+from zinf_compile.driver.offline_rounds import check_world, plan_in_rounds
 from zinf_compile.driver.offline_stages import Share, make_mesh, plan_stages
 from zinf_compile.driver.paper_catalog import PaperCatalog
+from zinf_compile.driver.rounds import deal_parameters
 from zinf_compile.driver.segmented import describe_missing_compiler
 from zinf_compile.driver.this_machine import look_at_machine
 from zinf_compile.driver.tile_search import check_tiles
@@ -27,7 +29,8 @@ from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.ir.hardware import Hardware, TierSize
 from zinf_compile.passes.analysis.parameters import analyze_parameter, find_linear_weights
 from zinf_compile.passes.capture.offline.optimizer_state import StatesOfOptimizer
-from zinf_compile.passes.capture.offline.trace import Inputs
+from zinf_compile.passes.capture.offline.shards import count_tokens
+from zinf_compile.passes.capture.offline.trace import Inputs, RankInRounds
 from zinf_compile.runtime.calibration.calibrate import with_coded_states, with_rows
 from zinf_compile.runtime.calibration.machine import kernel_cache_nbytes
 from zinf_compile.runtime.model.accessors import refuse_optimized
@@ -98,6 +101,9 @@ def plan(
             each such rank has one for every stage.
         tp_plan: which layers ``tp`` divides, and how: ``{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}``, and
             "vocabulary" for embeddings and heads. By default the model's own, as those of transformers have.
+        schedule: "rounds" plans ranks of one node that have stages of the model, and compute them for the batches of all,
+            as ``optimize(schedule="rounds")`` does. The plan is that of the rank that takes the longest, and
+            ``plan.pipeline`` has the step of all.
         compute: as in ``optimize``: "inductor", the default, plans each block as one compiled op, "aten" op by op.
             Nothing is compiled: a block is assumed to take the traffic of its inputs and results, and the
             arithmetic of its matrix products.
@@ -121,7 +127,10 @@ def plan(
     config = _make_config(options, hardware)
     if num_ranks > 1:
         refuse_codes(config)
-    if not mesh.is_of_data:
+    if config.schedule == "rounds":
+        refused = {f"replicas={replicas}": replicas > 1, f"tp={tp}": tp > 1, f"pp={pp}": pp > 1}
+        check_world(world, hardware, config, {**refused, "accumulate": accumulate is not None, "dynamic": dynamic})
+    elif not mesh.is_of_data:
         _refuse_names(config, dynamic=dynamic)
     if config.state_dtype is not None:
         update = with_coded_states if is_here else assume_coded_states
@@ -130,8 +139,9 @@ def plan(
         hardware = with_rows(hardware)
     called = replace(make_inputs(inputs), loss=loss)
     named = dict(model.named_parameters())
-    check_tiles(config, named, num_ranks)
+    check_tiles(config, named, 1 if config.schedule == "rounds" else num_ranks)
     config.check_exact(named)
+    op_by_op = describe_missing_compiler() if is_here and config.compute == "inductor" else None
     subject = Subject(model=model, name=type(model).__name__, inputs=called, train=train, dynamic=dynamic)
 
     def plan_share(share: Share) -> PlanView:
@@ -147,9 +157,26 @@ def plan(
             open_nbytes=share.open_nbytes,
             keeps_unread=pp == 1,
             kernel_cache_nbytes=kernel_cache,
-            op_by_op=describe_missing_compiler() if is_here and config.compute == "inductor" else None,
+            op_by_op=op_by_op,
         ).plan()
 
+    def plan_rank(in_rounds: RankInRounds) -> PlanView:
+        facts = _parameter_facts(model, config, optimizer if train else None)
+        mine = tuple(fact for fact in facts if in_rounds.owners[fact.name] == in_rounds.rank)
+        return OfflinePlanner(
+            subject,
+            PaperCatalog(config, mine, 1),
+            hardware,
+            num_ranks=1,
+            num_replicas=1,
+            kernel_cache_nbytes=kernel_cache,
+            op_by_op=op_by_op,
+            in_rounds=in_rounds,
+        ).plan()
+
+    if config.schedule == "rounds":
+        deal = deal_parameters(named, world)
+        return plan_in_rounds(model, deal, num_tokens=count_tokens(called), plan_rank=plan_rank)
     if mesh.is_of_data:
         return plan_share(Share(subject=subject, num_open=0, open_nbytes=0))
     return plan_stages(

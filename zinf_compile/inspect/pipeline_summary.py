@@ -1,8 +1,8 @@
-"""The step of a mesh with tensor and pipeline parallelism as text: its stages, and how its seconds divide."""
+"""The step on the stages of a model as text: what a rank of each does, and how the step's seconds divide."""
 
 from zinf_compile.inspect.text.text_layout import make_table
 from zinf_compile.ir.glossary import Tier, format_bytes, format_seconds
-from zinf_compile.ir.pipeline import PipelinePlan, StagePlan
+from zinf_compile.ir.pipeline import PipelinePlan, PipelineSchedule, StagePlan
 
 _MEGA, _GIGA, _TERA = 1e6, 1e9, 1e12
 
@@ -10,6 +10,10 @@ _MEGA, _GIGA, _TERA = 1e6, 1e9, 1e12
 def dump_pipeline(pipeline: PipelinePlan, width: int) -> list[str]:
     """Return a table of the stages, one of the parts of the step, and what it comes to."""
     header = ("stage", "blocks", "params", "open", "batch", "update", *(str(tier) for tier in Tier))
+    batches = f"{pipeline.num_micro_batches:,} micro-batches"
+    if pipeline.schedule is PipelineSchedule.ROUNDS:
+        header = ("rank", "stages", "params", "open", "passes", *header[5:])
+        batches = f"{pipeline.num_micro_batches:,} batches in rounds"
     lines = make_table(
         header, [_row(stage) for stage in pipeline.stages], align="<" + ">" * (len(header) - 1), width=width, flexible=0
     )
@@ -17,7 +21,7 @@ def dump_pipeline(pipeline: PipelinePlan, width: int) -> list[str]:
     parts = [
         (str(part), format_seconds(seconds), f"{seconds / step:.0%}") for part, seconds in pipeline.parts if seconds
     ]
-    title = f"step of {format_seconds(step)}, {pipeline.num_micro_batches:,} micro-batches, on stage {slowest.first}"
+    title = f"step of {format_seconds(step)}, {batches}, on {header[0]} {slowest.first}"
     return [
         *lines,
         *make_table((title, "time", "share"), parts, align="<>>", width=width, flexible=0),

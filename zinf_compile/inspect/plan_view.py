@@ -18,7 +18,7 @@ from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.facts import UseFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware
-from zinf_compile.ir.pipeline import PipelinePlan
+from zinf_compile.ir.pipeline import PipelinePlan, PipelineSchedule
 from zinf_compile.ir.plan import (
     ActivationPlan,
     BoundValue,
@@ -110,8 +110,11 @@ class PlanView:
         ConfigError for one that was loaded, since a file has the plan alone, and for one micro-batch of a longer step.
         """
         if self.plan.pipeline is not None:
+            what = "one micro-batch of one stage"
+            if self.plan.pipeline.schedule is PipelineSchedule.ROUNDS:
+                what = "the stages of one rank"
             raise ConfigError(
-                f"the plan of {self.name} is of one micro-batch of one stage, which does not answer for the whole step; "
+                f"the plan of {self.name} is of {what}, which does not answer for the whole step; "
                 "plan again with other numbers, and compare plan.pipeline.step_seconds"
             )
         if self.request is None:

@@ -15,6 +15,7 @@ from zinf_compile.inspect.text.text_layout import Folded, clip, fold_rows, join_
 from zinf_compile.ir.copies import Role
 from zinf_compile.ir.glossary import Phase, StepTiming, Tier, format_bytes, format_seconds, printable
 from zinf_compile.ir.hardware import route_name
+from zinf_compile.ir.pipeline import PipelineSchedule
 from zinf_compile.ir.plan import Placement, Plan, RecomputedValue, TierPart
 from zinf_compile.ir.slices import shard_size
 from zinf_compile.ir.transfers import Transfer
@@ -61,6 +62,11 @@ def _dump_header(plan: Plan, width: int) -> list[str]:
 def _dump_world(plan: Plan) -> list[str]:
     """Return lines on the ranks that the plan is for; none for one rank."""
     world, nodes = World.of_plan(plan), f"{plan.hardware.num_nodes} node{'s' if plan.hardware.num_nodes > 1 else ''}"
+    if plan.pipeline is not None and plan.pipeline.schedule is PipelineSchedule.ROUNDS:
+        return [
+            f"  of one of {plan.world_size:,} ranks on {nodes}, which has stages of the model, and computes them",
+            "  for the batches of all ranks",
+        ]
     if plan.num_tensor_ranks * plan.num_stages > 1:
         lines = [
             f"  of one of {plan.world_size:,} ranks on {nodes}: {plan.num_stages:,} stages x {plan.mesh_size:,} "

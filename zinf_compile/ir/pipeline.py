@@ -1,15 +1,24 @@
-"""A step of a mesh with tensor and pipeline parallelism: what each kind of stage does, and how the step's seconds divide.
+"""A step on the stages of a model: what a rank of each kind of stage does, and how the step's seconds divide.
 
 Stages run micro-batches in 1F1B order (Narayanan et al., https://arxiv.org/abs/2104.04473): stage ``s`` of ``p`` has up to
 ``p - s`` forwards open at once, and a step of ``m`` micro-batches takes as long as ``m`` on the slowest stage, and as one
 on each of the others, which fill and drain the pipeline meanwhile. With equal stages of ``t`` seconds these are
 ``(m + p - 1) t``, of which ``(p - 1) t`` are the bubble.
+
+Ranks that work in rounds have several stages each, and compute them for one batch of each (``driver/offline_rounds.py``).
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 from zinf_compile.ir.glossary import Tier
+
+
+class PipelineSchedule(StrEnum):
+    """In which order ranks compute stages and batches."""
+
+    ONE_F_ONE_B = "1F1B"
+    ROUNDS = "rounds"
 
 
 class StepPart(StrEnum):
@@ -25,11 +34,14 @@ class StepPart(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One rank of some consecutive stages that are alike. Where they differ, of the first of them, which needs the most."""
+    """One rank of some consecutive stages that are alike. Where they differ, of the first of them, which needs the most.
+
+    In rounds, a rank of some consecutive ones, with all its stages, and a micro-batch stands for the batches of all ranks.
+    """
 
     first: int  # the number of the first of these stages, from 0
     num_stages: int
-    num_blocks: int  # of the model's repeated blocks
+    num_blocks: int  # of the model's repeated blocks; in rounds, stages of a rank
     num_elements: int  # of parameters, of one tensor-parallel rank
     num_open: int  # forwards whose backward has not run, at the most
     micro_batch_seconds: float  # of forward and backward, with sends
@@ -51,7 +63,8 @@ class StagePlan:
 class PipelinePlan:
     """A step of several micro-batches on one or more stages, each of which has the ranks of its plan."""
 
-    num_micro_batches: int  # of each data-parallel rank
+    schedule: PipelineSchedule
+    num_micro_batches: int  # of each data-parallel rank; in rounds, one of each rank
     num_tokens: int  # of a micro-batch
     stages: tuple[StagePlan, ...]
     parts: tuple[tuple[StepPart, float], ...]  # of the step of the slowest stage, with their seconds, which sum to it
@@ -101,6 +114,7 @@ def plan_pipeline(
     step = sum(seconds.values())
     num_flops = num_micro_batches * sum(stage.num_stages * stage.num_flops for stage in stages)
     return PipelinePlan(
+        schedule=PipelineSchedule.ONE_F_ONE_B,
         num_micro_batches=num_micro_batches,
         num_tokens=num_tokens,
         stages=stages,

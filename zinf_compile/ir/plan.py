@@ -415,7 +415,7 @@ class Plan:
     num_replicas: int = 1  # of so many ranks, which train together and add up their gradients
     is_reduced_in_order: bool = True  # whether gradients of several ranks are added in the order of ranks
     num_tensor_ranks: int = 1  # that divide the weights of each layer, of which each rank above has one part
-    pipeline: PipelinePlan | None = None  # the step that this graph is one micro-batch of one stage of; None: all of it
+    pipeline: PipelinePlan | None = None  # the step that this graph is a part of, such as one micro-batch; None: all
     notes: tuple[str, ...] = ()  # sentences on how it was made that a reader should know
 
     @property

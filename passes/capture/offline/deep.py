@@ -22,7 +22,15 @@ from zinf_compile.passes.analysis.repeats import (
 )
 from zinf_compile.passes.capture.offline.runs import dropped_blocks, find_runs, shorten_runs
 from zinf_compile.passes.capture.offline.skeleton import make_skeleton
-from zinf_compile.passes.capture.offline.trace import Inputs, TileGraph, Trace, TracedGraph, leave_whole, trace_model
+from zinf_compile.passes.capture.offline.trace import (
+    Inputs,
+    RankInRounds,
+    TileGraph,
+    Trace,
+    TracedGraph,
+    leave_whole,
+    trace_model,
+)
 from zinf_compile.passes.capture.splits import Form, Splitter
 from zinf_compile.passes.planner.memory.recompute import Kind
 
@@ -123,6 +131,7 @@ def trace_deep(
     tile: TileGraph = leave_whole,
     look_at_short: Callable[[TracedGraph], None] = lambda _: None,
     not_repeated: str | None = None,
+    in_rounds: RankInRounds | None = None,
 ) -> Trace:
     """Return the graphs of one call of ``model``, each as ``tile`` transforms it; the model is not changed.
 
@@ -131,8 +140,9 @@ def trace_deep(
 
     Runs of more than five identical blocks are captured with four blocks each, and once more with five. If expanding
     the first facts by one block gives the second, the whole model's facts are expanded in the same way; otherwise the
-    whole model is captured. The trace's notes say which. Each form of the deep graph is checked in this way when it is
-    requested, and raises NotRepeatedError if the check fails. ``not_repeated`` is why the whole model is to be captured.
+    whole model is captured, as it is for a rank ``in_rounds``. The trace's notes say which. Each form of the deep graph is
+    checked in this way when it is requested, and raises NotRepeatedError if the check fails. ``not_repeated`` is why the
+    whole model is to be captured.
 
     Raises UnsupportedError for a model that cannot be captured.
     """
@@ -143,11 +153,19 @@ def trace_deep(
         dropped = list(dropped_blocks(model, runs, num_blocks))
         skeleton = make_skeleton(model, fake_mode, compute_dtype=compute_dtype, without=dropped, edit=edit)
         return trace_model(
-            skeleton, fake_mode, inputs, name=name, policies=given, train=train, dynamic=dynamic, tile=tile
+            skeleton,
+            fake_mode,
+            inputs,
+            name=name,
+            policies=given,
+            train=train,
+            dynamic=dynamic,
+            tile=tile,
+            in_rounds=in_rounds,
         )
 
     given = [policy for policy in policies if not policy.is_by_value]
-    runs = find_runs(model, longer_than=_DEPTHS[1])
+    runs = find_runs(model, longer_than=_DEPTHS[1]) if in_rounds is None else ()
     if not runs:
         return trace((), 0)
     where = " and ".join(f"{run.num_blocks} blocks of {run.container or 'the model'}" for run in runs)

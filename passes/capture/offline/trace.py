@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from zinf_compile.ir.errors import UnsupportedError, ZinfError
 from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import ActivationPolicy
+from zinf_compile.ir.ops import make_anchor
 from zinf_compile.ir.sizes import Size
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.capture.aot import (
@@ -32,7 +33,10 @@ from zinf_compile.passes.capture.aot import (
 )
 from zinf_compile.passes.capture.offline.skeleton import Skeleton, as_fake
 from zinf_compile.passes.capture.splits import JointGraph, Splitter
-from zinf_compile.passes.contract import FormInputs
+from zinf_compile.passes.contract import FormInputs, RoundInputs
+from zinf_compile.passes.fx_edit import copy_graph_module
+from zinf_compile.passes.pipeline import work_in_rounds
+from zinf_compile.passes.transforms.prepare.work_in_rounds import find_gathered
 from zinf_compile.passes.transforms.segments.structure import describe_structure
 
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -47,6 +51,15 @@ TileGraph = Callable[[fx.GraphModule, dict[int, str]], tuple[fx.GraphModule, fro
 def leave_whole(graph_module: fx.GraphModule, _: dict[int, str]) -> tuple[fx.GraphModule, frozenset[int]]:
     """Return the graph as it is, without tiles."""
     return graph_module, frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInRounds:
+    """One of some ranks that work in rounds."""
+
+    owners: Mapping[str, int]  # the rank that has a parameter, by name
+    rank: int
+    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +100,12 @@ def trace_model(
     train: bool,
     dynamic: bool,
     tile: TileGraph = leave_whole,
+    in_rounds: RankInRounds | None = None,
 ) -> Trace:
     """Return the graphs captured from one call of the skeleton, each as ``tile`` transforms it.
 
-    With ``dynamic``, the first two dimensions of every input are symbols. Raises UnsupportedError if nothing could be
+    With ``dynamic``, the first two dimensions of every input are symbols. ``in_rounds`` is the rank whose stages the graphs
+    compute, for one such call of each rank; None: they compute the whole model. Raises UnsupportedError if nothing could be
     captured, because shapes or branches of the model depend on values or it cannot be traced.
     """
     with fake_mode:
@@ -105,8 +120,12 @@ def trace_model(
     def backend(graph_module: fx.GraphModule, graph_inputs: Sequence[Tensor]) -> Callable[..., Any]:
         refuse_writes_to_parameters(graph_module)
         compiler = _Keeper(f"{name} graph {len(graphs)}", skeleton.param_names, policies)
-        tiled, tiles = tile(graph_module, skeleton.param_names)
-        compile_graph(tiled, graph_inputs, compiler, added_at_home=tiles)
+        of_rank, divisor = graph_module, 1.0
+        if in_rounds is not None:
+            of_rank, graph_inputs = _keep_stages(graph_module, graph_inputs, in_rounds, skeleton, leaves)
+            divisor = float(in_rounds.num_ranks)
+        tiled, tiles = tile(of_rank, skeleton.param_names)
+        compile_graph(tiled, graph_inputs, compiler, added_at_home=tiles, divisor=divisor)
         assert compiler.graph is not None
         assert compiler.facts is not None
         graphs.append(TracedGraph(facts=compiler.facts, ended_by=describe_break(graph_module), graph=compiler.graph))
@@ -139,6 +158,45 @@ def trace_model(
     finally:
         torch._C._dynamo.eval_frame.reset_code(call.__code__)  # otherwise every call counts as a recompilation
     return Trace(graphs=tuple(graphs), result=result, stopped_by=stopped_by)
+
+
+def _keep_stages(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Tensor],
+    in_rounds: RankInRounds,
+    skeleton: Skeleton,
+    leaves: Sequence[Tensor],
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Return the graph of a rank's stages, from that of the model, and its inputs. ``leaves`` are those of a call."""
+    graph = graph_module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    of_call, buffers = ({id(each) for each in tensors} for tensors in (leaves, skeleton.module.buffers()))
+    anchors = {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.zinf.gather)}
+    shared = set()
+    for node, each in zip(placeholders, inputs, strict=True):
+        if node in anchors or id(each) in buffers:
+            shared.add(node.name)
+        elif id(each) not in of_call or each.requires_grad:
+            raise UnsupportedError(
+                f"the graph input '{node.name}' is neither a buffer nor a tensor of the call that needs no gradient, and "
+                "with schedule='rounds' every rank gets the inputs of all; leave schedule out (ZeRO stage 3)"
+            )
+    given = RoundInputs(
+        owners={number: in_rounds.owners[skeleton.param_names[number]] for number in find_gathered(graph)},
+        shared=shared,
+        rank=in_rounds.rank,
+        num_ranks=in_rounds.num_ranks,
+        messages=0,
+    )
+    of_rank = copy_graph_module(graph_module)  # Dynamo still uses the original
+    work_in_rounds(of_rank, given)
+    spread = [make_anchor(requires_grad=True)]
+    for node, each in zip(placeholders, inputs, strict=True):
+        if node.name in shared:
+            spread.append(each)
+        else:  # each rank's are a tensor of their own
+            spread += (torch.empty_like(each) for _ in range(in_rounds.num_ranks))
+    return of_rank, spread
 
 
 @contextmanager

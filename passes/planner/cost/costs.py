@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from zinf_compile.ir.facts import GraphFacts, OpFact
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.sizes import Expression, Size, SizeT_co
-from zinf_compile.passes.planner.cost.op_kinds import is_collective, kind_of, num_calls
+from zinf_compile.passes.planner.cost.op_kinds import is_collective, is_message, kind_of, num_calls
 
 # A transfer of so few bytes takes longer to start than to move them: 64 KiB is under 0.1 ms of disk time.
 RESIDENT_THRESHOLD = 64 * 2**10
@@ -91,10 +91,10 @@ def _fused(segment: OpFact[SizeT_co]) -> Iterator[OpFact[SizeT_co]]:
 
 
 def _rates(op: OpFact[Size], hardware: Hardware) -> _Rates:
-    if is_collective(op.op):  # the ranks are those of one node
+    if is_collective(op.op) or is_message(op.op):  # the ranks are those of one node
         return _Rates(
             flops_per_second=math.inf,
-            bytes_per_second=hardware.device_link_bytes_per_second,
+            bytes_per_second=hardware.device_link_bytes_per_second or hardware.memory_bytes_per_second,
             overhead_seconds=hardware.op_overhead_seconds,
             overlaps=not hardware.memory.unified,
         )

@@ -26,6 +26,7 @@ _KINDS = {
 }
 
 _TP_COLLECTIVES = ("zinf.all_reduce.default", "zinf.all_gather_columns.default")
+_MESSAGE = "zinf.receive.default"
 
 # The overhead of finding a parameter and its homes, without moving bytes, in calls of a small op. Measured 60 and 250
 # microseconds, where a call took 19.
@@ -41,6 +42,11 @@ def kind_of(op: str) -> OpKind | None:
 def is_collective(op: str) -> bool:
     """Return whether an op is a tensor-parallel collective: its bytes go over the links of a device."""
     return op in _TP_COLLECTIVES
+
+
+def is_message(op: str) -> bool:
+    """Return whether an op waits for what another rank has sent: its bytes go over the links of a device."""
+    return op == _MESSAGE
 
 
 def keeps_kernels(op: OpFact) -> bool:

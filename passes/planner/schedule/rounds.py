@@ -29,6 +29,7 @@ class Deal:
 
     stages: tuple[tuple[str, ...], ...]
     num_ranks: int
+    work: tuple[float, ...]  # of each stage: elements that it computes with
     efficiency: float  # work of a pass over what the ranks could do in that time: the rest is waiting
 
     @property
@@ -55,7 +56,7 @@ def deal_stages(parameters: Sequence[Dealt], num_ranks: int) -> Deal:
     best: tuple[float, list[list[int]]] | None = None
     for count in range(num_ranks, len(units) + 1):
         groups = _cut(work, count)
-        seconds = _pass_seconds([sum(work[unit] for unit in group) for group in groups], num_ranks)
+        seconds = pass_seconds([sum(work[unit] for unit in group) for group in groups], num_ranks)
         if best is None or seconds < best[0] * (1 - 1e-9):
             best = seconds, groups
     assert best is not None
@@ -63,6 +64,7 @@ def deal_stages(parameters: Sequence[Dealt], num_ranks: int) -> Deal:
     return Deal(
         stages=tuple(tuple(each.name for unit in group for each in units[unit].parameters) for group in groups),
         num_ranks=num_ranks,
+        work=tuple(sum(work[unit] for unit in group) for group in groups),
         efficiency=total / seconds if seconds else 1.0,
     )
 
@@ -110,7 +112,7 @@ def _cut(work: Sequence[float], count: int) -> list[list[int]]:
     return [list(range(first, last)) for first, last in itertools.pairwise(cuts)]
 
 
-def _pass_seconds(stages: Sequence[float], num_ranks: int) -> float:
+def pass_seconds(stages: Sequence[float], num_ranks: int) -> float:
     """Return how long a pass of one batch of each rank takes, if a stage takes ``stages`` for a batch."""
     free, ready = [0.0] * num_ranks, [0.0] * num_ranks  # when a rank, and a batch, can go on
     for number, seconds in enumerate(stages):

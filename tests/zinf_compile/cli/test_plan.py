@@ -104,6 +104,27 @@ def test_tensor_parallel_ranks_and_stages(capsys: pytest.CaptureFixture[str], mo
     assert (pipeline["num_micro_batches"], [stage["num_stages"] for stage in pipeline["stages"]]) == (8, [1, 2, 1])
 
 
+def test_ranks_that_work_in_rounds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = [*GPT, "--layers", "2", "--hardware", "8xrtx4090", "--world", "2", "--schedule", "rounds"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "  of one of 2 ranks on 1 node, which has stages of the model, and computes them\n" in printed
+    assert re.search(r"(?m)^rank +stages +params +open +passes +update +device +host +nvme$", printed)
+    assert re.search(r"(?m)^step of \S+ \w+, 2 batches in rounds, on rank \d +time +share$", printed)
+    *_, compute, compared = printed.splitlines()
+    assert " a step" in compute
+    assert re.fullmatch(
+        r"a step takes \S+ \w+ in rounds, and \S+ \w+ with ZeRO stage 3: (rounds are|stage 3 is) \d+\.\d\d times as fast",
+        compared,
+    )
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["num_ranks"], document["pipeline"]["schedule"]) == (1, "rounds")
+    assert main([*words, "--tp", "2"]) == 2
+    assert "schedule='rounds' does not go with tp=2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
