@@ -186,7 +186,9 @@ def _keep_stages(
         shared=shared,
         rank=in_rounds.rank,
         num_ranks=in_rounds.num_ranks,
-        messages=0,
+        own=frozenset(),
+        has_grad=True,
+        store_id=0,
     )
     of_rank = copy_graph_module(graph_module)  # Dynamo still uses the original
     work_in_rounds(of_rank, given)
