@@ -221,7 +221,7 @@ class Writes(nn.Module):
 def test_models_that_cannot_work_in_rounds_are_refused_as_at_run_time() -> None:
     with torch.device("meta"):
         model, x = Writes(), torch.empty(4, 8)
-    with pytest.raises(UnsupportedError, match="writes to a buffer in its forward"):
+    with pytest.raises(UnsupportedError, match="writes in its forward to a buffer"):
         zinf_compile.plan(model, x, hardware="8xrtx4090", world=2, schedule="rounds")
 
 
