@@ -28,6 +28,10 @@ class Seat:
         self.anchor = anchor
         self.is_held = False  # full_parameters() holds its parameter's value
 
+    def hang_on(self, anchor: Tensor) -> None:
+        """Let gathers hang on another anchor from now on."""
+        self.anchor = anchor
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Copies:

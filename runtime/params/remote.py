@@ -208,7 +208,7 @@ class RemoteParameter(Parameter):
         Tensor.requires_grad.__set__(self, trained)  # type: ignore[attr-defined]
         if trained:  # what was frozen is captured again, on its own rank and here
             assert self.elsewhere.anchor is not None
-            self.seat.anchor = self.elsewhere.anchor
+            self.seat.hang_on(self.elsewhere.anchor)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:  # as torch's
         """Set whether it is trained."""

@@ -231,7 +231,7 @@ class Session:
         self.check_leaving([record])
         placements = self._outside_of_weights([record])
         is_settled = catalog.placements == tuple(self.store.placements.values())
-        if stays_in_memory(record):
+        if catalog.plans and stays_in_memory(record):
             staying = self.store.placements[name].without_weights().moved({Role.COMPUTE: Tier.HOST})
             beside = max((_host_nbytes_beside_homes(plan) for plan in catalog.plans.values()), default=0)
             check_staying([*(self.store.placements | {name: staying}).values()], self.config, name, beside=beside)
