@@ -44,8 +44,7 @@ class Forward:
         self.depth = 0
         self.to_capture: str | None = None  # the model's name, until its first captured call has returned
         self.check: Callable[[], None] | None = None  # raises if modules cannot read, by themselves, what is stored
-        self.device = device
-        self.compute_dtype: torch.dtype | None = None  # of remote parameters
+        self._device = device
         self.leaves: dict[int, Tensor] = {}  # of the eager forward that runs, by parameter: see WholeLeaf
         self.sites: list[tuple[Module, str, StoredParameter]] = []  # where each stored parameter is registered
 
@@ -63,10 +62,10 @@ class Forward:
             return
         for where, value in (*((f"argument {number}", arg) for number, arg in enumerate(args)), *kwargs.items()):
             for tensor in tree_leaves(value):
-                if isinstance(tensor, Tensor) and tensor.device != self.device and tensor.dim() > 0:
+                if isinstance(tensor, Tensor) and tensor.device != self._device and tensor.dim() > 0:
                     raise ConfigError(
-                        f"{where} of {name} is on {tensor.device}, and the model computes on {self.device}; move it there "
-                        f"with .to('{self.device}') before the call"
+                        f"{where} of {name} is on {tensor.device}, and the model computes on {self._device}; move it there "
+                        f"with .to('{self._device}') before the call"
                     ) from error
 
     @property
@@ -397,9 +396,8 @@ def _accessor(model: str, name: str, record: StoredParameter, forward: Forward) 
 
 
 def _remote_accessor(name: str, parameter: RemoteParameter, forward: Forward) -> Callable[[Module], Tensor]:
-    number, shape, dtype, device = parameter.number, tuple(parameter.shape), parameter.dtype, forward.device
-    if forward.compute_dtype is not None and dtype.is_floating_point:
-        dtype = forward.compute_dtype
+    number, shape = parameter.number, tuple(parameter.shape)
+    dtype, device = parameter.gathered_dtype, parameter.gathered_to
     seat, alive = parameter.seat, weakref.ref(forward)
 
     def get(self: Module) -> Tensor:

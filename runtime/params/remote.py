@@ -178,7 +178,10 @@ class RemoteParameter(Parameter):
     rank: int  # that has it
     number: int  # in graphs
     elsewhere: Elsewhere
+    # How captured graphs gather it, as if this rank had it:
     seat: Seat
+    gathered_dtype: torch.dtype
+    gathered_to: torch.device
 
     @staticmethod
     def in_place_of(parameter: Parameter, name: str, rank: int, number: int, elsewhere: Elsewhere) -> "RemoteParameter":

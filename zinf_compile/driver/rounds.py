@@ -7,7 +7,7 @@ between stages passes from rank to rank (``runtime/ranks/messages.py``).
 import fnmatch
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -32,9 +32,8 @@ from zinf_compile.runtime.params.records import mark_replaced
 from zinf_compile.runtime.params.remote import Elsewhere, RemoteParameter
 from zinf_compile.runtime.ranks.messages import Messages
 from zinf_compile.runtime.ranks.ranks import Ranks, Worker, describe, hash_of
+from zinf_compile.runtime.storage.slots import torch_dtype
 from zinf_compile.runtime.store.store import Store
-
-T = TypeVar("T")
 
 
 def check_rounds(config: Config, ranks: Ranks, *, has_init: bool, is_distributed: bool) -> None:
@@ -127,12 +126,13 @@ class Rounds:
     def seat(self, store: Store) -> None:
         """Let captured graphs read remote parameters as those of this rank, trained or frozen."""
         self.elsewhere.anchor = store.anchor
+        computed = store.config.compute_dtype
         for each in self.remote.values():
             each.seat = Seat(store.anchor if each.requires_grad else store.frozen_anchor)
-
-    def do_alike(self, what: str, call: Callable[[], T]) -> T:
-        """Call what may raise on some ranks only; then it raises on all."""
-        return self.ranks.do_alike(what, call)
+            each.gathered_dtype = each.dtype
+            if computed is not None and each.dtype.is_floating_point:
+                each.gathered_dtype = torch_dtype(computed)
+            each.gathered_to = store.memory.torch_device
 
     def bind(
         self, name: str, store: Store, graph_module: fx.GraphModule, inputs: Sequence[Tensor]

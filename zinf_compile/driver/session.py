@@ -290,7 +290,9 @@ class Session:
                     measured = with_rows(measured)
                 self.catalog.hardware = agree_on_hardware(self.store.ranks, measured, self.store.device)
         fit = partial(self._fit_beside_process, graph_module, inputs, where)
-        program, compiled = fit() if in_rounds is None or self.rounds is None else self.rounds.do_alike("planning", fit)
+        program, compiled = (
+            fit() if in_rounds is None or self.rounds is None else self.rounds.ranks.do_alike("planning", fit)
+        )
         self.programs.append(program)
         assert program.plan is not None
         self.catalog.plans[program.plan.name] = program.plan

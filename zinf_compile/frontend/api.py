@@ -68,7 +68,6 @@ from zinf_compile.runtime.params.remote import refuse_remote
 from zinf_compile.runtime.ranks.agreement import agree_on_config, check_parameters
 from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, folder_of_rank, refuse_shared_devices
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
-from zinf_compile.runtime.storage.slots import torch_dtype
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.weights.file_values import FileValues
 from zinf_compile.weights.initialize import Init, choose_values, undo
@@ -271,7 +270,7 @@ def optimize(
             linear = find_linear_weights(model) if config.frozen_dtype is not None else frozenset()
             adopt = partial(session.adopt, parameters, as_home=True, with_values=values is None)
             adopt = partial(adopt, weights=weights, linear=linear)
-            adopt() if rounds is None else rounds.do_alike("placing parameters", adopt)
+            adopt() if rounds is None else rounds.ranks.do_alike("placing parameters", adopt)
             replaced = _register_replacements(model) if rounds is None else rounds.take_place()
             if values is not None:
                 with session.progress("writing the first values of", parameters.values()):
@@ -297,7 +296,6 @@ def optimize(
         forward.check = partial(check_in_place, session.store)
     if rounds is not None:
         rounds.seat(session.store)
-        forward.compute_dtype = None if config.compute_dtype is None else torch_dtype(config.compute_dtype)
     session.forwards.append(forward)
     install_accessors(model, forward)
     if not config.memory.unified:
