@@ -2,19 +2,30 @@
 
     python -m benchmarks.published_steps
 
-The rates are those of a preset, from data sheets and estimates that say so; none is fitted to these runs. Activations are
-recomputed, and stage 1 of ZeRO divides optimizer states, as in the runs.
+The rates are those of a preset, from data sheets and estimates that say so; none is fitted to these runs. That of attention
+is for scores in memory, as these runs had them. Activations are recomputed, and stage 1 of ZeRO divides optimizer states, as
+in the runs.
 """
 
 import argparse
+from dataclasses import replace
 
 import torch
 
 import zinf_compile
-from benchmarks.oracles.published_runs import DEVICES_PER_NODE, MT_NLG, PublishedModel, PublishedStep, published_flops
+from benchmarks.oracles.published_runs import (
+    DEVICES_PER_NODE,
+    MT_NLG,
+    PublishedModel,
+    PublishedStep,
+    attention_flops_per_second,
+    published_flops,
+)
 from examples.gpt import GPT, GPTConfig
+from zinf_compile.hardware.profile_io import load_hardware
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.ir.glossary import Tier
+from zinf_compile.ir.hardware import Rate
 from zinf_compile.ir.pipeline import StepPart
 
 
@@ -24,10 +35,12 @@ def plan_step(model: PublishedModel, step: PublishedStep, *, hardware: str = "a1
         config = GPTConfig(model.vocabulary, model.layers, model.hidden, model.heads, model.sequence)
         tokens = torch.zeros(1, model.sequence, dtype=torch.int64)
         gpt = GPT(config)
+    preset = load_hardware(hardware)
+    attention = attention_flops_per_second(model, preset.flops_per_second("bfloat16"), preset.memory_bytes_per_second)
     return zinf_compile.plan(
         gpt,
         {"tokens": tokens, "targets": tokens},
-        hardware=hardware,
+        hardware=replace(preset, attention_flops=(Rate(name="bfloat16", per_second=attention),)),
         compute_dtype=torch.bfloat16,
         world=step.num_nodes * DEVICES_PER_NODE,
         tp=model.num_tensor_ranks,

@@ -4,6 +4,8 @@ MT-NLG 530B: Smith et al., arXiv 2201.11990, section 2.4: 105 layers, hidden 20,
 batches of 1,920 sequences, 8 tensor-parallel ranks in a node of 8 A100 x 35 stages: 280 GPUs for each data-parallel rank.
 Its FLOPs are counted as if every activation was recomputed: 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)), Narayanan et al.,
 arXiv 2104.04473, section 5.1.
+
+Its attention was made of products and of kernels that write all scores to memory: FlashAttention came later.
 """
 
 from dataclasses import dataclass
@@ -61,3 +63,24 @@ def published_flops(model: PublishedModel) -> float:
         * model.hidden**2
         * (1 + model.sequence / (6 * model.hidden) + model.vocabulary / (16 * model.layers * model.hidden))
     )
+
+
+# How often an attention that keeps its scores in memory goes through all of them, in elements of two bytes: forward writes
+# them (1), takes softmax (2) and dropout with a mask of one byte (2.5), and reads them (1); backward does the same the other
+# way round, where softmax reads two (9.5).
+_FORWARD_PASSES, _BACKWARD_PASSES = 6.5, 9.5
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 4
+_COUNTED_BACKWARD_PRODUCTS = 5  # plans count attention that keeps no scores, and half of what is causal
+
+
+def attention_flops_per_second(model: PublishedModel, flops: float, bytes_per_second: float) -> float:
+    """Return the rate, in FLOPs as plans count them, of attention with its scores in memory, each layer computed twice.
+
+    ``flops`` is the rate of matrix products in FLOP/s, ``bytes_per_second`` that of memory.
+    """
+    scores = model.sequence**2  # of one head; all heads take as much
+    product = 2 * scores * (model.hidden // model.heads)
+    computed = 2 * _FORWARD_PRODUCTS + _BACKWARD_PRODUCTS
+    counted = 2 * _FORWARD_PRODUCTS + _COUNTED_BACKWARD_PRODUCTS
+    moved = 2 * scores * (2 * _FORWARD_PASSES + _BACKWARD_PASSES)
+    return counted * product / 2 / (computed * product / flops + moved / bytes_per_second)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from zinf_compile.ir.facts import GradientFact, GraphFacts, OpFact, RoutedFact, UseFact, ValueFact
 from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, dtype_name
@@ -162,12 +163,18 @@ def _describe_op(node: fx.Node, tick: int, block: str, shapes: GraphShapes) -> O
         name=node.name,
         op=str(call.target),
         module=block,
-        dtype=dtype_name(call.value.dtype) if isinstance(call.value, torch.Tensor) else "",
+        dtype=_dtype_of(call.value),
         num_flops=shapes.size(count_flops(node)),
         nbytes_accessed=shapes.size(count_bytes_accessed(node)),
         repeatable=is_repeatable(node),
         inner=inner,
     )
+
+
+def _dtype_of(value: object) -> str:
+    """Return the dtype of a result, of several that of the first tensor: attention and norms return statistics beside it."""
+    tensors = (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
+    return next((dtype_name(each.dtype) for each in tensors), "")
 
 
 def _collect_values(

@@ -65,7 +65,12 @@ def _replace_one(hardware: Hardware, name: str, given: float | str) -> Hardware:
         return replace(hardware, **{field: _read(name, given, field)})  # type: ignore[arg-type]  # all are floats
     if name == "flops":
         factor = _read(name, given, "per_second") / max(rate.per_second for rate in hardware.flops)
-        return replace(hardware, flops=_scaled(hardware.flops, factor), peak_flops=_scaled(hardware.peak_flops, factor))
+        return replace(
+            hardware,
+            flops=_scaled(hardware.flops, factor),
+            attention_flops=_scaled(hardware.attention_flops, factor),
+            peak_flops=_scaled(hardware.peak_flops, factor),
+        )
     return replace(hardware, memory_bytes_per_second=_read(name, given, "memory_bytes_per_second"))
 
 

@@ -155,3 +155,15 @@ def test_an_op_reads_results_and_looks_through_views(
     assert inputs[10] == (3,)  # cos in backward reads forward's mm, which was saved
     assert inputs[13] == (7, 11)  # mm reads x through a view
     assert inputs[17] == (11, 15)
+
+
+def test_an_op_with_several_results_has_the_dtype_of_the_first(trace: Function, analyze: Function) -> None:
+    """It is computed at the rates of that dtype: attention and norms return float32 statistics beside it."""
+
+    def forward(anchor: Tensor, x: Tensor) -> Tensor:
+        each = x.bfloat16().view(1, 2, 8, 16)
+        attended, statistics = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(each, each, each)
+        return attended + statistics.sum()
+
+    attention = [op for op in analyze(trace(forward, (2, 128))).ops if "attention" in op.op]
+    assert [op.dtype for op in attention] == ["bfloat16"]

@@ -32,6 +32,9 @@ def test_a_disk_is_behind_the_link_of_the_device() -> None:
 def test_flops_scale_every_dtype_and_the_peaks() -> None:
     changed = with_rates(H200, flops="1400 TFLOP/s")
     assert [rate.per_second for rate in changed.flops] == [2 * rate.per_second for rate in H200.flops]
+    assert [rate.per_second for rate in changed.attention_flops] == [
+        2 * rate.per_second for rate in H200.attention_flops
+    ]
     assert [rate.per_second for rate in changed.peak_flops] == [2 * rate.per_second for rate in H200.peak_flops]
 
 
