@@ -88,7 +88,7 @@ def test_every_shape_computes(name: str) -> None:
 
 
 def test_predicted_cases_are_those_that_are_measured() -> None:
-    lines = (ROOT / "benchmarks/results/2026-11-28-h200-predictions.jsonl").read_text().splitlines()
+    lines = (ROOT / "benchmarks/results/2026-11-30-h200-predictions.jsonl").read_text().splitlines()
     noted = {line["model"]: line["num_parameters"] for line in map(json.loads, lines)}
     assert noted.keys() == PREDICTED.keys()
     for name, num_parameters in noted.items():
