@@ -1,7 +1,8 @@
 """Parameters that another rank has: what of them this rank shows where ranks work in rounds.
 
 They keep their place, name, shape and dtype, on meta, so that ``model.parameters()`` and the groups of an optimizer are the
-same on every rank. An optimizer skips them; their own rank updates them. Their gradients are seen here as their norms, for
+same on every rank. An optimizer skips them; their own rank updates them. What reads or writes their values is refused: on
+meta it would give no value, and a write would be lost. Their gradients are seen here as their norms, for
 which all ranks ask at the same time, as ``clip_grad_norm_`` does::
 
     rank 0    norm of a, its own    norm of b: all ranks tell theirs
@@ -47,6 +48,16 @@ _GETTERS = frozenset(
     )
 )
 _DESCRIBES = frozenset({Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, *_GETTERS})
+_ATEN = torch.ops.aten
+_SHOWS_AGAIN = frozenset({_ATEN.detach, _ATEN.alias})  # of a value, without reading it
+_ASKS_FOR_NO_VALUE = frozenset(
+    {
+        *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like),
+        *(_ATEN.rand_like, _ATEN.randn_like, _ATEN.randint_like),
+        *(_ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full),
+        *(_ATEN.is_same_size, _ATEN.is_pinned),
+    }
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -171,11 +182,90 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in ("__imul__", "__itruediv__")
 
 
-class RemoteParameter(Parameter):
+class RemoteValue(Tensor):
+    """The value of a parameter that another rank has, which only that rank can read and write.
+
+    Each op that torch runs on it passes ``__torch_dispatch__``, also one for a list of tensors, in place, or between ranks.
+    What it is, such as its shape and its dtype, torch says without an op.
+    """
+
+    path: str  # of the parameter, in the model
+    rank: int  # that has it
+    # Results of what asks for no value are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's annotation is partial
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the supertype's are not optional
+        cls,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run what asks for no value, and refuse everything else."""
+        kwargs = kwargs or {}
+        if (packet := func.overloadpacket) in _SHOWS_AGAIN:
+            return args[0]._show_again()
+        if packet in _ASKS_FOR_NO_VALUE:
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
+        remote = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RemoteValue))
+        raise remote._refusal(packet.__name__)
+
+    def _show_again(self) -> "RemoteValue":
+        empty = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        shown: RemoteValue = Tensor._make_subclass(RemoteValue, empty)
+        shown.path, shown.rank = self.path, self.rank
+        return shown
+
+    def _refusal(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"the value of '{self.path}' is on rank {self.rank}, with schedule='rounds', and {what} would read or write it "
+            f"on this rank; do that on rank {self.rank} (on others is_meta of this parameter is True), or save the model "
+            "with torch.distributed.checkpoint and read what was saved"
+        )
+
+    @property
+    def data(self) -> Tensor:
+        """The value, of which nothing is known here."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:  # as ``model.float()`` assigns what it does not convert
+            raise self._refusal("an assignment to data")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse to return an array."""
+        raise self._refusal("numpy")
+
+    def tolist(self) -> Any:
+        """Refuse to return numbers."""
+        raise self._refusal("tolist")
+
+    def set_(self, *args: Any, **kwargs: Any) -> Self:
+        """Refuse other memory."""
+        raise self._refusal("set_")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return another tensor that stands for the value."""
+        if id(self) not in memo:
+            shown = self._show_again()
+            memo[id(self)] = Parameter(shown, self.requires_grad) if isinstance(self, Parameter) else shown
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be saved."""
+        raise self._refusal("saving")
+
+    def __repr__(self) -> str:  # type: ignore[override]  # Tensor takes an argument more
+        return f"{type(self).__name__}('{self.path}', {tuple(self.shape)}, on rank {self.rank})"
+
+
+class RemoteParameter(RemoteValue, Parameter):
     """A parameter that another rank has: on meta, without a value."""
 
-    path: str  # in the model
-    rank: int  # that has it
     number: int  # in graphs
     elsewhere: Elsewhere
     # How captured graphs gather it, as if this rank had it:
@@ -225,9 +315,6 @@ class RemoteParameter(Parameter):
             shown = torch.zeros((), dtype=self.dtype).expand(self.shape).as_subclass(RemoteGradient)  # takes no memory
             shown.place = self
             self.grad = shown
-
-    def __repr__(self) -> str:  # type: ignore[override]  # Tensor takes an argument more
-        return f"RemoteParameter('{self.path}', {tuple(self.shape)}, on rank {self.rank})"
 
 
 def refuse_remote(parameters: Iterable[Parameter], what: str) -> None:
