@@ -222,8 +222,14 @@ class BoundRounds:
         """Return what to call the graph with, for the batches of all ranks. All ranks call this at the same time."""
         mine = [args[number] for number in sorted(self._numbers)]
         kind = "training" if torch.is_grad_enabled() else "no gradients"
-        self._rounds.meet(f"a forward in rounds of {self._name}, {kind}, of inputs", mine)
-        spread = self.spread(args, self._rounds.messages.share("the inputs of all ranks", mine))
+        try:
+            self._rounds.meet(f"a forward in rounds of {self._name}, {kind}, of inputs", mine)
+            spread = self.spread(args, self._rounds.messages.share("the inputs of all ranks", mine))
+        except Exception:  # what every rank raises
+            raise
+        except BaseException as error:  # an interrupt, of this rank only
+            self._rounds.ranks.fail(f"a forward broke off: {describe(error)}")
+            raise
         if torch.is_grad_enabled():
             apply: Callable[..., Tensor] = _Backward.apply
             spread[0] = apply(self._leaf, self._rounds, self._gathered)
