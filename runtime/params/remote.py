@@ -235,6 +235,21 @@ class RemoteValue(Tensor):
         if value is not self:  # as ``model.float()`` assigns what it does not convert
             raise self._refusal("an assignment to data")
 
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return itself, as ``model.to(device)`` asks: its value stays on its rank. UnsupportedError for another dtype."""
+        _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype not in (None, self.dtype):
+            raise self._refusal(f"making it {dtype}")
+        return self
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Self:
+        """Return itself."""
+        return self
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Self:
+        """Return itself."""
+        return self
+
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse to return an array."""
         raise self._refusal("numpy")

@@ -38,6 +38,7 @@ NEEDS_VALUE: Mapping[str, Callable[[nn.Parameter], object]] = {
     "eq": lambda parameter: parameter == parameter,
     "equal": lambda parameter: torch.equal(parameter, parameter),
     "_to_copy": lambda parameter: parameter.half(),
+    "making it torch.float64": lambda parameter: parameter.to("cpu", torch.float64),
     "clone": lambda parameter: parameter.detach().clone(),
     "view": lambda parameter: nn.utils.parameters_to_vector([parameter]),
     "select": lambda parameter: parameter[0],
@@ -125,7 +126,10 @@ def look_around() -> tuple[list[dict[str, Any]], list[str]]:
     model, optimizer = make()
     step(model, optimizer, 0)
     found = [describe(parameter) for parameter in model.parameters()]
-    assert model.float() is model
+    before = list(model.parameters())
+    for moved in (model.float(), model.to("cpu"), model.to(torch.empty(0)), model.cpu()):  # as training libraries do
+        assert moved is model
+        assert all(one is other for one, other in zip(before, moved.parameters(), strict=True))
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient)
         parameter.register_post_accumulate_grad_hook(lambda _: None)

@@ -26,6 +26,7 @@ from zinf_compile.ir.copies import GRADIENT, CopyKey
 from zinf_compile.runtime.device.cpu import CpuBlock
 from zinf_compile.runtime.optim import optimizer
 from zinf_compile.runtime.optim.backward_step import JobFeed
+from zinf_compile.runtime.optim.chunk_reads import ChunkReads
 from zinf_compile.runtime.optim.step_chunks import Chunk
 from zinf_compile.runtime.ranks.ranks import Collective, Ranks
 from zinf_compile.runtime.ranks.reductions import Reductions
@@ -346,6 +347,27 @@ def _watch_memory(races: Races, replace: Replace) -> None:
         return call
 
     replace(StagingPool, "_take_memory", take_memory)
+
+    def start_chunk(original: Any) -> Any:
+        def call(reads: ChunkReads, chunk: Chunk, *args: Any) -> None:
+            original(reads, chunk, *args)
+            races.publish(chunk)
+
+        return call
+
+    def ask_for_chunk(original: Any) -> Any:
+        """The lock of chunk reads orders who asks for a chunk after the thread whose write has made room for it."""
+
+        def call(reads: ChunkReads, chunk: Chunk) -> Any:
+            result = original(reads, chunk)
+            races.observe(chunk)
+            return result
+
+        return call
+
+    replace(ChunkReads, "_start", start_chunk)
+    for name in ("try_start", "start"):
+        replace(ChunkReads, name, ask_for_chunk)
     replace(StagingPool, "return_", give_back)
     replace(StagingPool, "lease_holding", lease_holding)
     replace(Arena, "reserve", reserve)
