@@ -65,9 +65,10 @@ def published_flops(model: PublishedModel) -> float:
     )
 
 
-# How often an attention that keeps its scores in memory goes through all of them, in elements of two bytes: forward writes
-# them (1), takes softmax (2) and dropout with a mask of one byte (2.5), and reads them (1); backward does the same the other
-# way round, where softmax reads two (9.5).
+# How often attention that keeps its scores in memory reads or writes all of them, in elements of two bytes. Forward: queries
+# by keys write them (1), softmax (2), dropout with a mask of one byte (2.5), weights by values read them (1). Backward: the
+# gradients of values read them (1), those of the weights are written (1), dropout (2.5), softmax reads weights and gradients
+# and writes (3), the gradients of queries and of keys read (2).
 _FORWARD_PASSES, _BACKWARD_PASSES = 6.5, 9.5
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 4
 _COUNTED_BACKWARD_PRODUCTS = 5  # plans count attention that keeps no scores, and half of what is causal

@@ -5,6 +5,8 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -35,13 +37,24 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int = 
     return loss.item()
 
 
-def do_otherwise(what: str) -> float:
-    """Train a step, and then do something else on rank 1; return when what was raised there, after how many seconds."""
+@contextmanager
+def ending_at_once(model: torch.nn.Module) -> Iterator[None]:
+    """A block that is broken off within ``_AT_ONCE``; then the model is closed."""
+    start = time.monotonic()
+    try:
+        yield
+    except BaseException:
+        assert time.monotonic() - start < _AT_ONCE
+        zinf_compile.close(model)
+        raise
+
+
+def do_otherwise(what: str) -> None:
+    """Train a step, and then do something else on rank 1, and go on training."""
     model, optimizer = make()
     train(model, optimizer)
     batch, is_second = batch_of(1, dist.get_rank()), dist.get_rank() == 1
-    start = time.monotonic()
-    try:
+    with ending_at_once(model):
         if what == "a token that does not exist" and is_second:
             model(tokens=batch["tokens"] + 1000, targets=batch["targets"])
         elif what == "a shorter batch" and is_second:
@@ -58,11 +71,6 @@ def do_otherwise(what: str) -> float:
             threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         for step in range(1000):
             train(model, optimizer, step)
-    except BaseException:
-        assert time.monotonic() - start < _AT_ONCE
-        zinf_compile.close(model)
-        raise
-    return time.monotonic() - start
 
 
 _SHORTER = "rank 1: capture of Loss graph 1, .* of inputs \\(2, 5\\) int64"
