@@ -10,7 +10,7 @@ autograd derived from the parameters. In the backward of the loss::
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class ParameterLeaves(torch.autograd.Function):
         ctx.records = records
         for record in records:
             record.gradient.add_use(ctx)
+            _wait_before_accumulation(record)
         return anchor.detach()
 
     @staticmethod
@@ -93,8 +94,34 @@ def take_handed(record: StoredParameter) -> Tensor | None:
     handed = record.gradient.take_handed()
     if handed is None:
         return None
-    record.store.await_gradient(record)  # autograd will add to it
     return record.views.of_shard(handed)
+
+
+_IS_HOOKED = "zinf_compile waits before it"
+
+
+def _wait_before_accumulation(record: StoredParameter) -> None:
+    """Have autograd wait for the gradient on its way home before it adds to it what else the parameter was used for.
+
+    A hook of its node, which lives as long as a graph leads to it: hooks of the parameter are those of users.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        accumulate_grad = get_gradient_edge(record.parameter).node
+
+    def wait(grads: Sequence[Tensor | None]) -> None:
+        if grads[0] is not None:
+            record.store.await_gradient(record)
+
+    metadata = cast(dict[str, bool], accumulate_grad.metadata)  # a property, which torch declares as a method
+    if _IS_HOOKED not in metadata:
+        metadata[_IS_HOOKED] = True
+        accumulate_grad.register_prehook(wait)
+
+
+def _has_other_contributions(record: StoredParameter) -> bool:
+    """Return whether autograd may sum the gradient of a captured graph with others in the backward that runs now."""
+    gradient = record.gradient
+    return gradient.is_read_outside or sum(map(torch._C._will_engine_execute_node, gradient.uses)) > 1
 
 
 def choose_delivery(record: StoredParameter) -> Delivery:
@@ -117,7 +144,7 @@ def choose_delivery(record: StoredParameter) -> Delivery:
         return Delivery.AUTOGRAD
     # Autograd adds the sum of all contributions to the existing gradient. Added one by one they would round differently.
     is_added = has_gradient and record.gradient.home_backward != backward
-    if is_hooked or (is_added and sum(map(torch._C._will_engine_execute_node, record.gradient.uses)) > 1):
+    if is_hooked or (is_added and _has_other_contributions(record)):
         return Delivery.AUTOGRAD
     record.gradient.go_home(backward)
     return Delivery.HOME

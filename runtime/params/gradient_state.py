@@ -56,6 +56,7 @@ class GradientState:
         None  # the tiles that have arrived of an incomplete gradient; None if it is complete
     )
     uses: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)  # autograd nodes that give it gradients
+    is_read_outside: bool = False  # since the last step, of the forward: autograd may have a contribution from there
     home_backward: int = -1  # the last backward, by its number, whose gradient went straight home
     handed: Tensor | None = None  # a gradient that a captured backward leaves for autograd
     handed_backward: int = -1  # the backward, by its number, that left it: one that was broken off may leave it behind
@@ -212,6 +213,14 @@ class GradientState:
     def has_uses(self) -> bool:
         """Return whether an autograd node stands for the parameter; the length of a weak set may count what is gone."""
         return next(iter(self.uses), None) is not None
+
+    def note_read_outside(self) -> None:
+        """Note that the parameter was read outside of the forward, where autograd records what is computed of it."""
+        self.is_read_outside = True
+
+    def forget_reads_outside(self) -> None:
+        """Note that an optimizer step takes the gradient: what was computed before has been differentiated."""
+        self.is_read_outside = False
 
     def go_home(self, backward: int) -> None:
         """Note that its gradient of a backward goes straight home."""

@@ -233,8 +233,10 @@ def await_home(tensor: HomeParameter | HomeTensor) -> None:
     else:
         with torch._C.DisableTorchFunctionSubclass():
             record.store.let_go(record, tensor)
-    if record.gradient.deferred and torch.is_grad_enabled() and isinstance(tensor, HomeParameter):
-        record.store.await_gradient(record)  # a backward of what is computed now would add to it unobserved
+    if isinstance(tensor, HomeParameter) and torch.is_grad_enabled():  # a backward of what is computed now adds to it
+        record.gradient.note_read_outside()
+        if record.gradient.deferred:
+            record.store.await_gradient(record)
     if isinstance(tensor, HomeTensor):  # a failure may have kept a gradient, or some state of a step, from being stored
         record.store.check_not_failed()
     if record.update.is_torn and not (record.gradient.slot is not None and tensor is record.gradient.slot.shown):

@@ -38,8 +38,18 @@ class TwoGraphs(nn.Module):
             hidden.register_hook(lambda grad: self.between(grad))
 
 
+def run(model: nn.Module, scale: float = 1.0) -> Tensor:
+    loss: Tensor = model(torch.linspace(-scale, scale, 4 * WIDTH).view(4, WIDTH))
+    return loss
+
+
 def backward(model: nn.Module, scale: float = 1.0) -> None:
-    model(torch.linspace(-scale, scale, 4 * WIDTH).view(4, WIDTH)).backward()
+    run(model, scale).backward()
+
+
+def with_l2(model: nn.Module, scale: float = 1.0) -> Tensor:
+    """Return a loss that reads every parameter outside of the forward, too."""
+    return run(model, scale) + 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
 
 
 @pytest.fixture(params=[True, False], ids=["graphs", "eager"])
@@ -134,6 +144,36 @@ def test_a_look_within_backward_waits(on_nvme: nn.Module, gate: threading.Event)
     backward(plain, 2.0)
     assert seen.keys() == {"second.weight", "second.bias"}
     assert_equal(seen, {name: value for name, value in gradients(plain).items() if name in seen})
+
+
+def test_what_is_read_outside_of_the_forward_waits(on_nvme: nn.Module, gate: threading.Event) -> None:
+    """Autograd adds what it has of a parameter to the gradient of the captured graph when that is at home, not before."""
+    gate.set()
+    backward(on_nvme)
+    assert slot_tier(on_nvme) is Tier.NVME
+    on_nvme.zero_grad()
+    gate.clear()
+    timer = threading.Timer(0.2, gate.set)
+    timer.start()
+    with_l2(on_nvme).backward()
+    timer.join(_LIMIT_SECONDS)
+    plain = TwoGraphs()
+    with_l2(plain).backward()
+    assert_equal(gradients(on_nvme), gradients(plain))
+
+
+def test_what_is_read_outside_of_the_forward_rounds_as_in_torch(pair: tuple[TwoGraphs, nn.Module]) -> None:
+    """A gradient that others are added to is added as one sum, though most of it comes from a captured graph."""
+    plain, model = pair
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in pair]
+    for losses in ([run, with_l2], [with_l2, run, with_l2], [run, run]):
+        for each in pair:
+            for scale, loss in enumerate(losses, 1):
+                loss(each, scale).backward()
+        assert_equal(gradients(model), gradients(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_changes_within_backward(pair: tuple[TwoGraphs, nn.Module]) -> None:
