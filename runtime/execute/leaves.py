@@ -105,6 +105,8 @@ def _wait_before_accumulation(record: StoredParameter) -> None:
 
     A hook of its node, which lives as long as a graph leads to it: hooks of the parameter are those of users.
     """
+    if not record.parameter.requires_grad:  # frozen since the graph was captured
+        return
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         accumulate_grad = get_gradient_edge(record.parameter).node
 
