@@ -90,7 +90,7 @@ for step in ${*:-$ALL}; do
             date -u
         } > "$OUT/machine.txt" 2>&1
         ;;
-    tests) run_tests tests 3 tests/gpu tests/runtime/storage/test_state_kernels.py ;;
+    tests) run_tests tests 3 tests/gpu tests/runtime/storage/test_state_kernels.py tests/runtime/storage/test_row_kernels.py ;;
     parity)
         ZINF_GPU=1 run_tests parity 6 tests/parity/test_models.py tests/parity/test_by_default.py \
             tests/parity/test_recurrent.py
@@ -119,7 +119,7 @@ for step in ${*:-$ALL}; do
             > "$OUT/memcheck.txt" 2>&1 && grep -q "ERROR SUMMARY" "$OUT/memcheck.txt"; then
             WORKERS=0
             UNDER="compute-sanitizer --tool memcheck"
-            run_tests memcheck-kernels 1 -m gpu tests/runtime/storage/test_state_kernels.py
+            run_tests memcheck-kernels 1 -m gpu tests/runtime/storage/test_state_kernels.py tests/runtime/storage/test_row_kernels.py
             run_tests memcheck-training 4 tests/gpu -k "bitwise or codes or scaler"
             UNDER=
         else

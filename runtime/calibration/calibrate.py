@@ -260,7 +260,12 @@ def with_coded_states(hardware: Hardware, code: Code) -> Hardware:
 
 
 def with_rows(hardware: Hardware) -> Hardware:
-    """Return the rates of this machine with that of decoding frozen weights, as a thread does beside others."""
+    """Return the rates of this machine with that of decoding frozen weights, as a thread does beside others.
+
+    A device with memory of its own decodes there, at a rate that follows from that of its memory.
+    """
+    if not hardware.unified:
+        return hardware
     code = RowCode(columns=_ROW_COLUMNS)
     values = torch.ones(_ROWS * _ROW_COLUMNS, dtype=torch.float32)
     rows = torch.empty(code.nbytes(values.numel()), dtype=torch.uint8)

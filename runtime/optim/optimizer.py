@@ -447,7 +447,7 @@ class StreamedStep:
                 if key != GRADIENT or job.changes_gradient:
                     offset, nbytes = job.range_written(key, chunk.slice)
                     write = partial(io_pool.write, job.slot_written(key), offset, chunk.views[key][:nbytes])
-                    writes[key] = write() if back is None else [then_start(back.done, write)]
+                    writes[key] = write() if back is None else [then_start([back.done], write)]
         finally:  # reached also when a pool that was shut down refuses a write
             for leased in chunk.leases:
                 of_lease = [write for key in leased.keys for write in writes.get(key, [])]

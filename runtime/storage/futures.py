@@ -38,8 +38,8 @@ def call_when_done(futures: Sequence[Future[None]], call: Callable[[BaseExceptio
         future.add_done_callback(count_down)
 
 
-def then_start(after: Future[None], start: Callable[[], Sequence[Future[None]]]) -> Future[None]:
-    """Call ``start`` when ``after`` is done; return a future that is done when all that it began is.
+def then_start(after: Sequence[Future[None]], start: Callable[[], Sequence[Future[None]]]) -> Future[None]:
+    """Call ``start`` when all of ``after`` are done; return a future that is done when all that it began is.
 
     It has the first error, of ``after``, of ``start`` or of what that began.
     """
@@ -62,7 +62,7 @@ def then_start(after: Future[None], start: Callable[[], Sequence[Future[None]]])
         else:
             call_when_done(begun, end)
 
-    call_when_done([after], go)
+    call_when_done(after, go)
     return ended
 
 

@@ -16,8 +16,8 @@ than all of these. Equal magnitudes are all outliers, or none is. Rows stay inde
 What was decoded is encoded to the same values again: a row is first tried with no outlier, with the largest as one, and so
 on, and if one of these loses nothing, it is taken. A row with an element that is not finite is decoded to NaN.
 
-On a CPU this is done by compiled C++ for float32 and bfloat16. The code in torch is the reference, and takes its place for
-float16, on other devices and where there is no compiler.
+On a CPU this is done by compiled C++ for float32 and bfloat16; on a GPU kernels of ``row_kernels`` decode these. The code in
+torch is the reference, and takes its place for float16, to encode on a GPU, and where nothing compiles.
 """
 
 import ctypes
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zinf_compile.ir.copies import RowCode
 from zinf_compile.runtime.native.compiled import load_compiled
+from zinf_compile.runtime.storage.row_kernels import load_row_kernels
 
 THRESHOLD = 6.0  # LLM.int8()'s
 _LARGEST_CODE = 127
@@ -40,8 +41,14 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def decode_rows(code: RowCode, rows: Tensor, values: Tensor, *, num_threads: int = 1) -> None:
-    """Fill flat ``values`` of whole rows, in any of three dtypes, from flat uint8 ``rows`` on the same device."""
+    """Fill flat ``values`` of whole rows, in any of three dtypes, from flat uint8 ``rows`` on the same device.
+
+    On a GPU that is enqueued on the current stream. ``num_threads`` are those of a CPU.
+    """
     count = _check(code, values, rows)
+    if (kernels := load_row_kernels(values)) is not None:
+        kernels.decode(code, rows, values)
+        return
     if (library := _library_for(values)) is not None:
         function = getattr(library, f"zinf_decode_rows_{_NAMES[values.dtype]}")
         function(

@@ -56,6 +56,26 @@ def whole_sectors_around(first: int, nbytes: int) -> tuple[int, int]:
     return start, -(-end // SECTOR_NBYTES) * SECTOR_NBYTES - start
 
 
+def decode_in_place(code: RowCode, memory: Tensor, first: int, values: Tensor, scratch: Tensor) -> None:
+    """Enqueue what fills flat ``values``, at the beginning of ``memory`` on a device, from rows that end at its end.
+
+    They begin at byte ``first``. Many rows are decoded at once, to where no row is that is not decoded yet: of rows of int8
+    that become bfloat16 first about half, then half of the rest, and so on. Values of the last ones would be written over
+    these themselves, so they are copied to ``scratch``, of ``RowCode.scratch_nbytes``, and decoded there.
+    """
+    nbytes, columns, wide = code.page_nbytes, code.columns, code.columns * values.element_size()
+    count, done = values.numel() // columns, 0
+    while done < count:
+        start = first + done * nbytes
+        end = min(count, start // wide)
+        rows = memory[start : start + (end - done) * nbytes]
+        if (count - done) * nbytes <= scratch.numel():
+            end = count
+            rows = scratch[: (end - done) * nbytes].copy_(memory[start : first + end * nbytes])
+        decode_rows(code, rows, values[done * columns : end * columns])
+        done = end
+
+
 def decode_behind(code: RowCode, memory: Tensor, first: int, values: Tensor) -> None:
     """Fill flat ``values``, at the beginning of ``memory``, from rows that begin at byte ``first`` of the same memory.
 

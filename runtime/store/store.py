@@ -344,7 +344,8 @@ class Store:
         self.follow_compute()
         self.refresh_one(record.whole)
         slot = record.copy_in(dtype)
-        if slot.num_ranks == 1 and not slot.whole.is_mapped and self.memory.reads_in_place(slot.tier):
+        has_values = slot.num_ranks == 1 and slot.whole.rows is None
+        if has_values and not slot.whole.is_mapped and self.memory.reads_in_place(slot.tier):
             if slot.tier is Tier.DEVICE:
                 return slot.tensor.detach()
             record.whole.update.note_read_in_place()

@@ -271,7 +271,7 @@ class Activations:
                     timing = self._meter.copying(Tier.DEVICE, Tier.HOST, nbytes, swapped.name)
                     copy = link.take(piece.view(torch.uint8), staged.view(torch.uint8), timing=timing)
                     swapped.left = copy.event
-                    writes = [then_start(copy.done, write)]
+                    writes = [then_start([copy.done], write)]
                 else:
                     staged.copy_(piece)
                     writes = write()

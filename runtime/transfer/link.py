@@ -276,6 +276,17 @@ class Link:
             event = _enqueue(pairs, timings, stream)
             return self._arrivals.add(event, [source for source, _ in pairs])
 
+    def change(self, change: Callable[[], None], *, behind: Event) -> EnqueuedCopy:
+        """Enqueue ops that change what copies have brought to the device, behind these; return their end, as of a copy.
+
+        They run on the stream of copies, so later copies come behind them. Nothing may enqueue copies inside.
+        """
+        stream = self._streams.to_device
+        with self._in_lock:
+            stream.wait(behind)
+            stream.run(change)
+            return self._arrivals.add(stream.record(), ())
+
     @property
     def compute(self) -> Stream:
         """The stream of the model's ops."""

@@ -102,8 +102,11 @@ class TensorIO:
             flat[first : first + values.numel()].copy_(values)
             start, end = first // code.columns, (first + values.numel()) // code.columns
             for written in flat[start * code.columns : end * code.columns].split(self._row_elements(code)):
-                round_to_rows(code, written)
+                here = written.cpu()
+                round_to_rows(code, here)
+                written.copy_(here)
             return
+        values = values.cpu()
         if first == 0:
             rows.begin()
         if first != rows.num_written:
@@ -321,7 +324,7 @@ class TensorIO:
             if slot.in_memory:
                 home = slot.elements(part).data  # adding later changes no version, by which edits of users are told
                 self._meter.add_moved(Tier.DEVICE, slot.tier, lease.nbytes)
-                added = then_start(left, partial(self._add_on_thread, home, here, part))
+                added = then_start([left], partial(self._add_on_thread, home, here, part))
                 return_when_done(self.staging, lease, [added])
                 self._writes.append((slot.whole, added))
                 continue
@@ -393,7 +396,7 @@ class TensorIO:
             futures = self.pool.write(slot, offset, lease.view, source)
         else:
             view = lease.view
-            futures = [then_start(after, lambda: self.pool.write(slot, offset, view, source))]
+            futures = [then_start([after], lambda: self.pool.write(slot, offset, view, source))]
         landed = self._note_landing(slot.whole, part) if slot.whole.key == GRADIENT else None
         return_when_done(self.staging, lease, futures, holds=landed)
         self._writes += [(slot.whole, future) for future in futures]
@@ -446,9 +449,8 @@ class TensorIO:
         if (rows := slot.whole.rows) is not None:
             flat = destination.detach().view(-1)
             for part, encoded in self._decoded_rows(slot, Tier.DEVICE):
-                decode_rows(
-                    rows.code, encoded, elements_of(flat, slot.slice, part), num_threads=torch.get_num_threads()
-                )
+                values = elements_of(flat, slot.slice, part)
+                decode_rows(rows.code, encoded.to(flat.device), values, num_threads=torch.get_num_threads())
             return
         if slot.in_memory:
             destination.copy_(slot.tensor)

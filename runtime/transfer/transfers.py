@@ -29,7 +29,7 @@ from zinf_compile.runtime.storage.engine import Engine, whole_sectors
 from zinf_compile.runtime.storage.futures import call_when_done, then_start
 from zinf_compile.runtime.storage.nvme.weight_file import WeightFile
 from zinf_compile.runtime.storage.row_codes import decode_rows
-from zinf_compile.runtime.storage.row_memory import Rows, decode_behind, whole_sectors_around
+from zinf_compile.runtime.storage.row_memory import Rows, decode_behind, decode_in_place, whole_sectors_around
 from zinf_compile.runtime.storage.slots import Slot, SlotPart, weights_of
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.transfer.gpu_direct import DirectReads, GpuDirectFiller
@@ -138,6 +138,9 @@ class Transfers:
         """
         slots = [record.copy_in(dtype) for record, dtype in zip(records, dtypes, strict=True)]
         first, end = offsets[0], offsets[-1] + whole_sectors(slots[-1].nbytes)
+        scratch = end  # behind all values
+        if self.link.is_crossed:
+            end += max(map(_decoding_nbytes, slots))
         targets, shared = offsets, []
         if self._ranks.size > 1:
             shapes = [record.shape for record in records]
@@ -149,7 +152,7 @@ class Transfers:
             end - first,
             # Enqueued after updates of these parameters, without blocking: compute may need the values much later.
             after=[update for record in records if (update := record.update.future) is not None],
-            start=lambda moving: self._start_gather(*_parts_of(slots, targets, experts), moving),
+            start=lambda moving: self._start_gather(*_parts_of(slots, targets, experts), moving, scratch),
         )
         self._in_flight[ticket].shared = shared
         if self.link.is_crossed:  # compute continues while copies read the homes: writers must wait for them
@@ -193,11 +196,17 @@ class Transfers:
         """Return a transfer that was issued and not yet released."""
         return self._in_flight[ticket]
 
-    def _start_gather(self, slots: Sequence[Slot | SlotPart], offsets: Sequence[int], moving: InFlight) -> None:
+    def _start_gather(
+        self, slots: Sequence[Slot | SlotPart], offsets: Sequence[int], moving: InFlight, scratch: int
+    ) -> None:
         for run in _file_runs(slots, offsets):
             self.filler.fill_from_file(moving, run.slot, run.file_offset, run.arena_offset, run.nbytes)
         for slot, offset in zip(slots, offsets, strict=True):
-            if slot.whole.rows is not None:
+            if slot.whole.rows is None:
+                continue
+            if self.link.is_crossed:
+                self._start_decoding_there(slot, slot.whole.rows, offset, moving, scratch)
+            else:
                 self._start_decoding(slot, slot.whole.rows, offset, moving)
         in_memory = [
             Source(slot.tensor, offset, slot.tier, slot.name)
@@ -233,9 +242,55 @@ class Transfers:
             else:
                 decode_rows(rows.code, memory[where : where + nbytes], values)
 
-        read: Future[None] = Future()
-        moving.futures.append(then_start(read, lambda: [self.pool.decode(decode_read, 0, Tier.HOST, slot.name)]))
-        call_when_done(reads, lambda error: read.set_result(None) if error is None else read.set_exception(error))
+        moving.futures.append(then_start(reads, lambda: [self.pool.decode(decode_read, 0, Tier.HOST, slot.name)]))
+
+    def _start_decoding_there(
+        self, slot: Slot | SlotPart, rows: Rows, offset: int, moving: InFlight, scratch: int
+    ) -> None:
+        """Start bringing rows to the end of the arena bytes of their values, and decoding them there on the device."""
+        values = self._arena.view(offset, (slot.slice.num_elements,), slot.whole.dtype)
+        first, nbytes = rows.range_of(slot.slice.offset_in(slot.whole.slice), values.numel())
+        room = whole_sectors(slot.nbytes)
+        memory = self._arena.bytes_at(offset, room)
+        apart = self._arena.bytes_at(scratch, _decoding_nbytes(slot))
+
+        def decode(begin: int) -> list[Future[None]]:
+            change = partial(decode_in_place, rows.code, memory, begin, values, apart)
+            moving.copies.append(self.link.change(change, behind=moving.mark))
+            return []
+
+        if rows.stored is not None:
+            begin = room - nbytes
+            stored = rows.stored[first : first + nbytes]
+            self.filler.fill_from_memory(moving, [Source(stored, offset + begin, slot.tier, slot.name)])
+            decode(begin)
+            return
+        assert slot.whole.extent is not None
+        start, read_nbytes = whole_sectors_around(first, nbytes)
+        begin = room - read_nbytes
+        if begin < 0:  # of very small tiles
+            self._start_decoding_here(slot, rows, values, moving)
+            return
+        known = len(moving.futures)
+        self.filler.fill_from_file(moving, slot, slot.whole.extent.offset + start, offset + begin, read_nbytes)
+        moving.futures.append(then_start(moving.futures[known:], partial(decode, begin + first - start)))
+
+    def _start_decoding_here(self, slot: Slot | SlotPart, rows: Rows, values: Tensor, moving: InFlight) -> None:
+        """Start reading rows to host memory, decoding them there, and bringing their values to the device."""
+        assert slot.whole.extent is not None
+        first, nbytes = rows.range_of(slot.slice.offset_in(slot.whole.slice), values.numel())
+        start, read_nbytes = whole_sectors_around(first, nbytes)
+        memory = mmap(-1, read_nbytes)
+        reads = self.pool.read(slot, slot.whole.extent.offset + start, memoryview(memory), Tier.DEVICE)
+
+        def bring() -> list[Future[None]]:
+            here = torch.empty(values.numel(), dtype=values.dtype)
+            decode_rows(rows.code, torch.frombuffer(memory, dtype=torch.uint8)[first - start :][:nbytes], here)
+            pair = here.view(torch.uint8), values.view(torch.uint8)
+            moving.copies.append(self.link.bring(*pair, behind=moving.mark))
+            return []
+
+        moving.futures.append(then_start(reads, bring))
 
     def launch_gather(self, ticket: int) -> None:
         """Start the all-gather of a transfer once this rank's shards have arrived: every rank does so in the same order.
@@ -346,6 +401,12 @@ class Transfers:
         """Wait for every call in flight and end the threads."""
         self.filler.close()  # first, since it submits reads
         self.pool.close()
+
+
+def _decoding_nbytes(slot: Slot | SlotPart) -> int:
+    """Return the bytes of the arena behind the values of a gather in which a device decodes this slot."""
+    rows = slot.whole.rows
+    return 0 if rows is None else whole_sectors(rows.code.scratch_nbytes(slot.whole.dtype.itemsize))
 
 
 def _parts_of(

@@ -165,7 +165,7 @@ class FakeStream:
 
     def run(self, call: Callable[[], None]) -> None:
         """Call it on the stream's thread. What it raises is raised by the next ``record``."""
-        assert self.runs
+        assert self.runs or self.name == "to-device"  # where rows of int8 are decoded
         self.num_run += 1
         self.enqueue(lambda: self._late(call))
 

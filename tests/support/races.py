@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from tests.support.fake_device import FakeDevice, FakeStream
-from tests.support.stream_races import touch_tensor_of, watch_streams
+from tests.support.stream_races import touch_decoded, touch_tensor_of, watch_streams
 from zinf_compile.ir.copies import GRADIENT, CopyKey
 from zinf_compile.runtime.device.cpu import CpuBlock
 from zinf_compile.runtime.optim import optimizer
@@ -404,6 +404,13 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
 
         return call
 
+    def decode(original: Any) -> Any:
+        def call(code: Any, memory: Tensor, first: int, values: Tensor) -> None:
+            touch_decoded(races, code, memory, first, values)
+            original(code, memory, first, values)
+
+        return call
+
     def send_home(original: Any) -> Any:
         def call(owner: TensorIO, slot: Any, part: Any, lease: Any, *rest: Any, after: Any = None) -> None:
             if after is None:
@@ -470,6 +477,7 @@ def _watch_bytes(races: Races, replace: Replace) -> None:
     replace(KvikioReads, "read", direct_read)
     replace(IOPool, "_copy", copy)
     replace(TensorIO, "send_home", send_home)
+    replace(transfers, "decode_behind", decode)
     replace(TensorIO, "copy_landed", copy_landed)
     replace(Chunk, "tensor", chunk_tensor)
     replace(Chunk, "low_halves", low_halves)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream
-from zinf_compile.ir.copies import GRADIENT
+from zinf_compile.ir.copies import GRADIENT, RowCode
 from zinf_compile.runtime.execute.executor import Executor
+from zinf_compile.runtime.storage.row_memory import decode_in_place
 from zinf_compile.runtime.transfer.device_updates import DeviceUpdates
 from zinf_compile.runtime.transfer.link import CopyWatcher
 
@@ -57,6 +59,13 @@ class _Outputs(TorchDispatchMode):
 
 _AUTOGRAD = [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther]
 _SMALL = 16  # elements; small tensors such as tickets are not on the device
+
+
+def touch_decoded(races: "Races", code: RowCode, memory: Tensor, first: int, values: Tensor, *scratch: Tensor) -> None:
+    """Record what decoding rows reads and writes."""
+    touch_tensor_of(races, memory[first:], "rows that are decoded", write=False)
+    for each in (values, *scratch):
+        touch_tensor_of(races, each, "what rows are decoded to", write=True)
 
 
 def watch_streams(races: "Races", replace: "Replace") -> None:
@@ -136,6 +145,13 @@ def watch_streams(races: "Races", replace: "Replace") -> None:
 
     def run_on_stream(original: Any) -> Any:
         def call(stream: FakeStream, work: Callable[[], None]) -> None:
+            if not stream.runs:
+                assert isinstance(work, partial)
+                assert work.func is decode_in_place
+                with races.acting(stream):
+                    touch_decoded(races, *work.args)
+                original(stream, work)
+                return
             clock = races.fork()
 
             def act() -> None:

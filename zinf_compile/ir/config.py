@@ -219,7 +219,7 @@ def make_config(
     if reserve == MEASURED and found is not None and sizes["device_memory"] >= LEAST_MEASURED:
         sizes["reserve_memory"] = found.libraries_nbytes
     stage, state_dtype = _check_stage(given.get("stage", 3)), _check_state_dtype(given.get("state_dtype"))
-    frozen_dtype = _check_frozen_dtype(given.get("frozen_dtype"), unified=unified)
+    frozen_dtype = _check_frozen_dtype(given.get("frozen_dtype"))
     if stage == 1 and given.get("step_in_backward") is True:
         raise ConfigError(
             "stage=1 reduces gradients once per step, and step_in_backward=True updates parameters before that; say stage=2"
@@ -339,18 +339,13 @@ def _check_state_dtype(dtype: object) -> Code | None:
     return Code(name)
 
 
-def _check_frozen_dtype(dtype: object, *, unified: bool) -> str | None:
+def _check_frozen_dtype(dtype: object) -> str | None:
     if dtype is None:
         return None
     name = dtype_name(dtype)
     if name != "int8":
         raise ConfigError(
             f"frozen_dtype={dtype!r} is no encoding of frozen weights; say 'int8', or leave it out for exact weights"
-        )
-    if not unified:
-        raise ConfigError(
-            f"frozen_dtype={name!r} is decoded in host memory, and a device with memory of its own does not compute there "
-            "yet; leave it out, or say device='cpu'"
         )
     return name
 

@@ -189,6 +189,15 @@ class RowCode:
         """Return the bytes of the rows of so many elements."""
         return -(-num_elements // self.columns) * self.page_nbytes
 
+    def scratch_nbytes(self, itemsize: int) -> int:
+        """Return the bytes that a device copies to, to decode rows to elements of so many bytes in their own memory.
+
+        Rows lie at the end of the memory of their values, behind them less than a sector. The values of the last ones are
+        written over these rows themselves, so they are copied first.
+        """
+        wide = self.columns * itemsize
+        return -(-(wide + SECTOR_NBYTES) // (wide - self.page_nbytes)) * self.page_nbytes
+
     @staticmethod
     def of_weight(shape: Sequence[int], dtype: str) -> "RowCode | None":
         """Return the code of a weight of this shape, decoded to ``dtype``; None if it has to stay exact.

@@ -140,6 +140,7 @@ def make_route(
 
 
 _DECODES_SLOWER = 8  # than memory: one thread decodes some 2 GB a second, on CPUs whose memory has 10 to 40
+_DEVICE_DECODES_SLOWER = 2  # than its memory moves bytes: codes are read, and their values written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +181,9 @@ class Hardware:
         return MemorySpace(unified=self.unified, integrated=self.integrated)
 
     def decode_seconds(self, nbytes: int) -> float:
-        """Return how long it takes to decode frozen weights of so many bytes."""
+        """Return how long it takes to decode frozen weights to so many bytes: where compute is, by ops or by a thread."""
+        if not self.unified:
+            return nbytes * _DEVICE_DECODES_SLOWER / self.memory_bytes_per_second
         return nbytes / (self.decoded_bytes_per_second or self.memory_bytes_per_second / _DECODES_SLOWER)
 
     def with_world(self, num_ranks: int, num_replicas: int = 1) -> "Hardware":

@@ -50,7 +50,9 @@ class Transfer:
     release: int  # tick at which its device bytes are free again
     launch: int | None = None  # of a gather: tick at which several ranks start to exchange shards; None: at need_by
     decoded: Decoded = NOT_DECODED  # of a gather: what it moves encoded, which takes other bytes on its way
-    scratch_nbytes: int = 0  # of the arena behind them: this rank's shards, until all ranks' are gathered
+    scratch_nbytes: int = (
+        0  # of the arena behind them: this rank's shards, until all ranks' are gathered; or to decode in
+    )
     offsets: tuple[int, ...] = ()  # absolute in the arena, one for each part; () where it takes no arena bytes
     # Of experts: tick of the value that says which have rows. Only these move, a ``share`` of the bytes as expected.
     ends: int | None = None

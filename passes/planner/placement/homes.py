@@ -298,7 +298,7 @@ def make_placement(
     return Placement(
         parameter=parameter.name,
         copies=(*copies, *_state_copies(parameter, homes[Role.STATE], num_ranks)),
-        in_place=parameter.integrated and num_ranks == 1,
+        in_place=parameter.integrated and num_ranks == 1 and parameter.compute.rows is None,
     )
 
 

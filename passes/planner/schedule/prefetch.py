@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zinf_compile.hardware.world import World
-from zinf_compile.ir.copies import NOT_DECODED, Decoded
+from zinf_compile.ir.copies import NOT_DECODED, Decoded, Role
 from zinf_compile.ir.facts import GraphFacts, ParameterFact, Routing, UseFact
 from zinf_compile.ir.glossary import LiveRange, Phase, Tier
 from zinf_compile.ir.plan import Placement
@@ -41,6 +41,7 @@ class Residency:
     num_ranks: int = 1
     routing: Routing | None = None  # of experts, of which only those that have rows are gathered
     decoded: Decoded = NOT_DECODED  # of the full values; nothing of experts, which are stored exactly
+    decoding_nbytes: int = 0  # of the arena, in which a device with memory of its own decodes
 
     @cached_property
     def moved_nbytes(self) -> int:
@@ -55,8 +56,10 @@ class Residency:
 
     @cached_property
     def scratch_nbytes(self) -> int:
-        """Return the bytes that one of several ranks needs behind the full values: its shards, until they are gathered."""
-        return 0 if self.num_ranks == 1 else sum(align(shard_size(size, self.num_ranks)) for size in self.sizes)
+        """Return the bytes behind the full values: of one of several ranks its shards, until they are gathered."""
+        if self.num_ranks == 1:
+            return self.decoding_nbytes
+        return sum(align(shard_size(size, self.num_ranks)) for size in self.sizes)
 
 
 # Not slotted, and compared by identity: most callers need only the byte count.
@@ -141,6 +144,7 @@ class _Streamed(NamedTuple):
     source: Tier
     nbytes: int
     decoded: Decoded
+    decoding_nbytes: int
 
 
 _Key = tuple[tuple[str, ...], Tier, tuple[int, ...], int, int, Routing | None]
@@ -152,6 +156,7 @@ class ResidencyPlanner:
     def __init__(self, graph: GraphFacts, parameters: Sequence[ParameterFact], *, num_ranks: int = 1) -> None:
         uses = {use.parameter: use for use in graph.uses}
         self._num_ranks = num_ranks
+        self._is_unified = all(parameter.unified for parameter in parameters)
         routings: dict[str, list[tuple[Phase, Routing]]] = defaultdict(list)
         for routed in graph.routed if num_ranks == 1 else ():  # every rank has rows of other experts
             if routed.routing.leaves_out_enough:
@@ -210,7 +215,9 @@ class ResidencyPlanner:
             source = Tier.DEVICE if placement is None else placement.home_read(used.dtype)
             if placement is not None and source is not Tier.DEVICE:
                 nbytes = align(self._num_ranks * placement.nbytes_read(used.dtype))
-                streamed.append(_Streamed(used, source, nbytes, placement.decoded(used.dtype)))
+                decoded = placement.decoded(used.dtype)
+                decoding = 0 if self._is_unified or decoded is NOT_DECODED else align(_decoding_nbytes(placement))
+                streamed.append(_Streamed(used, source, nbytes, decoded, decoding))
         return streamed
 
     def _residency(
@@ -231,8 +238,14 @@ class ResidencyPlanner:
                 num_ranks=self._num_ranks,
                 routing=routing,
                 decoded=sum((item.decoded for item in group), start=NOT_DECODED),
+                decoding_nbytes=max(item.decoding_nbytes for item in group),  # one after another
             )
         return self._made[key]
+
+
+def _decoding_nbytes(placement: Placement) -> int:
+    encoding = placement.by_role[Role.COMPUTE][0].encoding
+    return 0 if encoding.rows is None else encoding.rows.scratch_nbytes(encoding.itemsize)
 
 
 def _by_phase(graph: GraphFacts, use: UseFact) -> tuple[tuple[Phase, tuple[int, ...]], ...]:
