@@ -276,14 +276,13 @@ class Link:
             event = _enqueue(pairs, timings, stream)
             return self._arrivals.add(event, [source for source, _ in pairs])
 
-    def change(self, change: Callable[[], None], *, behind: Event) -> EnqueuedCopy:
+    def change(self, change: Callable[[], None]) -> EnqueuedCopy:
         """Enqueue ops that change what copies have brought to the device, behind these; return their end, as of a copy.
 
-        They run on the stream of copies, so later copies come behind them. Nothing may enqueue copies inside.
+        They run on the stream of copies, so later copies come behind them. They must enqueue no copies of the link.
         """
         stream = self._streams.to_device
         with self._in_lock:
-            stream.wait(behind)
             stream.run(change)
             return self._arrivals.add(stream.record(), ())
 

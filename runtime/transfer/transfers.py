@@ -256,7 +256,7 @@ class Transfers:
 
         def decode(begin: int) -> list[Future[None]]:
             change = partial(decode_in_place, rows.code, memory, begin, values, apart)
-            moving.copies.append(self.link.change(change, behind=moving.mark))
+            moving.copies.append(self.link.change(change))
             return []
 
         if rows.stored is not None:

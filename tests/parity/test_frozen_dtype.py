@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.storage.nvme.posix import PosixEngine
 from zinf_compile.runtime.storage.row_codes import encode_rows, round_to_rows
+from zinf_compile.runtime.transfer.transfers import Transfers
 
 WIDTH = 192
 BUDGETS: dict[str, dict[str, Any]] = {
@@ -158,6 +160,43 @@ def test_tiles_are_decoded_by_themselves(optimize: Callable[..., Module], budget
     check_same(model, other)
     zinf_compile.close(model)
     zinf_compile.close(other)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("device", "budget"), [("cpu", "192KiB"), ("cuda", "320KiB")])
+def test_a_tile_in_two_sectors(
+    optimize: Callable[..., Module], device: str, budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its values take one sector, so its rows do not fit into the same memory."""
+    begun: list[object] = []
+    original = Transfers._start_decoding_here
+
+    def count(transfers: Transfers, slot: object, *args: Any) -> None:
+        begun.append(slot)
+        original(transfers, slot, *args)
+
+    def make() -> Module:
+        torch.manual_seed(1)
+        layers = [torch.nn.Linear(64, 64).requires_grad_(False) for _ in range(110)]
+        return torch.nn.Sequential(torch.nn.Linear(192, 64), *layers, torch.nn.Linear(64, 8)).to(torch.bfloat16)
+
+    plain = make()
+    for layer in plain[1:-1]:
+        round_to_rows(RowCode(columns=64), layer.weight.data.view(-1))
+    monkeypatch.setattr(Transfers, "_start_decoding_here", count)
+    tiles = {f"{index}.weight": 2 for index in range(1, 111)}
+    given = {"tiles": tiles, "device": device, "compute": "aten", "recompute": False}
+    with on_fake_device() if device == "cuda" else nullcontext():
+        model = optimize(make(), "nvme", device_memory=budget, host_memory="640KiB", **given)
+        ample = {"frozen_dtype": None, "host_memory": "8MiB", "device_memory": "8MiB"}
+        other = optimize(plain, "nvme", **{**given, **ample})
+        assert all(torch.equal(a, b) for a, b in zip(train(model), train(other), strict=True))
+        homes = {record_of(layer.weight).copies.compute.tier for layer in model[1:-1]}  # type: ignore[union-attr]
+        assert Tier.NVME in homes
+        check_same(model, other)
+        zinf_compile.close(model)
+        zinf_compile.close(other)
+    assert bool(begun) == (device == "cuda")
 
 
 @pytest.mark.long
