@@ -259,8 +259,10 @@ def _shared_slot(store: Store, record: StoredParameter, slot: Slot, tier: Tier, 
     """Return a slot on ``tier`` that has all of a copy of which each rank has a shard, or a shard of all of it."""
     is_whole = num_ranks == 1
     value = store.full_value(record.shape, slot) if is_whole else slot.elements(record.shard)
-    moved = store.new_slot(record.name, record.shape, slot.tensor.dtype, tier, slot.key, is_whole=is_whole)
-    store.held.count_home(slot.tier, -slot.nbytes)
+    moved = store.new_slot(
+        record.name, record.shape, slot.tensor.dtype, tier, slot.key, is_whole=is_whole, row_code=slot.row_code
+    )
+    store.held.count_home(slot.tier, -slot.taken_nbytes)
     with store.failing_on_error():
         store.tensor_io.write_value(moved, value.view(moved.tensor.shape))
         store.tensor_io.wait_writes()

@@ -135,6 +135,11 @@ def check_distributed(distributed: Mapping[str, "DTensor"], config: Config, *, h
             "before optimize(), and leave init out"
         )
     refuse_codes(config)
+    if config.frozen_dtype is not None:
+        raise UnsupportedError(
+            f"frozen_dtype='{config.frozen_dtype}' encodes whole rows, and a rank has parts of those of a DTensor, such as "
+            f"'{next(iter(distributed))}'; leave it out"
+        )
     captured = {
         "micro_batches": config.micro_batches if config.micro_batches != 1 else None,
         "tiles": config.tiles or None,

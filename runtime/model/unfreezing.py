@@ -44,6 +44,9 @@ def _decode_home(store: Store, record: StoredParameter, tier: Tier) -> None:
     if rounded.row_code is None:
         return
     store.refresh_one(record)
+    if rounded.rows is None and rounded.tier is tier:
+        rounded.stay_exact()
+        return
     exact = store.new_slot(record.name, record.shape, rounded.dtype, tier)
     store.held.count_home(rounded.tier, -rounded.taken_nbytes)
     with store.failing_on_error():

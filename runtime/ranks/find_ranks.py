@@ -50,12 +50,7 @@ def folder_of_rank(nvme: object, ranks: Ranks) -> object:
 
 
 def refuse_codes(config: Config) -> None:
-    """Raise ConfigError where several ranks are to store optimizer state or frozen weights in fewer bits."""
-    if config.frozen_dtype is not None:
-        raise ConfigError(
-            f"frozen_dtype='{config.frozen_dtype}' is not supported on several ranks yet; leave it out, which keeps weights "
-            "exact"
-        )
+    """Raise ConfigError where several ranks are to store optimizer state in fewer bits."""
     if config.state_dtype is not None:
         raise ConfigError(
             f"state_dtype='{config.state_dtype}' is not supported on several ranks yet; leave it out, which keeps states "

@@ -188,6 +188,11 @@ class Slot:
         """Let the mapping of a weight file, which was written, be a home in host memory."""
         self.weights, self.tier, self.is_mapped = None, Tier.HOST, True
 
+    def stay_exact(self) -> None:
+        """Keep values that rows of int8 had where they live decoded, on the device, and encode them no more."""
+        assert self.rows is None
+        self.row_code = None
+
     def give_back(self, layout: FileLayout) -> None:
         """Free its extent, now that its value is elsewhere or not needed any more.
 

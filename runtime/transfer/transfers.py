@@ -138,14 +138,14 @@ class Transfers:
         """
         slots = [record.copy_in(dtype) for record, dtype in zip(records, dtypes, strict=True)]
         first, end = offsets[0], offsets[-1] + whole_sectors(slots[-1].nbytes)
-        scratch = end  # behind all values
-        if self.link.is_crossed:
-            end += max(map(_decoding_nbytes, slots))
         targets, shared = offsets, []
         if self._ranks.size > 1:
             shapes = [record.shape for record in records]
             shared = share_arena(self._ranks, slots, shapes, offsets)
             targets, end = [each.shard_offset for each in shared], shared[-1].end
+        scratch = end
+        if self.link.is_crossed:
+            end += max(map(_decoding_nbytes, slots))
         ticket = self.issue(
             records[0].name if len(records) == 1 else f"{records[0].name} and {len(records) - 1} more",
             first,

@@ -435,6 +435,7 @@ def refuse(what: str) -> tuple[str, bool]:
         "micro_batches": {"micro_batches": 2},
         "tiles": {"tiles": {"up.weight": 2}},
         "state_dtype": {"state_dtype": "int8"},
+        "frozen_dtype": {"frozen_dtype": "int8"},
     }
     with pytest.raises((ConfigError, UnsupportedError)) as error:
         zinf_compile.optimize(model, **{"mesh": of_data, **options[what]})
@@ -462,6 +463,7 @@ def refuse(what: str) -> tuple[str, bool]:
         ),
         ("tiles", r"tiles cuts a captured graph"),
         ("state_dtype", r"state_dtype='int8' is not supported on several ranks yet"),
+        ("frozen_dtype", r"frozen_dtype='int8' encodes whole rows, and a rank has parts of those of a DTensor"),
     ],
 )
 def test_meshes_and_options_that_are_refused(what: str, message: str, four: RankPool) -> None:

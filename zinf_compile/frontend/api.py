@@ -123,8 +123,8 @@ def optimize(
             of these.
         frozen_dtype: "int8" stores frozen weights of ``nn.Linear`` as rows of int8 with a scale each, outliers in bfloat16
             (after LLM.int8(), arXiv 2208.07339), about 1.03 bytes an element. They are decoded where they arrive: by a
-            kernel on a GPU. Weights with less than 4096 elements, and those that another module has too, stay exact. In
-            one process. By default all are exact.
+            kernel on a GPU. Weights with less than 4096 elements, and those that another module has too, stay exact. Each
+            of several ranks encodes the rows that it has. By default all are exact.
         exact_frozen: parameters that are exact beside ``frozen_dtype``: a name or a pattern such as "*lm_head*", or a list
             of these.
         compute: "inductor", the default, compiles each block, and identical blocks only once. This takes some seconds

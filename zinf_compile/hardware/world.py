@@ -98,13 +98,13 @@ class World:
     def gather_legs(self, source: Tier, nbytes: int, decoded: Decoded = NOT_DECODED) -> tuple[Leg, ...]:
         """Return the legs of gathering a full value: a read of the shard, and with several ranks an all-gather.
 
-        ``nbytes`` move. ``decoded`` says what of them is decoded on arrival, which takes time, too.
+        ``nbytes`` move. ``decoded`` says what of them is decoded on arrival, which takes time, too: ranks exchange values.
         """
         legs = self._gathers.get((source, nbytes, decoded))
         if legs is None:
-            seconds, moved = self.hardware.decode_seconds(decoded.nbytes), shard_size(nbytes, self.num_ranks)
-            shard = Leg(self.routes[source, Tier.DEVICE], moved, seconds)
-            legs = (shard,) if self.num_ranks == 1 else (shard, Leg(self.links, nbytes))
+            seconds = self.hardware.decode_seconds(shard_size(decoded.nbytes, self.num_ranks))
+            shard = Leg(self.routes[source, Tier.DEVICE], shard_size(nbytes, self.num_ranks), seconds)
+            legs = (shard,) if self.num_ranks == 1 else (shard, Leg(self.links, nbytes + decoded.saved_nbytes))
             self._gathers[source, nbytes, decoded] = legs
         return legs
 

@@ -298,6 +298,10 @@ class Decoded:
         """Return both together."""
         return Decoded(home_nbytes=self.home_nbytes + other.home_nbytes, nbytes=self.nbytes + other.nbytes)
 
+    def of_ranks(self, num_ranks: int) -> "Decoded":
+        """Return what so many ranks bring together, each as much as this."""
+        return Decoded(home_nbytes=num_ranks * self.home_nbytes, nbytes=num_ranks * self.nbytes)
+
 
 NOT_DECODED = Decoded()
 

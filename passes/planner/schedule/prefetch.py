@@ -57,9 +57,8 @@ class Residency:
     @cached_property
     def scratch_nbytes(self) -> int:
         """Return the bytes behind the full values: of one of several ranks its shards, until they are gathered."""
-        if self.num_ranks == 1:
-            return self.decoding_nbytes
-        return sum(align(shard_size(size, self.num_ranks)) for size in self.sizes)
+        shards = 0 if self.num_ranks == 1 else sum(align(shard_size(size, self.num_ranks)) for size in self.sizes)
+        return shards + self.decoding_nbytes
 
 
 # Not slotted, and compared by identity: most callers need only the byte count.
@@ -215,8 +214,8 @@ class ResidencyPlanner:
             source = Tier.DEVICE if placement is None else placement.home_read(used.dtype)
             if placement is not None and source is not Tier.DEVICE:
                 nbytes = align(self._num_ranks * placement.nbytes_read(used.dtype))
-                decoded = placement.decoded(used.dtype)
-                decoding = 0 if self._is_unified or decoded is NOT_DECODED else align(_decoding_nbytes(placement))
+                decoded = placement.decoded(used.dtype).of_ranks(self._num_ranks)
+                decoding = align(_decoding_nbytes(placement)) if decoded.nbytes and not self._is_unified else 0
                 streamed.append(_Streamed(used, source, nbytes, decoded, decoding))
         return streamed
 
