@@ -21,7 +21,7 @@ from zinf_compile.runtime.optim.supported import check_supported
 from zinf_compile.runtime.optim.updates_ahead import Begun, UpdatesAhead
 from zinf_compile.runtime.params.home_gradient import reduce_unreduced
 from zinf_compile.runtime.params.records import StoredParameter, record_of, replacement_of
-from zinf_compile.runtime.params.remote import RemoteParameter
+from zinf_compile.runtime.params.remote import Elsewhere, RemoteParameter
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
 from zinf_compile.runtime.process.interrupts import interruptible, without_interrupts
 from zinf_compile.runtime.store.store import Store, store_of
@@ -162,6 +162,8 @@ class _StepInterception:
             _show_remote_states(optimizer)
             _order_new_states(optimizer, self._known_states)
         self._before, self._ledgers, self._known_states = None, [], []
+        if torch._C._current_graph_task_id() == -1:  # hooks of a parameter run in backward on its own rank only
+            _count_step(optimizer)
 
     def _settle(self, optimizer: Optimizer) -> None:
         """Give groups and attributes what one update wrote there: a step advances them once."""
@@ -201,6 +203,24 @@ def _show_remote_states(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if isinstance(parameter, RemoteParameter) and parameter.requires_grad:
                 optimizer.state[parameter] = {}
+
+
+def _count_step(optimizer: Optimizer) -> None:
+    """Count a step of parameters of ranks that work in rounds: each updates its own, without meeting the others."""
+    names: dict[Elsewhere, dict[str, int]] = {}  # and the ranks
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, RemoteParameter):
+                names.setdefault(parameter.elsewhere, {})[parameter.path] = parameter.rank
+            elif (record := record_of(parameter)) is not None and (elsewhere := record.store.elsewhere) is not None:
+                names.setdefault(elsewhere, {})[record.name] = elsewhere.ranks.rank
+    kind = type(optimizer).__name__
+    for elsewhere, ranks in names.items():
+        first = next(iter(ranks))
+        if len(set(ranks.values())) == 1:  # another rank may have one of its own parameters, which is stepped as often
+            elsewhere.ranks.count_step(f"{kind} of parameters of one rank")
+        else:
+            elsewhere.ranks.count_step(f"{kind} of {len(ranks)} parameters from '{first}' on")
 
 
 @functools.cache

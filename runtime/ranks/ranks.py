@@ -24,6 +24,7 @@ import math
 import pickle
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
@@ -56,6 +57,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 # Between two ranks on one machine a MiB takes gloo 0.8 ms alone and 2.3 ms coalesced, and each collective 0.8 ms.
 _GATHERED_ALONE_NBYTES = 2**19
 _MEETING_NBYTES = 160  # of the text that says what a rank is about to do: the same everywhere, so that sizes agree
+_NUMBER = struct.Struct("q")
 _numbers = itertools.count()  # of the groups of this process: every rank makes them in the same order
 
 
@@ -87,6 +89,8 @@ class Ranks:
         self.timeout_seconds = _timeout_of(mesh)
         self.waited_seconds = 0.0  # for collectives and control messages so far, of which a slow rank waits the least
         self._moving: tuple[dist.ProcessGroup, ...] = ()  # the groups of parameters and gradients
+        self._steps: Counter[str] = Counter()  # by optimizer: of those in which ranks do not meet
+        self._steps_hash = 0
         # Collectives that were waited for by the thread that computes, and beside it: on every rank the same ones, in the
         # same order. And the last ones of which the others were told that this rank waits for them.
         self._num_waits, self._told_waits = {"waits": 0, "waits beside": 0}, {"waits": 0, "waits beside": 0}
@@ -293,11 +297,15 @@ class Ranks:
     # Control messages
 
     def meet(self, what: str) -> None:
-        """Block until every rank is about to do the same. RankError, on every rank, that says what each does if not."""
+        """Block until every rank is about to do the same, and has made as many optimizer steps.
+
+        RankError, on every rank, that says what each does, or how many steps it has made, if not.
+        """
         if self.is_alone:
             return
         text = what.encode()[:_MEETING_NBYTES].ljust(_MEETING_NBYTES)
-        met = [each.decode(errors="replace").rstrip() for each in self._gather_now(what, text)]
+        given = self._gather_now(what, text + _NUMBER.pack(self._steps_hash))
+        met = [each[:_MEETING_NBYTES].decode(errors="replace").rstrip() for each in given]
         if len(set(met)) > 1:
             doing = "; ".join(
                 f"{describe_ranks([rank for rank, each in enumerate(met) if each == one])}: {one}"
@@ -307,6 +315,30 @@ class Ranks:
             raise RankError(
                 f"{self.failure}; give every rank the same loop, and as many batches, of the same shapes (pad the last one)"
             )
+        if len({each[_MEETING_NBYTES:] for each in given}) > 1:
+            self._refuse_steps(self._exchange_now("numbers of steps", dict(self._steps)))
+
+    def count_step(self, optimizer: str) -> None:
+        """Count a step in which ranks do not meet, of an optimizer in words. The next meeting compares the counts."""
+        self._steps[optimizer] += 1
+        self._steps_hash = hash_of(repr(sorted(self._steps.items())).encode())
+
+    def _refuse_steps(self, steps: Sequence[dict[str, int]]) -> None:
+        """Raise RankError for numbers of steps, given those of each rank."""
+        different = []
+        for optimizer in dict.fromkeys(each for counted in steps for each in counted):
+            counts = [counted.get(optimizer, 0) for counted in steps]
+            if len(set(counts)) > 1:
+                of_ranks = (
+                    f"{count} on {describe_ranks([rank for rank, each in enumerate(counts) if each == count])}"
+                    for count in dict.fromkeys(counts)
+                )
+                different.append(f"steps of {optimizer}: {', '.join(of_ranks)}")
+        self._note_failure(f"ranks have made different numbers of optimizer steps ({'; '.join(different)})")
+        raise RankError(
+            f"{self.failure}, so their parameters do not belong together any more; call step() equally often on every rank, "
+            f"and exchange what decides whether to skip one, as by torch.distributed.all_reduce; {REMEDY}"
+        )
 
     def meet_partners(self, what: str) -> None:
         """Block until those that compute with this rank, but have other parameters, are about to do the same: see Worker."""
@@ -315,9 +347,8 @@ class Ranks:
         """Return what every rank gave, in the order of ranks. A value is pickled: keep it small."""
         if self.is_alone:
             return [value]
-        mine = pickle.dumps(value)
-        most = max(size for (size,) in self.exchange_numbers(what, [len(mine)]))
-        return [pickle.loads(each) for each in self._gather_now(what, mine.ljust(most))]  # it ignores what follows
+        self.meet(what)
+        return self._exchange_now(what, value)
 
     def exchange_numbers(self, what: str, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """Return what every rank gave: as many numbers of 64 bits on each."""
@@ -333,6 +364,12 @@ class Ranks:
             return numbers
         return tuple(map(max, zip(*self.exchange_numbers(what, numbers), strict=True)))
 
+    def _exchange_now(self, what: str, value: T) -> list[T]:
+        """Return what every rank gave, which are at the same point."""
+        mine = pickle.dumps(value)
+        most = max(_NUMBER.unpack(each)[0] for each in self._gather_now(what, _NUMBER.pack(len(mine))))
+        return [pickle.loads(each) for each in self._gather_now(what, mine.ljust(most))]  # it ignores what follows
+
     def _gather_now(self, what: str, mine: bytes) -> list[bytes]:
         """Return what every rank gave, as many bytes on each."""
         self.check_together()
@@ -346,7 +383,7 @@ class Ranks:
 
     def _receive_from_first(self, what: str, mine: bytes) -> bytes:
         """Return the bytes that rank 0 gave; the others, which give none, wait until it does."""
-        (nbytes,) = struct.unpack("q", self._broadcast_now(what, struct.pack("q", len(mine))))
+        (nbytes,) = _NUMBER.unpack(self._broadcast_now(what, _NUMBER.pack(len(mine))))
         return self._broadcast_now(what, mine or bytes(nbytes))
 
     def _broadcast_now(self, what: str, mine: bytes) -> bytes:
