@@ -18,6 +18,8 @@ from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.home_gradient import begin_gradient, settle_gradient, show_gradient
 from zinf_compile.runtime.params.records import StoredParameter, record_of
+from zinf_compile.runtime.params.remote import RemoteParameter
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
 from zinf_compile.runtime.storage.slots import Slot, SlotPart
 from zinf_compile.runtime.storage.state_blocks import blocks_of, pages_of_code
 from zinf_compile.runtime.store.store import Store, store_of
@@ -64,6 +66,16 @@ def records_of(model: Module) -> list[StoredParameter]:
     return [record for record in records if record is not None]
 
 
+def ranks_of(model: Module) -> Ranks:
+    """Return the ranks that train a model together."""
+    return next((store.ranks.partners for store in stores_of(model)), ALONE)
+
+
+def is_divided(model: Module) -> bool:
+    """Return whether each of several ranks has some rows of every parameter."""
+    return any(not store.ranks.is_alone for store in stores_of(model))
+
+
 def records_in(store: Store, model: Module) -> list[StoredParameter]:
     """Return the parameters of a model that live in a store; it may have those of other models too."""
     return [record for record in records_of(model) if record.store is store]
@@ -72,12 +84,14 @@ def records_in(store: Store, model: Module) -> list[StoredParameter]:
 def model_tensors(model: Module) -> dict[str, HomedTensor]:
     """Return every parameter and every persistent buffer by its name in ``state_dict()``; a tied one once.
 
-    Of a quantised parameter, the tensors that it consists of.
+    Of a quantised parameter, the tensors that it consists of. Not those that only another rank has.
     """
     tensors = {}
     quantised = quantised_tensors(model)
     stored = {address: record for store in stores_of(model) for address, record in components_of(store).items()}
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, RemoteParameter):
+            continue
         if name in quantised:
             for path, tensor in quantised[name].items():
                 with torch._C.DisableTorchFunctionSubclass():
@@ -112,9 +126,11 @@ def modules_with_state(model: Module) -> dict[str, Module]:
 
 
 def gradient_tensors(model: Module) -> dict[str, HomedTensor]:
-    """Return the gradients there are, by the names of their parameters."""
+    """Return the gradients there are on this rank, by the names of their parameters."""
     tensors = {}
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, RemoteParameter):
+            continue
         record = record_of(parameter)
         with torch._C.DisableTorchFunctionSubclass():
             grad = parameter.grad
@@ -155,7 +171,9 @@ def remove_gradient(parameter: Parameter) -> None:
 
 
 def state_tensors(optimizer: Optimizer, parameter: Parameter) -> dict[str, HomedTensor]:
-    """Return the tensors that an optimizer keeps for a parameter, step counts too, by their keys."""
+    """Return the tensors that an optimizer keeps for a parameter, step counts too, by their keys; none of another rank's."""
+    if isinstance(parameter, RemoteParameter):
+        return {}
     record = record_of(parameter)
     tensors = {}
     for key, value in optimizer.state.get(parameter, {}).items():

@@ -222,7 +222,7 @@ class RemoteValue(Tensor):
         return UnsupportedError(
             f"the value of '{self.path}' is on rank {self.rank}, with schedule='rounds', and {what} would read or write it "
             f"on this rank; do that on rank {self.rank} (on others is_meta of this parameter is True), or save the model "
-            "with torch.distributed.checkpoint and read what was saved"
+            "with zinf_compile.save and read what was saved"
         )
 
     @property
@@ -337,6 +337,6 @@ def refuse_remote(parameters: Iterable[Parameter], what: str) -> None:
     for parameter in parameters:
         if isinstance(parameter, RemoteParameter):
             raise UnsupportedError(
-                f"{what} needs whole models, and with schedule='rounds' '{parameter.path}' is on rank {parameter.rank}; use "
-                "torch.distributed.checkpoint with the state_dict() of the model, of which each rank has its own parameters"
+                f"{what} needs whole models, and with schedule='rounds' '{parameter.path}' is on rank {parameter.rank}; "
+                "save a checkpoint with zinf_compile.save, load it in one process, and do it there"
             )

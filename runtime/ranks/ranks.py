@@ -340,6 +340,11 @@ class Ranks:
             f"and exchange what decides whether to skip one, as by torch.distributed.all_reduce; {REMEDY}"
         )
 
+    @property
+    def partners(self) -> "Ranks":
+        """Return the ranks that train the model together, whether they divide its parameters by rows or have some each."""
+        return self
+
     def meet_partners(self, what: str) -> None:
         """Block until those that compute with this rank, but have other parameters, are about to do the same: see Worker."""
 
@@ -543,19 +548,24 @@ class Worker(Ranks):
 
     def __init__(self, partners: Ranks) -> None:
         super().__init__()
-        self.partners = partners
+        self._partners = partners
+
+    @property
+    def partners(self) -> Ranks:
+        """See Ranks.partners."""
+        return self._partners
 
     def fail(self, why: str) -> None:
         """See Ranks.fail."""
-        self.partners.fail(why)
+        self._partners.fail(why)
 
     def check_together(self) -> None:
         """See Ranks.check_together."""
-        self.partners.check_together()
+        self._partners.check_together()
 
     def meet_partners(self, what: str) -> None:
         """See Ranks.meet_partners."""
-        self.partners.meet(what)
+        self._partners.meet(what)
 
 
 @contextmanager

@@ -138,12 +138,12 @@ class _Block:
 
 
 class FileReader:
-    """Reads a file from ``start`` on. Leaving its ``with`` block ends its calls, and closes it.
+    """Reads a file from ``start`` up to ``stop``. Leaving its ``with`` block ends its calls, and closes it.
 
     Raises CheckpointError, which names the file and the offset, for bytes that cannot be read.
     """
 
-    def __init__(self, path: str, staging: StagingPool, *, start: int = 0) -> None:
+    def __init__(self, path: str, staging: StagingPool, *, start: int, stop: int) -> None:
         self._path = path
         self._staging = staging
         self._size = block_nbytes(staging)
@@ -154,7 +154,7 @@ class FileReader:
             self._file = open_regular(path, follow=False)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        self._nbytes = os.fstat(self._file).st_size
+        self._nbytes = min(os.fstat(self._file).st_size, stop)
         self._direct = _open_direct(self._file, os.O_RDONLY)
         self._pool = ThreadPoolExecutor(_NUM_BLOCKS, thread_name_prefix="zinf-file")
 

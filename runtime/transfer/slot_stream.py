@@ -40,7 +40,7 @@ def write_slot(writer: FileWriter, slot: Slot, tensor_io: TensorIO | None) -> in
     One on nvme needs its ``tensor_io``.
     """
     checksum = 0
-    for view in pieces_of(slot, tensor_io) if slot.coded is None else _stored_pieces(slot, tensor_io):
+    for view in pieces_to_save(slot, tensor_io):
         checksum = zlib.crc32(view, checksum)
         writer.write(view)
     return checksum
@@ -169,6 +169,11 @@ def pieces_of(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[mem
     for part, view in zip(_parts(slot, tensor_io), _stored_pieces(slot, tensor_io), strict=True):
         values = coded.room(coded.values_of(part).length, torch.device("cpu"))
         yield tensor_bytes(coded.decode(torch.frombuffer(view, dtype=torch.uint8), values))
+
+
+def pieces_to_save(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[memoryview]:
+    """Yield the bytes that a file has of a slot, or of a part of one: those of its values, or the pages of its codes."""
+    return pieces_of(slot, tensor_io) if slot.whole.coded is None else _stored_pieces(slot, tensor_io)
 
 
 def _stored_pieces(slot: Slot | SlotPart, tensor_io: TensorIO | None) -> Iterator[memoryview]:

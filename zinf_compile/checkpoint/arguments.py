@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from zinf_compile.ir.errors import ConfigError, StoreError
 from zinf_compile.runtime.model.model_state import records_of
 from zinf_compile.runtime.model.tensor_parallel import refuse_distributed
-from zinf_compile.runtime.params.remote import refuse_remote
 from zinf_compile.runtime.storage.staging import StagingPool
 from zinf_compile.runtime.store.store import Store
 
@@ -22,7 +21,7 @@ _OWN_STAGING = 32 * 2**20  # eight blocks, if no store has a budget for them
 def check_arguments(model: object, optimizer: object) -> Module:
     """Return the model, unwrapped from ``torch.compile``; ConfigError if either is not a model or optimizer.
 
-    UnsupportedError for a model with stored DTensors, or of which other ranks have parameters.
+    UnsupportedError for a model with stored DTensors.
     """
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
@@ -31,7 +30,6 @@ def check_arguments(model: object, optimizer: object) -> Module:
             f"this takes a torch.nn.Module, not {type(model).__name__}; give save(folder, model, optimizer)"
         )
     refuse_distributed(records_of(model), "a checkpoint of zinf_compile")
-    refuse_remote(model.parameters(), "a checkpoint of zinf_compile")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"this takes a torch.optim.Optimizer, not {type(optimizer).__name__}; what else is to be saved goes into extra"

@@ -4,15 +4,15 @@ import logging
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.arguments import check_arguments, file_staging, resting
@@ -26,8 +26,8 @@ from zinf_compile.checkpoint.checkpoint_folder import (
     locked,
     read_manifest,
 )
-from zinf_compile.checkpoint.match import check_same, split_state_name
-from zinf_compile.checkpoint.objects import Objects, check_options, load_objects, ranks_of, set_random_states
+from zinf_compile.checkpoint.match import check_same, is_remote, split_state_name
+from zinf_compile.checkpoint.objects import Objects, check_options, load_objects, set_random_states
 from zinf_compile.checkpoint.on_ranks import read_tensor, share_of
 from zinf_compile.ir.copies import Blocks
 from zinf_compile.ir.errors import CheckpointError, ConfigError
@@ -37,14 +37,17 @@ from zinf_compile.runtime.model.model_state import (
     HomedTensor,
     add_gradient,
     add_state,
+    is_divided,
     model_tensors,
     modules_with_state,
+    ranks_of,
     records_in,
     remove_gradient,
     stores_of,
     tied_names,
 )
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
+from zinf_compile.runtime.params.remote import RemoteParameter
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.file_stream import FileReader
@@ -69,13 +72,16 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
     verified cannot be read a second time, the model is partly loaded, and an optimized model then refuses to be used.
     """
     folder, model = Path(folder), check_arguments(model, optimizer)
-    if not folder.is_dir():
-        raise ConfigError(f"there is no checkpoint in '{folder}': it is no folder; save one first")
-    with resting(stores_of(model)) as stores, locked(folder, exclusive=False):
+    with resting(stores_of(model)) as stores, ExitStack() as reading:
         ranks = ranks_of(model)
-        objects, files = ranks.do_alike(
-            "checking a checkpoint", partial(_check_all, folder, model, optimizer, ranks, file_staging(stores))
-        )
+
+        def check() -> tuple[Objects, dict[Path, list[StoredTensor]]]:
+            if not folder.is_dir():
+                raise ConfigError(f"there is no checkpoint in '{folder}': it is no folder; save one first")
+            reading.enter_context(locked(folder, exclusive=False))
+            return _check_all(folder, model, optimizer, ranks, file_staging(stores))
+
+        objects, files = ranks.do_alike("checking a checkpoint", check)
         _set_module_states(objects, model)
         try:
             with ExitStack() as stack:
@@ -83,16 +89,19 @@ def load(folder: str | os.PathLike[str], model: Module, optimizer: Optimizer | N
                     stack.enter_context(store.rewriting(records_in(store, model)))
                 _set_objects(objects, model, optimizer)
                 targets = _targets(model, optimizer)
+                parameters = dict(model.named_parameters(remove_duplicate=False))
                 for path, tensors in files.items():
-                    if ranks.is_alone:
-                        _fill(path, tensors, targets[path.name], file_staging(stores))
-                    else:
+                    if is_divided(model):
                         for tensor in tensors:
                             read_tensor(path, tensor.span, tensor.saved.code, targets[path.name](tensor.saved))
+                        continue
+                    for run in _runs_here(tensors, parameters):
+                        _fill(path, run, targets[path.name], file_staging(stores))
         except BaseException as error:
             ranks.fail(f"loading a checkpoint broke off: {error}")
             error.add_note("zinf_compile: a part of the checkpoint was loaded already; load it, or another one, again")
             raise
+        _show_remote_gradients(model, files)
         set_random_states(objects, model)
         for store in stores:
             store.cuts.resume(objects.cuts)
@@ -172,12 +181,16 @@ def _verify(path: Path, tensors: Sequence[StoredTensor], staging: StagingPool) -
     """Read some tensors of a file, which lie side by side, and compare their checksums."""
     if not tensors:
         return
-    with FileReader(str(path), staging, start=tensors[0].span.start) as reader:
+    with FileReader(str(path), staging, start=tensors[0].span.start, stop=_end_of(tensors[-1])) as reader:
         for tensor in tensors:
             checksum = 0
             for piece in reader.take(tensor.span.nbytes):
                 checksum = zlib.crc32(piece, checksum)
             _check(path, tensor, checksum)
+
+
+def _end_of(tensor: StoredTensor) -> int:
+    return tensor.span.start + tensor.span.nbytes
 
 
 def _check(path: Path, tensor: StoredTensor, checksum: int) -> None:
@@ -208,10 +221,23 @@ def _set_objects(objects: Objects, model: Module, optimizer: Optimizer | None) -
         if optimizer is not None:
             optimizer.state.pop(parameter, None)
             if name in objects.states:
-                optimizer.state[parameter] = dict(objects.states[name])
+                optimizer.state[parameter] = (
+                    {} if isinstance(parameter, RemoteParameter) else dict(objects.states[name])
+                )
     if optimizer is not None:
         for group, options in zip(optimizer.param_groups, objects.options, strict=True):
             group.update(options)
+
+
+def _show_remote_gradients(model: Module, files: Mapping[Path, Iterable[StoredTensor]]) -> None:
+    """Let parameters of other ranks show which of them have gradients now."""
+    pending = {tensor.saved.name for path, tensors in files.items() if path.name == GRADIENTS for tensor in tensors}
+    for store in stores_of(model):
+        if store.elsewhere is not None:
+            store.elsewhere.norms.clear()
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, RemoteParameter) and name in pending:
+            parameter.note_gradient()
 
 
 def _targets(model: Module, optimizer: Optimizer | None) -> dict[str, _Targets]:
@@ -230,9 +256,16 @@ def _targets(model: Module, optimizer: Optimizer | None) -> dict[str, _Targets]:
     }
 
 
+def _runs_here(tensors: Iterable[StoredTensor], parameters: Mapping[str, Parameter]) -> Iterator[list[StoredTensor]]:
+    """Yield the tensors of a file that this process has, in runs that lie side by side."""
+    for of_other, run in groupby(tensors, lambda each: is_remote(each.saved.file, each.saved.name, parameters)):
+        if not of_other:
+            yield list(run)
+
+
 def _fill(path: Path, tensors: Sequence[StoredTensor], target: _Targets, staging: StagingPool) -> None:
-    """Read a file again, into the targets of its tensors."""
-    with FileReader(str(path), staging, start=tensors[0].span.start) as reader:
+    """Read tensors of a file again, which lie side by side, into their targets."""
+    with FileReader(str(path), staging, start=tensors[0].span.start, stop=_end_of(tensors[-1])) as reader:
         for tensor in tensors:
             homed = target(tensor.saved)
             checksum = read_slot(reader, homed.slot, homed.tensor_io, code=tensor.saved.code, compute=homed.compute)
@@ -247,6 +280,8 @@ def _log_conversions(model: Module, optimizer: Optimizer | None, files: Mapping[
     """Say which optimizer state is kept in another encoding than the checkpoint has it in."""
     parameters, converted = dict(model.named_parameters()), Counter[tuple[str, str]]()
     for tensor in (tensor for path, tensors in files.items() if path.name == OPTIMIZER for tensor in tensors):
+        if is_remote(OPTIMIZER, tensor.saved.name, parameters):
+            continue
         name, key = split_state_name(tensor.saved.name)
         assert optimizer is not None
         value = optimizer.state[parameters[name]][key]

@@ -3,16 +3,23 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.checkpoint_folder import GRADIENTS, MODEL, OPTIMIZER, Manifest
-from zinf_compile.checkpoint.objects import Objects, ranks_of
+from zinf_compile.checkpoint.objects import Objects
 from zinf_compile.ir.copies import Blocks
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
-from zinf_compile.runtime.model.model_state import gradient_dtype, model_tensors, modules_with_state, tied_names
+from zinf_compile.runtime.model.model_state import (
+    gradient_dtype,
+    is_divided,
+    model_tensors,
+    modules_with_state,
+    tied_names,
+)
 from zinf_compile.runtime.optim.block_wise import is_block_wise
 from zinf_compile.runtime.params.records import record_of
+from zinf_compile.runtime.params.remote import RemoteParameter
 
 _OF_BITSANDBYTES = {"state1", "state2"}  # keys of its optimizers, some of which torchao's have the names of
 
@@ -50,8 +57,21 @@ def split_state_name(name: str) -> tuple[str, str]:
     return parameter, key
 
 
+def parameter_of(file: str, name: str) -> str:
+    """Return the parameter that a tensor of a file belongs to; of a buffer, its own name."""
+    return split_state_name(name)[0] if file == OPTIMIZER else name
+
+
+def is_remote(file: str, name: str, parameters: Mapping[str, Parameter]) -> bool:
+    """Return whether another rank has a tensor of a file, as ranks do that work in rounds."""
+    return isinstance(parameters.get(parameter_of(file, name)), RemoteParameter)
+
+
 def check_same(where: Path, manifest: Manifest, objects: Objects, model: Module, optimizer: Optimizer | None) -> None:
-    """Raise ConfigError, listing every difference, unless a checkpoint matches this model and optimizer."""
+    """Raise ConfigError, listing every difference, unless a checkpoint matches this model and optimizer.
+
+    Each of several ranks compares the shapes and dtypes of what it has.
+    """
     if manifest.optimizer is not None and optimizer is None:
         raise ConfigError(
             f"the checkpoint in '{where}' holds the state of {manifest.optimizer}: give the optimizer as well, "
@@ -74,9 +94,14 @@ def _model_differences(manifest: Manifest, objects: Objects, model: Module) -> I
     here = {name: _form(tensor.shape, tensor.slot.tensor.dtype) for name, tensor in model_tensors(model).items()}
     there = _saved_forms(manifest, MODEL)
     # Checkpoints of torch.distributed.checkpoint have a tied parameter by each of its names.
-    here |= {name: here[kept] for name, kept in tied_names(model).items() if name in there}
+    here |= {name: here[kept] for name, kept in tied_names(model).items() if name in there and kept in here}
+    everywhere = dict(model.named_parameters(remove_duplicate=False))
     yield from (f"missing in the checkpoint: '{name}', {here[name]}" for name in here if name not in there)
-    yield from (f"not in this model: '{name}', {there[name]}" for name in there if name not in here)
+    yield from (
+        f"not in this model: '{name}', {there[name]}"
+        for name in there
+        if name not in here and not is_remote(MODEL, name, everywhere)
+    )
     yield from _changed(here, there)
     modules = set(modules_with_state(model))
     yield from (
@@ -90,6 +115,8 @@ def _gradient_differences(manifest: Manifest, model: Module) -> Iterator[str]:
     there = _saved_forms(manifest, GRADIENTS)
     here = {}
     for name in there:
+        if is_remote(GRADIENTS, name, parameters):
+            continue
         dtype = gradient_dtype(parameters[name]) if name in parameters else None
         if dtype is not None:
             here[name] = _form(tensors[name].shape, dtype)
@@ -110,7 +137,7 @@ def _optimizer_differences(manifest: Manifest, objects: Objects, model: Module, 
     of_others = [name for name in _saved_forms(manifest, OPTIMIZER) if split_state_name(name)[1] in _OF_BITSANDBYTES]
     if of_others and is_block_wise(optimizer):
         yield f"state of bitsandbytes in the checkpoint, such as '{of_others[0]}', and {name} here is torchao's"
-    if coded and not ranks_of(model).is_alone:
+    if coded and is_divided(model):
         yield f"state in torchao's codes in the checkpoint, such as '{coded[0].name}', which is for one process"
     here, there = group_names(model, optimizer), manifest.groups
     if len(here) != len(there) or len(objects.options) != len(there):

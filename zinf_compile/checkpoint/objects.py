@@ -4,9 +4,9 @@ import io
 import pickle
 import struct
 import zipfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from zinf_compile.ir.errors import CheckpointError, ConfigError
-from zinf_compile.runtime.model.model_state import modules_with_state, stores_of
-from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
+from zinf_compile.runtime.model.model_state import is_divided, modules_with_state, ranks_of, stores_of
+from zinf_compile.runtime.params.remote import RemoteParameter
+from zinf_compile.runtime.ranks.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,16 @@ class Objects:
     cuts: list[str] | None = None  # how graphs were cut into tiles, in words; older checkpoints do not say
 
 
+class _OfRank(NamedTuple):
+    """What each of several ranks has by itself."""
+
+    states: dict[str, dict[str, Any]]
+    random_state: Tensor
+    cuts: list[str]
+
+
 def collect_objects(model: Module, optimizer: Optimizer | None, extra: object) -> Objects:
-    """Return the objects of a model and its optimizer."""
+    """Return the objects of a model and its optimizer, as far as this rank has them."""
     groups = optimizer.param_groups if optimizer is not None else []
     states = optimizer.state if optimizer is not None else {}
     return Objects(
@@ -44,24 +53,29 @@ def collect_objects(model: Module, optimizer: Optimizer | None, extra: object) -
         states={
             name: {key: value for key, value in states[parameter].items() if not isinstance(value, Tensor)}
             for name, parameter in model.named_parameters()
-            if parameter in states
+            if parameter in states and not isinstance(parameter, RemoteParameter)
         },
         modules={path: module.get_extra_state() for path, module in modules_with_state(model).items()},
         random_state=torch.get_rng_state(),
-        rank_random_states=_random_states(model),
         device_random_state=torch.cuda.get_rng_state(gpu) if (gpu := _gpu_of(model)) is not None else None,
         cuts=[way for store in stores_of(model) for way in store.cuts.ways],
     )
 
 
-def ranks_of(model: Module) -> Ranks:
-    """Return the ranks that train a model together."""
-    return next((store.ranks for store in stores_of(model)), ALONE)
-
-
-def _random_states(model: Module) -> list[Tensor] | None:
-    ranks = ranks_of(model)
-    return None if ranks.is_alone else ranks.exchange("the random states of a checkpoint", torch.get_rng_state())
+def join_objects(objects: Objects, model: Module, ranks: Ranks) -> Objects:
+    """Return the objects of all ranks, which call this at the same time."""
+    assert objects.cuts is not None
+    mine = _OfRank({} if is_divided(model) else objects.states, objects.random_state, objects.cuts)
+    given = ranks.exchange("the objects of a checkpoint", mine)
+    states = {name: state for each in given for name, state in each.states.items()}
+    return replace(
+        objects,
+        states=objects.states
+        if is_divided(model)
+        else {name: states[name] for name, _ in model.named_parameters() if name in states},
+        rank_random_states=[each.random_state for each in given],
+        cuts=list(dict.fromkeys(cut for each in given for cut in each.cuts)),
+    )
 
 
 def set_random_states(objects: Objects, model: Module) -> None:

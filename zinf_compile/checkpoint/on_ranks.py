@@ -1,4 +1,4 @@
-"""Files of a checkpoint that several ranks write and read together: each its own rows, straight at their place.
+"""Files of a checkpoint that several ranks write and read together: each its own rows, or its own tensors, at their place.
 
 The files are those that one process writes. So a checkpoint fits any number of ranks, and one process. All ranks need the
 same filesystem.
@@ -22,7 +22,7 @@ from zinf_compile.runtime.model.model_state import HomedTensor
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.safetensors_file import SafetensorsLayout, TensorSpan
 from zinf_compile.runtime.storage.slots import Slot, SlotPart
-from zinf_compile.runtime.transfer.slot_stream import pieces_of, tensor_bytes, values_of
+from zinf_compile.runtime.transfer.slot_stream import pieces_to_save, tensor_bytes, values_of
 
 T = TypeVar("T")
 _PIECE_NBYTES = 4 * 2**20  # of a read
@@ -45,8 +45,8 @@ def create_file(path: Path, layout: SafetensorsLayout) -> None:
         os.fsync(file.fileno())
 
 
-def write_rows(path: Path, layout: SafetensorsLayout, tensors: dict[str, HomedTensor], ranks: Ranks) -> list[Written]:
-    """Write this rank's rows of every tensor of a file; rank 0 also writes what is not divided. Returns when on disk.
+def write_mine(path: Path, layout: SafetensorsLayout, tensors: dict[str, HomedTensor], ranks: Ranks) -> list[Written]:
+    """Write the tensors that this rank gives to a file, or its rows of them. Returns when they are on disk.
 
     Only the first of several replicas writes.
     """
@@ -55,17 +55,15 @@ def write_rows(path: Path, layout: SafetensorsLayout, tensors: dict[str, HomedTe
     written = []
     with writing_at(path) as write:
         for span in layout.spans:
-            tensor = tensors[span.name]
-            part: Slot | SlotPart
-            if tensor.is_divided:
-                part, offset = tensor.rows, span.start + tensor.rows.slice.flat.start * span.dtype.itemsize
-            elif ranks.rank == 0:
-                part, offset = tensor.slot, span.start
-            else:
+            if (tensor := tensors.get(span.name)) is None:
                 written.append(Written(0, 0))
                 continue
+            part: Slot | SlotPart = tensor.slot
+            offset = span.start
+            if tensor.is_divided:
+                part, offset = tensor.rows, span.start + tensor.rows.slice.flat.start * span.dtype.itemsize
             checksum, end = 0, offset
-            for piece in pieces_of(part, tensor.tensor_io):
+            for piece in pieces_to_save(part, tensor.tensor_io):
                 checksum = zlib.crc32(piece, checksum)
                 write(piece, end)
                 end += len(piece)

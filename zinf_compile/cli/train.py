@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zinf_compile
-from zinf_compile.checkpoint.objects import ranks_of
 from zinf_compile.cli.checkpoints import CheckpointFolder, Setting
 from zinf_compile.cli.models import Built, ExampleGPT, Subject
 from zinf_compile.cli.optimizers import find_optimizer, make_optimizer, measure_state
@@ -28,6 +27,7 @@ from zinf_compile.ir.copies import Code, Encoding
 from zinf_compile.ir.errors import ConfigError
 from zinf_compile.ir.glossary import format_bytes
 from zinf_compile.runtime.device.cpu import has_fast_bfloat16
+from zinf_compile.runtime.model.model_state import ranks_of
 from zinf_compile.runtime.ranks.agreement import check_alike
 
 _CHECKPOINT = Path("zinf-checkpoint")
