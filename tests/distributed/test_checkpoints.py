@@ -1,8 +1,10 @@
 """Checkpoints of ranks: any number of them, or one process, continues from what any other number has saved."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from zlib import crc32
 
 import pytest
@@ -13,6 +15,7 @@ import zinf_compile
 from tests.distributed.workloads import Loop, check_at_rest, full, optimize, placements, train_step
 from tests.support.rank_pool import RankPool
 from tests.support.traces import Trace
+from zinf_compile.checkpoint import checkpoint_folder, save
 from zinf_compile.checkpoint.on_ranks import Written, combine
 from zinf_compile.ir.copies import LEAST_CODED
 
@@ -138,6 +141,33 @@ def test_from_two_ranks_to_three_to_one_process_and_back(
     zinf_compile.save(again, model, optimizer)
     back = two.run(load_only, options, str(again))
     assert all(torch.equal(back[1][name], value) for name, value in saved.items())
+
+
+def load_at_once(options: Mapping[str, Any], folder: str) -> list[Any]:
+    """Load what has been saved as soon as that returns, while rank 0 is slow to clean up; the same for a failed save."""
+    model = optimize(LOOP.build(), options)
+    found = []
+    with mock.patch.object(save, "remove_leftovers", slow_to_remove):
+        for extra in (1, 2, object()):
+            if isinstance(extra, int):
+                zinf_compile.save(folder, model, extra=extra)
+            else:
+                with mock.patch("os.pwrite", side_effect=OSError("full")), pytest.raises(zinf_compile.ZinfError):
+                    zinf_compile.save(folder, model, extra=3)
+            found.append(zinf_compile.load(folder, model))
+    zinf_compile.close(model)
+    return found
+
+
+def slow_to_remove(*given: Any) -> None:
+    """Remove what is left of a save, after a while."""
+    time.sleep(0.5)
+    checkpoint_folder.remove_leftovers(*given)
+
+
+def test_a_checkpoint_can_be_loaded_as_soon_as_it_is_saved(two: RankPool, tmp_path: Path) -> None:
+    options = {**placements(str(tmp_path))["resident"], "capture": False}
+    assert two.run(load_at_once, options, str(tmp_path / "checkpoint"), seconds=60.0) == [[1, 2, 2]] * 2
 
 
 def test_a_damaged_checkpoint_is_refused_by_every_rank(two: RankPool, tmp_path: Path) -> None:
