@@ -408,3 +408,36 @@ def test_a_rank_that_dies_in_a_save_leaves_no_checkpoint(two: RankPool, tmp_path
     assert isinstance(first, Raised)
     assert first.kind == "RankError"
     assert not (folder / "manifest.json").exists()
+
+
+def export(folder: str, build: str, options: Mapping[str, Any]) -> str:
+    """Export what was trained, after an export that failed on rank 1; return the error of that."""
+    model, optimizer = make(build, options)
+    compute(model, 0)
+    update(optimizer)
+    with failing_writes(), pytest.raises(zinf_compile.ZinfError) as raised:
+        zinf_compile.export(model, f"{folder}/failed")
+    zinf_compile.export(model, f"{folder}/one")
+    zinf_compile.export(model, f"{folder}/many", dtype=torch.bfloat16, max_shard_size="20KB")
+    zinf_compile.save(f"{folder}/saved", model)
+    zinf_compile.close(model)
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize("build", ["frozen", pytest.param("deep", marks=pytest.mark.long)])
+def test_an_export_is_that_of_one_process(build: str, two: RankPool, tmp_path: Path) -> None:
+    first, second = two.run(export, str(tmp_path), build, options_of("resident", tmp_path))
+    assert first.startswith("RankError: writing an export failed on rank 1; rank 1: StoreError: ")
+    assert "No space left on device" in second
+    assert not (tmp_path / "failed").exists()
+    model = BUILDS[build]()
+    zinf_compile.load(tmp_path / "saved", model)
+    zinf_compile.export(model, tmp_path / "expected one")
+    zinf_compile.export(model, tmp_path / "expected many", dtype=torch.bfloat16, max_shard_size="20KB")
+    for kind in ("one", "many"):
+        found, expected = (
+            {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+            for folder in (kind, f"expected {kind}")
+        )
+        assert found == expected
+    assert len(found) > 3

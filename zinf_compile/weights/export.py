@@ -5,25 +5,29 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from zinf_compile.checkpoint.checkpoint_folder import locked
+from zinf_compile.checkpoint.on_ranks import create_file, writing_at
 from zinf_compile.checkpoint.own_folder import MARKER, make_own_folder, new_identity, remove_own_folder
 from zinf_compile.ir.config import parse_size
 from zinf_compile.ir.errors import ConfigError, StoreError, UnsupportedError
-from zinf_compile.runtime.model.model_state import records_of, stores_of
+from zinf_compile.runtime.model.model_state import is_divided, ranks_of, records_of, stores_of
 from zinf_compile.runtime.model.tensor_parallel import refuse_distributed
 from zinf_compile.runtime.params.full_values import read_pieces
 from zinf_compile.runtime.params.records import record_of
-from zinf_compile.runtime.params.remote import refuse_remote
-from zinf_compile.weights.weight_files import INDEX_FILE, SINGLE_FILE, write_file
+from zinf_compile.runtime.ranks.ranks import Ranks
+from zinf_compile.runtime.storage.safetensors_file import lay_out
+from zinf_compile.runtime.transfer.slot_stream import tensor_bytes
+from zinf_compile.weights.weight_files import INDEX_FILE, METADATA, SINGLE_FILE, write_file
 
 _ASIDE = re.compile(r"\.zinf-export-([0-9a-f]{32})")
 _WRITTEN = re.compile(  # files that a killed export may have left
@@ -45,6 +49,8 @@ def export(
     floating-point tensors are converted. A model of transformers gets its ``config.json`` too. The folder is created if
     needed. Files appear in it when all are complete, the index last, and an error leaves it unchanged.
 
+    Of ranks that work in rounds all call this, with a folder that each can reach, and each writes what it has.
+
     Raises ConfigError for a folder that already has weights, and for invalid options; StoreError if a read or write
     fails, or if the model was stopped by an earlier error.
     """
@@ -54,32 +60,96 @@ def export(
     if limit == 0:
         raise ConfigError("max_shard_size is 0; a shard holds at least one tensor, such as '5GB'")
     refuse_distributed(records_of(model), "export")
-    refuse_remote(model.parameters(), "export")
-    for store in stores_of(model):
-        store.check_whole()
-        if not store.ranks.is_alone:
-            raise UnsupportedError(
-                f"export writes what one process has, and each of {store.ranks.mesh_size} ranks has some rows; save a "
-                "checkpoint with zinf_compile.save, load it in one process, and export there"
-            )
-    sources = _tensors_to_write(model)
+    ranks = ranks_of(model)
+    if is_divided(model):
+        raise UnsupportedError(
+            f"export writes whole tensors, and each of {ranks.mesh_size} ranks has some rows; save a checkpoint with "
+            "zinf_compile.save, load it in one process, and export there"
+        )
+    sources = ranks.do_alike("collecting an export", partial(_tensors_to_write, model))
     tensors = {name: _converted(tensor, dtype) for name, tensor in sources.items()}
+    if not ranks.is_alone:
+        if ranks.rank > 0:  # every rank has all buffers
+            tensors = {name: tensor for name, tensor in tensors.items() if isinstance(sources[name], Parameter)}
+        sources = {name: sources[name] for name in tensors}
+        tensors = _join(tensors, model, ranks)
     shards = _cut(tensors, limit)
     names = [
         SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         for number in range(1, len(shards) + 1)
     ]
-    target = Path(folder)
+    files, target = dict(zip(names, shards, strict=True)), Path(folder)
+
+    def end(aside: Path) -> None:
+        _write_configs(model, aside, dtype)
+        if len(files) > 1:
+            _write_index(aside / INDEX_FILE, files)
+        _publish(aside, target)
+
+    if not ranks.is_alone:
+        _write_on_ranks(ranks, target, files, sources, end)
+        return
+    with _exporting_to(target) as aside:
+        for name, shard in files.items():
+            write_file(aside / name, shard, lambda tensor: _pieces(sources[tensor]))
+        end(aside)
+
+
+def _join(tensors: Mapping[str, Tensor], model: Module, ranks: Ranks) -> dict[str, Tensor]:
+    """Return what all ranks write, in the order of the state dict, without values."""
+    mine = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    given = {name: form for each in ranks.exchange("the tensors of an export", mine) for name, form in each.items()}
+    modules = model.named_modules(remove_duplicate=False)
+    names = (f"{path}.{key}" if path else key for path, each in modules for key in (*each._parameters, *each._buffers))
+    places = {name: place for place, name in enumerate(names)}
+    return {
+        name: torch.empty(given[name][0], dtype=given[name][1], device="meta")
+        for name in sorted(given, key=lambda name: places.get(name, len(places)))
+    }
+
+
+def _write_on_ranks(
+    ranks: Ranks,
+    target: Path,
+    files: Mapping[str, Mapping[str, Tensor]],
+    sources: Mapping[str, Tensor],
+    end: Callable[[Path], None],
+) -> None:
+    """Write what several ranks have: rank 0 makes the files and publishes them, and each rank writes its tensors."""
+    layouts = {name: lay_out(shard, metadata=METADATA) for name, shard in files.items()}
+    is_first = ranks.mesh_rank == 0
+    with ExitStack() as stack:
+
+        def begin() -> str:
+            aside = stack.enter_context(_exporting_to(target))
+            for name, layout in layouts.items():
+                create_file(aside / name, layout)
+            return aside.name
+
+        def write() -> None:
+            for name, layout in layouts.items():
+                with writing_at(aside / name) as write_at:
+                    for span in layout.spans:
+                        offset = span.start
+                        for piece in _pieces(sources[span.name]) if span.name in sources else ():
+                            view = tensor_bytes(piece.to(span.dtype).contiguous())
+                            write_at(view, offset)
+                            offset += len(view)
+
+        begun = ranks.do_alike("beginning an export", begin if is_first else str)
+        aside = target / ranks.exchange("the folder of an export", begun)[0]
+        ranks.do_alike("writing an export", write)
+        ranks.do_alike("publishing an export", partial(end, aside) if is_first else type(None))
+
+
+@contextmanager
+def _exporting_to(target: Path) -> Iterator[Path]:
+    """Yield a folder in ``target`` to write to; without an export, nothing is left of either at the end."""
     existed = target.exists()
     _check_folder(target)
     try:
         with _making_aside(target) as aside:
-            for name, shard in zip(names, shards, strict=True):
-                write_file(aside / name, shard, lambda tensor: _pieces(sources[tensor]))
-            _write_configs(model, aside, dtype)
-            if len(shards) > 1:
-                _write_index(aside / INDEX_FILE, dict(zip(names, shards, strict=True)))
-            _publish(aside, target)
+            yield aside
     finally:
         if not existed:
             with suppress(OSError):  # not empty: the export is in it
@@ -115,7 +185,9 @@ def _making_aside(target: Path) -> Iterator[Path]:
 
 
 def _tensors_to_write(model: Module) -> dict[str, Tensor]:
-    """Return the tensors of the state dict by name, each once."""
+    """Return the tensors of the state dict by name, each once; StoreError for a model that was stopped."""
+    for store in stores_of(model):
+        store.check_whole()
     tied_to = (
         getattr(model, "all_tied_weights_keys", None) or {}
     )  # transformers: which names of tied weights are dropped

@@ -17,6 +17,7 @@ from zinf_compile.runtime.transfer.slot_stream import tensor_bytes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # as Hugging Face writes it: {"weight_map": {tensor: file}}
+METADATA = {"format": "pt"}  # of a file, as transformers expects it
 _PIECE_ELEMENTS = 2**20  # a multiple of 4096, as pieces of full values are written
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -145,7 +146,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], values: Callable[[str]
     Everything is on disk at the end. UnsupportedError for a dtype that the format lacks. StoreError if a write fails;
     the caller then removes the partial file.
     """
-    layout = lay_out(tensors, metadata={"format": "pt"})
+    layout = lay_out(tensors, metadata=METADATA)
     try:
         with path.open("xb") as file:
             file.write(layout.header)
