@@ -22,7 +22,7 @@ from tests.support.rank_pool import Died, Raised, RankPool
 from zinf_compile.driver import planning
 from zinf_compile.ir.errors import DeviceCapacityError, StoreError
 from zinf_compile.ir.plan import Plan
-from zinf_compile.passes.planner.search.planner import Request
+from zinf_compile.passes.planner.search.planner import Request, Searches
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.ranks.agreement import check_record_alike
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
@@ -42,9 +42,9 @@ def counted_plans() -> Iterator[list[str]]:
     """Note the name of each graph that this rank plans in the block."""
     make_plan, made = planning.make_plan, []
 
-    def count(request: Request) -> Plan:
+    def count(request: Request, searches: Searches | None = None) -> Plan:
         made.append(request.name)
-        return make_plan(request)
+        return make_plan(request, searches)
 
     with mock.patch.object(planning, "make_plan", count):
         yield made
@@ -243,7 +243,7 @@ def fail_while_planning(options: Mapping[str, Any], happens: str) -> float:
     model = optimize(build_gpt(), options)
     start = time.monotonic()
 
-    def make_plan(request: Request) -> Plan:
+    def make_plan(request: Request, _: Searches | None) -> Plan:
         if happens == "death":
             os._exit(3)
         if happens == "absence":

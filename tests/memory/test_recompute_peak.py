@@ -20,7 +20,7 @@ from zinf_compile.ir.glossary import ActivationPolicy
 planner = planning.make_plan
 
 
-def make_plan(request):
+def make_plan(request, _):
     again = tuple(graph for graph in request.candidates if graph.policy is ActivationPolicy.RECOMPUTE_VALUES)
     return planner(replace(request, candidates=again or request.candidates, captured=()))
 

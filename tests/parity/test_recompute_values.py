@@ -17,7 +17,7 @@ from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.plan import Plan
 from zinf_compile.passes.planner.memory import policies, recompute
-from zinf_compile.passes.planner.search.planner import Request
+from zinf_compile.passes.planner.search.planner import Request, Searches
 
 STEPS = 2
 VOCAB, SEQ, WIDTH = 48, 16, 32
@@ -107,7 +107,7 @@ def recompute_all_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]
     plans: list[Plan] = []
     planner = planning.make_plan
 
-    def make_plan(request: Request) -> Plan:
+    def make_plan(request: Request, _: Searches | None = None) -> Plan:
         by_value = tuple(graph for graph in request.candidates if graph.policy is ActivationPolicy.RECOMPUTE_VALUES)
         plan = planner(replace(request, candidates=by_value, captured=()) if by_value else request)
         if by_value:

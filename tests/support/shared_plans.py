@@ -15,7 +15,7 @@ from tests.support.run_cache import made_once
 from zinf_compile.driver import planning
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.plan import Plan
-from zinf_compile.passes.planner.search.planner import Request
+from zinf_compile.passes.planner.search.planner import Request, Searches
 
 _SIMPLE = (int, float, str, bool, type(None))
 
@@ -34,17 +34,17 @@ def shared_plans() -> Iterator[None]:
     """Make each plan once per run inside the block."""
     make_plan, at_first = planning.make_plan, _globals_of_the_planner()
 
-    def make(request: Request) -> Plan | _Refused:
+    def make(request: Request, searches: Searches | None) -> Plan | _Refused:
         try:
-            return make_plan(request)
+            return make_plan(request, searches)
         except CapacityError as error:
             return _Refused(kind=type(error), lines=error.args, numbers=dict(vars(error)))
 
-    def share(request: Request) -> Plan:
+    def share(request: Request, searches: Searches | None = None) -> Plan:
         key = _key_of(request, at_first)
         if key is None:
-            return make_plan(request)
-        found = made_once(key, lambda: make(request))
+            return make_plan(request, searches)
+        found = made_once(key, lambda: make(request, searches))
         if isinstance(found, _Refused):
             raise found.kind(*found.lines, **found.numbers)
         return found

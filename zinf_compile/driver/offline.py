@@ -22,7 +22,7 @@ from zinf_compile.passes.analysis.repeats import NotRepeatedError
 from zinf_compile.passes.capture.offline.deep import trace_deep
 from zinf_compile.passes.capture.offline.trace import Inputs, RankInRounds, Trace, TracedGraph
 from zinf_compile.passes.planner.memory.policies import allowed_policies
-from zinf_compile.passes.planner.search.planner import check_fits
+from zinf_compile.passes.planner.search.planner import Searches, check_fits
 from zinf_compile.passes.planner.simulator.several_graphs import share_updates
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
@@ -44,6 +44,7 @@ class _Trial:
 
     trace: Trace
     plan: Plan  # of the main graph, op by op
+    searches: Searches  # that were made for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,18 +129,18 @@ class OfflinePlanner:
             return self._plan_as_it_is(self._trace(str(error)))
 
     def _plan_as_it_is(self, trace: Trace) -> _Trial:
-        main = _main_graph(trace)
-        plan = self._planner(main, self._catalog).plan_as_it_is(main.graph, {})
+        main, searches = _main_graph(trace), Searches()
+        plan = self._planner(main, self._catalog).plan_as_it_is(main.graph, {}, searches=searches)
         homes = self._catalog.with_homes(join_placements(plan.placements))
         for graph in trace.graphs:
             if graph is not main:
                 self._planner(graph, homes).plan_as_it_is(graph.graph, {})
-        return _Trial(trace=trace, plan=plan)
+        return _Trial(trace=trace, plan=plan, searches=searches)
 
     def _finish(self, trial: _Trial) -> _Attempt:
         """Return the trial planned with all policies."""
         try:
-            return self._plan_ops(trial.trace)
+            return self._plan_ops(trial.trace, trial.searches)
         except NotRepeatedError as error:
             return self._plan_ops(self._trace(str(error)))
 
@@ -188,9 +189,9 @@ class OfflinePlanner:
             every_policy=True,
         )
 
-    def _plan_ops(self, trace: Trace) -> _Attempt:
+    def _plan_ops(self, trace: Trace, searches: Searches | None = None) -> _Attempt:
         main = _main_graph(trace)
-        chosen = self._planner(main, self._catalog).choose(main.graph, {})
+        chosen = self._planner(main, self._catalog).choose(main.graph, {}, searches=searches)
         homes = self._catalog.with_homes(join_placements(chosen.planned.placements))
         others = tuple(
             (graph, self._planner(graph, homes).choose(graph.graph, {})) for graph in trace.graphs if graph is not main

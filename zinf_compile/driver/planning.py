@@ -23,7 +23,7 @@ from zinf_compile.ir.tiles import WHOLE, TiledParameters, join_placements
 from zinf_compile.passes.capture.splits import Form, Splitter, other_forms
 from zinf_compile.passes.planner.cost.costs import RESIDENT_THRESHOLD
 from zinf_compile.passes.planner.memory.policies import allowed_policies
-from zinf_compile.passes.planner.search.planner import Request, make_plan
+from zinf_compile.passes.planner.search.planner import Request, Searches, make_plan
 from zinf_compile.passes.planner.search.remake import Remade, remake_plan
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
@@ -90,27 +90,30 @@ class GraphPlanner:
         self._ranks = ranks
         self._every_policy = every_policy
 
-    def choose(self, graph: Splitter, reads: Mapping[int, torch.dtype]) -> Chosen:
+    def choose(self, graph: Splitter, reads: Mapping[int, torch.dtype], *, searches: Searches | None = None) -> Chosen:
         """Return the op-by-op form whose plan has the shortest step. Torch's min-cut choice is tried first.
 
-        ``reads`` are the parameters that the graph casts at every read, with the dtype. Raises CapacityError if no form
-        fits.
+        ``reads`` are the parameters that the graph casts at every read, with the dtype. ``searches`` are those that were
+        made for the graph already. Raises CapacityError if no form fits.
         """
+        searches = searches or Searches()
         first, *others = self._policies(graph)
         if self._every_policy:
             saving = _Candidate(form=graph.split(first, narrowed=self._catalog.narrow_copies(reads)), planned=None)
         else:
-            saving = self._choose_dtypes(graph, first, reads)
+            saving = self._choose_dtypes(graph, first, reads, searches)
         plan = None if saving.planned is None else saving.planned.plan
         forms = (saving.form, *other_forms(graph, saving.form, others, self.hardware, plan))
         alone = saving.planned if len(forms) == 1 else None
-        planned = alone or self.plan_for([form.facts for form in forms])
+        planned = alone or self.plan_for([form.facts for form in forms], searches=searches)
         best = next(form for form in forms if form.facts.policy is planned.activations.policy)
         return Chosen(form=best, planned=planned, forms=forms)
 
-    def plan_as_it_is(self, graph: Splitter, reads: Mapping[int, torch.dtype]) -> Plan:
+    def plan_as_it_is(
+        self, graph: Splitter, reads: Mapping[int, torch.dtype], *, searches: Searches | None = None
+    ) -> Plan:
         """Return the best op-by-op plan with the copies that parameters have now. Raises CapacityError if none fits."""
-        return self.plan_for(self._splits_as_they_are(graph, reads)).plan
+        return self.plan_for(self._splits_as_they_are(graph, reads), searches=searches).plan
 
     def request_as_it_is(self, graph: Splitter) -> Request:
         """Return the request that ``plan_as_it_is`` plans."""
@@ -151,11 +154,12 @@ class GraphPlanner:
         *,
         captured: GraphFacts[Size] | None = None,
         narrowing: Narrowing | None = None,
+        searches: Searches | None = None,
     ) -> PlanView:
         """Return the best plan for the candidates, verified. Raises CapacityError if none fits.
 
-        ``captured`` are the facts with symbolic sizes, if ``candidates`` are already at some sizes. All ranks return the
-        plan of rank 0, or raise its error. RankError if their requests differ.
+        ``captured`` are the facts with symbolic sizes, if ``candidates`` are already at some sizes. ``searches`` are those
+        that may be reused. All ranks return the plan of rank 0, or raise its error. RankError if their requests differ.
         """
         request = self.request_for(candidates, captured=captured)
         if narrowing is not None:
@@ -164,7 +168,7 @@ class GraphPlanner:
 
         def make() -> Plan:
             with interruptible():  # safe: planning changes no state
-                return self.with_notes(make_plan(request))
+                return self.with_notes(make_plan(request, searches))
 
         if not self._ranks.is_alone:
             check_record_alike(self._ranks, f"requests for a plan of {self.name}", _without_own(request))
@@ -214,19 +218,21 @@ class GraphPlanner:
     def _policies(self, graph: Splitter) -> tuple[ActivationPolicy, ...]:
         return allowed_policies(self._catalog.config.recompute) if graph.has_backward else (ActivationPolicy.SAVE,)
 
-    def _choose_dtypes(self, graph: Splitter, policy: ActivationPolicy, reads: Mapping[int, torch.dtype]) -> _Candidate:
+    def _choose_dtypes(
+        self, graph: Splitter, policy: ActivationPolicy, reads: Mapping[int, torch.dtype], searches: Searches
+    ) -> _Candidate:
         """Return the form in which gathers move narrower copies of parameters that the graph casts.
 
         Existing narrow copies are used. New ones are planned for streamed parameters if they make the step faster.
         """
         catalog = self._catalog
-        own = self._try(graph, policy, catalog.narrow_copies(reads))
+        own = self._try(graph, policy, catalog.narrow_copies(reads), searches)
         placements = join_placements(own.planned.placements) if own.planned is not None else catalog.placements
         streamed = {item.parameter for item in placements if item.compute is not Tier.DEVICE}
         narrowing = catalog.plan_narrowing(reads, streamed)
         if narrowing is None:
             return own
-        narrower = self._try(graph, policy, narrowing.dtypes, narrowing)
+        narrower = self._try(graph, policy, narrowing.dtypes, searches, narrowing)
         if own.planned is not None and (
             narrower.planned is None
             or simulate(narrower.planned.plan).step_seconds > simulate(own.planned.plan).step_seconds
@@ -240,12 +246,13 @@ class GraphPlanner:
         graph: Splitter,
         policy: ActivationPolicy,
         narrowed: Mapping[int, torch.dtype],
+        searches: Searches,
         narrowing: Narrowing | None = None,
     ) -> _Candidate:
         form = graph.split(policy, narrowed=narrowed)
         planned = None
         with suppress(CapacityError):
-            planned = self.plan_for([form.facts], narrowing=narrowing)
+            planned = self.plan_for([form.facts], narrowing=narrowing, searches=searches)
         return _Candidate(form=form, planned=planned)
 
     def _with_homes(

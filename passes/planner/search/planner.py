@@ -22,7 +22,7 @@ from zinf_compile.passes.planner.search.build import Groundwork, Request
 from zinf_compile.passes.planner.search.search import Front, find_plan, minimum_memory, search_front
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
-__all__ = ["Request", "check_fits", "does_fit", "lay_groundworks", "make_plan", "minimum_device_memory"]
+__all__ = ["Request", "Searches", "check_fits", "does_fit", "lay_groundworks", "make_plan", "minimum_device_memory"]
 
 _MIB = 2**20
 # Share of a step. If compute stalls no more than this, activations are not offloaded: that would only wear the disk.
@@ -39,25 +39,60 @@ class _Level:
     groundwork: Groundwork
 
 
-def make_plan(request: Request) -> Plan:
+class _Searched:
+    """The levels of one graph for one request, each with what its search found; both are worked out when asked for."""
+
+    def __init__(self, request: Request, graph: GraphFacts) -> None:
+        self.request, self.graph = request, graph
+        self._to_come = _levels(request, graph, Groundwork(request, graph))
+        self._found: list[tuple[_Level, Front | CapacityError]] = []
+
+    def __iter__(self) -> Iterator[tuple[_Level, Front | CapacityError]]:
+        yield from self._found
+        for level in self._to_come:
+            try:
+                found: Front | CapacityError = search_front(level.request, level.graph, level.swaps, level.groundwork)
+            except CapacityError as error:
+                found = error.with_traceback(None)  # its frames hold all that the search made
+            self._found.append((level, found))
+            yield level, found
+
+
+class Searches:
+    """Remembers what searches found, for requests that differ only in their candidates: each graph is searched once."""
+
+    def __init__(self) -> None:
+        self._made: list[_Searched] = []
+
+    def of(self, request: Request, graph: GraphFacts) -> _Searched:
+        """Return the search of a graph: that of an equal request, as far as it went, or a new one."""
+        asked = replace(request, candidates=(graph,), captured=())
+        for made in self._made:
+            if made.graph is graph and made.request == asked:
+                return made
+        self._made.append(_Searched(asked, graph))
+        return self._made[-1]
+
+
+def make_plan(request: Request, searches: Searches | None = None) -> Plan:
     """Return the plan with the shortest simulated step of those that fit.
 
+    ``searches`` has what was found for other requests, and remembers what is found for this one.
     Raises CapacityError, with the smallest budgets that work, when none does, or when all write more to nvme than
     ``nvme_write_budget``.
     """
+    searches = searches or Searches()
     front = Front(request.config.nvme_write_budget)
     failure: CapacityError | None = None
     looked_at: list[_Level] = []
     for graph in request.candidates:
         if not may_be_faster(compute_seconds(graph, request.hardware), None if front.best is None else front.best.plan):
             continue
-        for level in _levels(request, graph, Groundwork(request, graph)):
+        for level, found in searches.of(request, graph):
             looked_at.append(level)
-            try:
-                found = search_front(level.request, graph, level.swaps, level.groundwork)
-            except CapacityError as error:
+            if isinstance(found, CapacityError):
                 if not level.swaps:  # offloading activations would leave even less of the other tiers
-                    failure = failure or error
+                    failure = failure or found
                 continue
             front.join(found)
             if found.best is not None and _waits_for_little(found.best.plan):

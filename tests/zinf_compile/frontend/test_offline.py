@@ -20,10 +20,15 @@ from zinf_compile.hardware.profile_io import load_hardware
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.ir.config import make_config
 from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError, VerifyError
+from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import Phase, Tier, format_bytes
 from zinf_compile.ir.hardware import DEVICE_LINKS, NODE_LINKS, Hardware, Rate, TierSize, make_route
 from zinf_compile.ir.plan import Plan, TierPart
+from zinf_compile.ir.transfers import Transfer
+from zinf_compile.passes.planner.search import planner
+from zinf_compile.passes.planner.search.build import Groundwork
 from zinf_compile.passes.planner.search.planner import Request, make_plan
+from zinf_compile.passes.planner.search.search import Front, search_front
 from zinf_compile.passes.planner.search.updates_ahead import updates_to_compare
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
@@ -500,12 +505,30 @@ def test_logits_are_recomputed_where_the_gradients_of_one_pass_do_not_fit() -> N
     assert "tiles" not in one_pass + recomputed
 
 
+def test_the_choice_of_tiles_that_fits_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By some policies before the choices are compared, by the others after that, and then in segments."""
+    with torch.device("meta"):
+        model = LanguageModel(64, 6, width=1024)
+    searched: list[tuple[GraphFacts, tuple[Transfer, ...], int]] = []
+
+    def search(request: Request, graph: GraphFacts, swaps: tuple[Transfer, ...], groundwork: Groundwork) -> Front:
+        front = search_front(request, graph, swaps, groundwork)
+        if front.best is not None:
+            searched.append((graph, swaps, request.config.host_memory))
+        return front
+
+    monkeypatch.setattr(planner, "search_front", search)
+    zinf_compile.plan(model, tokens(), hardware="laptop-16g", device_memory="12MiB")
+    assert len(searched) > 3
+    assert len({(id(graph), *others) for graph, *others in searched}) == len(searched)
+
+
 @pytest.mark.long
 def test_what_few_blocks_do_not_fit_is_refused_before_the_whole_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = LanguageModel(64, 6, width=1024)
     asked: list[Request] = []
-    monkeypatch.setattr(planning, "make_plan", lambda request: asked.append(request) or make_plan(request))
+    monkeypatch.setattr(planning, "make_plan", lambda request, _: asked.append(request) or make_plan(request))
     plan = zinf_compile.plan(model, tokens(), hardware="laptop-16g", device_memory="12MiB")
     assert {item.tile_of for item in plan.placements} >= {f"layers.{block}.up.weight" for block in range(6)}
     assert len(asked) <= 3, "only the tiling that fits, the next finer one, and the better of the two in full"

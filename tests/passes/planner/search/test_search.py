@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +17,9 @@ from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Plan
 from zinf_compile.passes.planner.placement.homes import plan_placement
-from zinf_compile.passes.planner.search import search
+from zinf_compile.passes.planner.search import planner, search
 from zinf_compile.passes.planner.search.build import Choice, LookAhead, PlanBuilder, Request
-from zinf_compile.passes.planner.search.planner import make_plan, minimum_device_memory
+from zinf_compile.passes.planner.search.planner import Searches, make_plan, minimum_device_memory
 from zinf_compile.passes.planner.search.search import Found, Front, Score, score_in, score_plan
 from zinf_compile.passes.planner.simulator.bound import least_seconds
 from zinf_compile.passes.planner.simulator.simulate import simulate
@@ -54,6 +55,31 @@ def test_a_graph_that_needs_no_device_memory_is_planned(request_of: Function) ->
     request = replace(request, candidates=(graph,), config=replace(request.config, reserve_memory=0))
     assert minimum_device_memory(request) == 0
     assert make_plan(request).num_ticks == 1
+
+
+@pytest.mark.parametrize("share", [0.9, 1.5])
+def test_a_graph_is_searched_once_whatever_it_is_compared_with(request_of: Function, share: float) -> None:
+    request = request_of(0, host=64 * MIB)
+    request = replace(
+        request, config=replace(request.config, device_memory=int(minimum_device_memory(request) * share))
+    )
+    searches = Searches()
+
+    def plan(request: Request, searches: Searches | None = None) -> Plan | str:
+        try:
+            return make_plan(request, searches)
+        except CapacityError as error:
+            return str(error)
+
+    alone = replace(request, candidates=request.candidates[:1])
+    with mock.patch.object(planner, "search_front", wraps=planner.search_front) as searched:
+        plans = [plan(each, searches) for each in (alone, request, alone)]
+    asked = [(call.args[1].policy, call.args[2]) for call in searched.call_args_list]
+    assert len(asked) == len(set(asked)) > 1
+    assert plans == [plan(each) for each in (alone, request, alone)]
+    with mock.patch.object(planner, "search_front", wraps=planner.search_front) as searched:
+        plan(replace(request, config=replace(request.config, host_memory=32 * MIB)), searches)
+    assert searched.call_count > 0, "for another budget it is searched again"
 
 
 @examples(40)

@@ -12,7 +12,7 @@ from zinf_compile.ir.errors import DeviceCapacityError
 from zinf_compile.ir.plan import Plan
 from zinf_compile.passes.planner.memory import policies
 from zinf_compile.passes.planner.placement import homes
-from zinf_compile.passes.planner.search.planner import Request, make_plan
+from zinf_compile.passes.planner.search.planner import Request, Searches, make_plan
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Request]]:
     """Share plans; return the requests that were planned."""
     requests: list[Request] = []
 
-    def make(request: Request) -> Plan:
+    def make(request: Request, searches: Searches | None = None) -> Plan:
         requests.append(request)
-        return make_plan(request)
+        return make_plan(request, searches)
 
     monkeypatch.setattr(planning, "make_plan", make)
     with shared_plans():
