@@ -3,6 +3,7 @@
 What does not depend on the choice (bound values, spans, activations) is computed once for each graph.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,8 @@ from zinf_compile.ir.plan import (
     PLAN_VERSION,
     REDUCED_NBYTES,
     UPDATE_NBYTES,
+    ActivationPlan,
+    ComputeSpan,
     Placement,
     Plan,
     TierPart,
@@ -103,10 +106,22 @@ class Homes:
     moved: TransferPlan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """What a graph computes beside its transfers, with some activations offloaded."""
+
+    staying: GraphFacts  # without what is offloaded
+    activations: ActivationPlan
+    spans: tuple[ComputeSpan, ...]
+    bound: BoundValues  # from the start of the arena on
+
+
 class Groundwork:
-    """What all plan builders of one graph share, independent of offloaded activations and budgets."""
+    """What all plan builders of one graph share, independent of budgets."""
 
     def __init__(self, request: Request, graph: GraphFacts) -> None:
+        self._graph, self._hardware = graph, request.hardware
+        self._computes: dict[int, tuple[tuple[Transfer, ...], Compute]] = {}  # by the id of what is offloaded
         self.world = World(
             hardware=request.hardware,
             num_ranks=request.num_ranks,
@@ -121,7 +136,26 @@ class Groundwork:
         self.placer = make_placer(graph.uses)
         self.transfers = TransferPlanner(graph, request.parameters, self.world, request.config.step_timing)
         self.seconds_of_ops = tuple(ops_seconds(graph.ops, request.hardware))
-        self.recomputed = find_recomputed(graph, request.hardware)
+        self._recomputed = find_recomputed(graph, request.hardware)
+
+    def for_level(self) -> "Groundwork":
+        """Return the same, to be forgotten together with the activations that one level offloads."""
+        level = copy.copy(self)
+        level._computes = {}
+        return level
+
+    def compute(self, swaps: tuple[Transfer, ...]) -> Compute:
+        """Return what the graph computes with some activations offloaded."""
+        if id(swaps) not in self._computes:
+            staying = without_swapped(self._graph, swaps) if swaps else self._graph
+            compute = Compute(
+                staying=staying,
+                activations=replace(plan_activations(staying), recomputed=self._recomputed),
+                spans=plan_spans(staying, self._hardware, self.seconds_of_ops),
+                bound=bind_values(staying, base=0, swaps=swaps),
+            )
+            self._computes[id(swaps)] = swaps, compute
+        return self._computes[id(swaps)][1]
 
 
 class PlanBuilder:
@@ -141,16 +175,15 @@ class PlanBuilder:
         self._graph = graph
         self._resting = count_resting(swaps, num_forwards=1 + request.num_open)
         self._resting_of_one = count_resting(swaps)
-        staying = without_swapped(graph, swaps) if swaps else graph
-        self._activations = replace(plan_activations(staying), recomputed=groundwork.recomputed)
+        compute = groundwork.compute(swaps)
+        self._activations, self._spans, self._bound = compute.activations, compute.spans, compute.bound
         self._open_nbytes = request.open_nbytes + request.num_open * self._activations.saved_nbytes
-        self._spans = plan_spans(staying, request.hardware, groundwork.seconds_of_ops)
         self._read = read = {use.parameter: use.dtype for use in graph.uses}
         # What kernels take besides their outputs: a matrix product may repack its largest weight.
         self._workspace = max(
             (item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0
         )
-        self._outside = count_outside(staying, self._activations.peak_nbytes + self._workspace)
+        self._outside = count_outside(compute.staying, self._activations.peak_nbytes + self._workspace)
         self._device_share = plan_device_share(
             request.config, request.hardware, request.parameters, num_ranks=request.num_ranks
         )
@@ -163,7 +196,6 @@ class PlanBuilder:
         )
         self._shards = [parameter.among(request.num_ranks) for parameter in request.parameters]
         self._device_chunk = device_chunk_elements(request.config, self._shards)
-        self._bound = bind_values(staying, base=0, swaps=swaps)
         self._moved_bound: dict[int, BoundValues] = {}  # by the arena bytes of transfers, which many choices share
         self._seen: set[Homes] = set()
         self._uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))

@@ -18,7 +18,7 @@ from zinf_compile.passes.planner.cost.op_kinds import keeps_kernels
 from zinf_compile.passes.planner.memory.policies import compute_seconds, may_be_faster
 from zinf_compile.passes.planner.schedule.leaving import count_resting, leaving_levels
 from zinf_compile.passes.planner.schedule.swaps import without_swapped
-from zinf_compile.passes.planner.search.build import Groundwork, Request
+from zinf_compile.passes.planner.search.build import Groundwork, PlanBuilder, Request
 from zinf_compile.passes.planner.search.search import Front, find_plan, minimum_memory, search_front
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
@@ -128,7 +128,7 @@ def does_fit(request: Request, groundworks: Sequence[Groundwork] | None = None) 
 
 def minimum_device_memory(request: Request) -> int:
     """Return the bytes of the smallest device budget with which ``make_plan`` succeeds."""
-    return int(min(map(_minimum, _all_levels(request))))  # finite for the level that offloads nothing
+    return _find_least(list(_all_levels(request)))[0]
 
 
 def _levels(request: Request, graph: GraphFacts, groundwork: Groundwork) -> Iterator[_Level]:
@@ -137,12 +137,28 @@ def _levels(request: Request, graph: GraphFacts, groundwork: Groundwork) -> Iter
     levels = leaving_levels(graph, request.config, request.hardware, groundwork.seconds_of_ops, num_forwards=forwards)
     for swaps in levels:
         config = count_resting(swaps, num_forwards=forwards).taken_from(request.config)
-        yield _Level(request=replace(request, config=config), graph=graph, swaps=swaps, groundwork=groundwork)
+        asked = replace(request, config=config)
+        yield _Level(request=asked, graph=graph, swaps=swaps, groundwork=groundwork.for_level())
 
 
 def _all_levels(request: Request, groundworks: Sequence[Groundwork] | None = None) -> Iterator[_Level]:
     for graph, groundwork in zip(request.candidates, groundworks or lay_groundworks(request), strict=True):
         yield from _levels(request, graph, groundwork)
+
+
+def _find_least(levels: Sequence[_Level]) -> tuple[int, _Level]:
+    """Return the smallest device budget for any of some levels, and the first level that it is enough for.
+
+    A level needs at least what its activations do, so that others need not be looked at any more.
+    """
+    floors = (PlanBuilder(each.request, each.graph, each.swaps, each.groundwork).floor_nbytes for each in levels)
+    least: tuple[float, int] = math.inf, len(levels)
+    for floor, index in sorted(zip(floors, range(len(levels)), strict=True)):
+        if floor > least[0]:
+            break
+        least = min(least, (_minimum(levels[index]), index))
+    minimum, index = least
+    return int(minimum), levels[index]  # finite for the level that offloads nothing
 
 
 def _minimum(level: _Level) -> float:
@@ -164,8 +180,7 @@ def _waits_for_little(plan: Plan) -> bool:
 
 def _capacity_error(request: Request, levels: Sequence[_Level]) -> CapacityError:
     """Return the error that says why no level of a request fits."""
-    minimums = [(_minimum(level), level) for level in levels]
-    minimum, level = min(minimums, key=lambda pair: pair[0])  # finite: that without swaps always is
+    minimum, level = _find_least(levels)
     graph = without_swapped(level.graph, level.swaps)
     live = working_set(graph.values, graph.num_ticks)
     peak_tick = max(range(len(live)), key=live.__getitem__)
@@ -173,14 +188,14 @@ def _capacity_error(request: Request, levels: Sequence[_Level]) -> CapacityError
     largest = sorted(at_peak, key=lambda value: (-value.nbytes, value.name))[:3]
     peak_op = next(op for op in graph.ops if op.tick == peak_tick)
     return DeviceCapacityError(
-        f"{request.name} needs {format_bytes(int(minimum))} on device, device_memory is "
+        f"{request.name} needs {format_bytes(minimum)} on device, device_memory is "
         f"{format_bytes(request.config.device_memory)}; its activations alone peak at {format_bytes(live[peak_tick])} "
         f"(in {peak_op.module}, at {peak_op.name}), largest: "
         + ", ".join(f"{value.name} {format_bytes(value.nbytes)}" for value in largest)
-        + f"; raise device_memory to {-(-int(minimum) // _MIB)}MiB or make the batch smaller"
+        + f"; raise device_memory to {-(-minimum // _MIB)}MiB or make the batch smaller"
         + _describe_reserve(request)
         + _describe_kernels(request),
-        needed_nbytes=int(minimum),
+        needed_nbytes=minimum,
         activations_nbytes=live[peak_tick],
     )
 

@@ -1,6 +1,7 @@
 """The search is never worse than the simple plans that fit."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Plan
 from zinf_compile.passes.planner.placement.homes import plan_placement
-from zinf_compile.passes.planner.search import planner, search
+from zinf_compile.passes.planner.search import build, planner, search
 from zinf_compile.passes.planner.search.build import Choice, LookAhead, PlanBuilder, Request
 from zinf_compile.passes.planner.search.planner import Searches, make_plan, minimum_device_memory
 from zinf_compile.passes.planner.search.search import Found, Front, Score, score_in, score_plan
@@ -80,6 +81,22 @@ def test_a_graph_is_searched_once_whatever_it_is_compared_with(request_of: Funct
     with mock.patch.object(planner, "search_front", wraps=planner.search_front) as searched:
         plan(replace(request, config=replace(request.config, host_memory=32 * MIB)), searches)
     assert searched.call_count > 0, "for another budget it is searched again"
+
+
+@pytest.mark.parametrize("share", [0.9, 1.5])
+def test_what_a_graph_computes_is_planned_once_for_all_that_is_tried(request_of: Function, share: float) -> None:
+    """Whether the request fits, or is refused with the smallest budget that works."""
+    request = request_of(0, host=64 * MIB)
+    request = replace(
+        request, config=replace(request.config, device_memory=int(minimum_device_memory(request) * share))
+    )
+    with (
+        mock.patch.object(planner, "search_front", wraps=planner.search_front) as searched,
+        mock.patch.object(build, "bind_values", wraps=build.bind_values) as bound,
+        suppress(CapacityError),
+    ):
+        make_plan(request)
+    assert bound.call_count == searched.call_count > 1
 
 
 @examples(40)
