@@ -15,7 +15,6 @@ Where each of these ranks is one of a tensor-parallel group, a node has fewer of
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from zinf_compile.ir.copies import NOT_DECODED, Decoded
 from zinf_compile.ir.glossary import Tier
@@ -25,17 +24,19 @@ from zinf_compile.ir.slices import shard_size
 from zinf_compile.ir.transfers import Moved, Transfer
 
 
-class Leg(NamedTuple):
+# Not slotted: its seconds are cached, since a leg belongs to many transfers.
+@dataclass(frozen=True)
+class Leg:
     """A part of the way of some bytes: over one route, or over the links between the devices."""
 
     route: Route
     nbytes: int
     decode_seconds: float = 0.0  # behind the bytes, on the processors that move them
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Return how long it takes its lanes."""
-        return self.route.latency_seconds + self.nbytes / self.route.bytes_per_second + self.decode_seconds
+        return self.route.seconds_for(self.nbytes) + self.decode_seconds
 
 
 # Not slotted: what is asked for again and again is worked out once.
@@ -70,11 +71,15 @@ class World:
     # Blocks repeat, so cache the legs per tier and size.
 
     @cached_property
-    def _gathers(self) -> dict[tuple[Tier, int, Decoded], tuple[Leg, ...]]:
+    def _gathers(self) -> dict[tuple[Tier, int, int, int], tuple[Leg, ...]]:
         return {}
 
     @cached_property
     def _gradients(self) -> dict[tuple[Tier, int, bool], tuple[Leg, ...]]:
+        return {}
+
+    @cached_property
+    def _activations(self) -> dict[tuple[Tier, Tier, int], tuple[Leg, ...]]:
         return {}
 
     @cached_property
@@ -93,19 +98,25 @@ class World:
             return self.gather_legs(transfer.source, transfer.moved_nbytes, transfer.decoded)
         if transfer.what is Moved.GRADIENT:
             return self.gradient_legs(transfer.destination, transfer.moved_nbytes, is_resident=is_resident)
-        return () if transfer.stays else (Leg(self.routes[transfer.source, transfer.destination], transfer.nbytes),)
+        if transfer.stays:
+            return ()
+        key = transfer.source, transfer.destination, transfer.nbytes
+        if key not in self._activations:
+            self._activations[key] = (Leg(self.routes[transfer.source, transfer.destination], transfer.nbytes),)
+        return self._activations[key]
 
     def gather_legs(self, source: Tier, nbytes: int, decoded: Decoded = NOT_DECODED) -> tuple[Leg, ...]:
         """Return the legs of gathering a full value: a read of the shard, and with several ranks an all-gather.
 
         ``nbytes`` move. ``decoded`` says what of them is decoded on arrival, which takes time, too: ranks exchange values.
         """
-        legs = self._gathers.get((source, nbytes, decoded))
+        key = source, nbytes, decoded.nbytes, decoded.home_nbytes
+        legs = self._gathers.get(key)
         if legs is None:
             seconds = self.hardware.decode_seconds(shard_size(decoded.nbytes, self.num_ranks))
             shard = Leg(self.routes[source, Tier.DEVICE], shard_size(nbytes, self.num_ranks), seconds)
             legs = (shard,) if self.num_ranks == 1 else (shard, Leg(self.links, nbytes + decoded.saved_nbytes))
-            self._gathers[source, nbytes, decoded] = legs
+            self._gathers[key] = legs
         return legs
 
     def gradient_legs(self, home: Tier, nbytes: int, *, is_resident: bool) -> tuple[Leg, ...]:

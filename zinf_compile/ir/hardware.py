@@ -69,6 +69,10 @@ class Route:
     lanes: tuple[str, ...]
     takes_of_compute: float = 0.0  # seconds that compute loses per second of transfer; 0 with a copy engine
 
+    def seconds_for(self, nbytes: int) -> float:
+        """Return how long so many bytes occupy its lanes."""
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSize:

@@ -33,26 +33,35 @@ class ArenaLayout:
 
 def plan_arena(pieces: Sequence[Piece]) -> ArenaLayout:
     """Return offsets for pieces: largest first, each into the smallest gap left by those it overlaps in time."""
-    order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].nbytes, pieces[index].live.start, index))
-    overlapping = _overlapping(pieces)
-    offsets: dict[int, int] = {}
-    for index in order:
-        taken = sorted(
-            (offsets[other], offsets[other] + align(pieces[other].nbytes))
-            for other in overlapping[index]
-            if other in offsets
-        )
-        offsets[index] = _best_gap(taken, align(pieces[index].nbytes))
-    needed = max((offset + align(pieces[index].nbytes) for index, offset in offsets.items()), default=0)
-    return ArenaLayout(offsets=tuple(offsets[index] for index in range(len(pieces))), nbytes=needed)
+    return plan_offsets(
+        [piece.nbytes for piece in pieces],
+        starts=[piece.live.start for piece in pieces],
+        ends=[piece.live.end for piece in pieces],
+    )
 
 
-def _overlapping(pieces: Sequence[Piece]) -> list[list[int]]:
+def plan_offsets(sizes: Sequence[int], *, starts: Sequence[int], ends: Sequence[int]) -> ArenaLayout:
+    """Return the layout of ``plan_arena`` for pieces of so many bytes, each live from its start tick to its end."""
+    overlapping = _overlapping(starts, ends)
+    taken: list[tuple[int, int] | None] = [None] * len(sizes)  # the bytes [start, end) of each piece so far
+    # Sorting is stable: among equally large pieces the one that starts first comes first.
+    by_start = sorted(range(len(sizes)), key=starts.__getitem__)
+    for index in sorted(by_start, key=lambda index: -sizes[index]):
+        beside = sorted([span for other in overlapping[index] if (span := taken[other]) is not None])
+        nbytes = align(sizes[index])
+        offset = _best_gap(beside, nbytes)
+        taken[index] = offset, offset + nbytes
+    placed = [span for span in taken if span is not None]
+    return ArenaLayout(offsets=tuple(start for start, _ in placed), nbytes=max((end for _, end in placed), default=0))
+
+
+def _overlapping(starts: Sequence[int], ends: Sequence[int]) -> list[list[int]]:
     """Return, for each piece, the others that overlap it in time, by one sweep."""
-    found: list[list[int]] = [[] for _ in pieces]
+    found: list[list[int]] = [[] for _ in starts]
     live: list[int] = []
-    for index in sorted(range(len(pieces)), key=lambda index: pieces[index].live.start):
-        live = [other for other in live if pieces[other].live.end > pieces[index].live.start]
+    for index in sorted(range(len(starts)), key=starts.__getitem__):
+        start = starts[index]
+        live = [other for other in live if ends[other] > start]
         for other in live:
             found[index].append(other)
             found[other].append(index)

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from zinf_compile.hardware.world import World
 from zinf_compile.ir.copies import NOT_DECODED, Decoded, Role
 from zinf_compile.ir.facts import GraphFacts, ParameterFact, Routing, UseFact
-from zinf_compile.ir.glossary import LiveRange, Phase, Tier
+from zinf_compile.ir.glossary import Phase, Tier
 from zinf_compile.ir.plan import Placement
 from zinf_compile.ir.slices import shard_size
 from zinf_compile.ir.transfers import Moved, Transfer
-from zinf_compile.passes.planner.memory.arena import ArenaLayout, Piece, align, plan_arena
+from zinf_compile.passes.planner.memory.arena import ArenaLayout, align, plan_offsets
 
 # Gathers are issued early enough for a disk this many times slower than measured: a shared disk is at times half as fast.
 _MARGIN = 2.0
@@ -59,6 +59,11 @@ class Residency:
         """Return the bytes behind the full values: of one of several ranks its shards, until they are gathered."""
         shards = 0 if self.num_ranks == 1 else sum(align(shard_size(size, self.num_ranks)) for size in self.sizes)
         return shards + self.decoding_nbytes
+
+    @cached_property
+    def arena_nbytes(self) -> int:
+        """Return the bytes of the arena that it takes: full values, and what is needed behind them."""
+        return self.nbytes + self.scratch_nbytes
 
 
 # Not slotted, and compared by identity: most callers need only the byte count.
@@ -188,10 +193,12 @@ class ResidencyPlanner:
         Uses of a group in one phase share a residency if no more than ``held_past`` other groups are needed in between:
         keeping the group that long costs less than gathering it again.
         """
+        streamed = self._stream(placements)
+        groups = {None: _group(streamed, group_nbytes, None)} if not by_expert else {}
         stretches = [
             (group, phase, ticks)
             for phase in (Phase.FORWARD, Phase.BACKWARD)
-            for group in _group(self._stream(placements), group_nbytes, phase if by_expert else None)
+            for group in groups.get(None) or _group(streamed, group_nbytes, phase)
             if (ticks := _ticks_in(group, phase))
         ]
         needs = sorted((tick, index) for index, (_, _, ticks) in enumerate(stretches) for tick in ticks)
@@ -305,15 +312,17 @@ def _split(ticks: Sequence[int], needs: Sequence[tuple[int, int]], held_past: in
 
 def _earliest_issues(residencies: Sequence[Residency], prefetch_nbytes: int) -> list[int]:
     issues: list[int] = []
+    sizes = [residency.arena_nbytes for residency in residencies]
     first, behind = 0, 0  # the residency that is waited for, and the bytes of those from there to this one
+    phase = residencies[0].phase if residencies else None
     for index, residency in enumerate(residencies):
-        if residency.phase is not residencies[first].phase:
-            first, behind = index, 0
+        if residency.phase is not phase:
+            first, behind, phase = index, 0, residency.phase
         elif index:
-            behind += residency.nbytes + residency.scratch_nbytes
+            behind += sizes[index]
         while first < index and behind > prefetch_nbytes:
             first += 1
-            behind -= residencies[first].nbytes + residencies[first].scratch_nbytes
+            behind -= sizes[first]
         issues.append(residencies[first].need_by)
     return issues
 
@@ -325,7 +334,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
     """
     issues = [residency.need_by for residency in residencies]
     launches = issues.copy()
-    reached, sinks = pace.reached_seconds, pace.sinks
+    reached, sinks, gather_legs = pace.reached_seconds, pace.sinks, pace.world.gather_legs
     num_sinks = len(sinks)  # gradients that are complete before the residencies visited so far
     free: dict[str, float] = {}  # when the lane has to be free for transfers that are needed later
     phase = None
@@ -338,21 +347,26 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
             for lane in sinks[num_sinks].lanes:
                 if lane in free:
                     free[lane] -= _MARGIN * sinks[num_sinks].seconds
-        due = reached[residency.need_by]
-        _, *links = legs = pace.world.gather_legs(residency.source, residency.moved_nbytes, residency.decoded)
+        need_by = residency.need_by
+        due = reached[need_by]
+        legs = gather_legs(residency.source, residency.moved_nbytes, residency.decoded)
         for leg in reversed(legs):
             lanes = leg.route.lanes
-            due = min(due, *(free.get(lane, math.inf) for lane in lanes)) - _MARGIN * leg.seconds
+            for lane in lanes:
+                if lane in free and free[lane] < due:
+                    due = free[lane]
+            due -= _MARGIN * leg.seconds
             for lane in lanes:
                 free[lane] = due
-            ticks = launches if leg in links else issues
-            ticks[index] = min(residency.need_by, max(0, bisect.bisect_right(reached, due) - 1))
+            ticks = issues if leg is legs[0] else launches
+            # It is not due behind its need-by tick.
+            ticks[index] = min(need_by, max(0, bisect.bisect_right(reached, due, 0, need_by + 1) - 1))
     return issues, launches
 
 
 def _arrival(residency: Residency, issue: int, pace: Pace) -> int:
     """Return the tick nearest to the arrival of a gather's shards, if compute never waits and their lane is free."""
-    shards, *_ = pace.world.gather_legs(residency.source, residency.moved_nbytes, residency.decoded)
+    shards = pace.world.gather_legs(residency.source, residency.moved_nbytes, residency.decoded)[0]
     reached, arrival = pace.reached_seconds, pace.reached_seconds[issue] + shards.seconds
     tick = bisect.bisect_left(reached, arrival, lo=issue)
     if tick > issue and (tick == len(reached) or arrival - reached[tick - 1] < reached[tick] - arrival):
@@ -395,14 +409,12 @@ def plan_issues(residencies: Sequence[Residency], *, prefetch_nbytes: int, pace:
             launches[index] = before.need_by
     if pace is not None:
         latest, launches = _latest_issues(residencies, pace)
-        issues = [max(pair) for pair in zip(issues, latest, strict=True)]
+        issues = list(map(max, issues, latest))
         arrivals = (_arrival(residency, issue, pace) for residency, issue in zip(residencies, issues, strict=True))
-        launches = [max(pair) for pair in zip(arrivals, launches, strict=True)]  # a launch waits for its shards
-    launches = list(itertools.accumulate(launches, max))  # in the order in which they are needed
-    launches = [
-        min(residency.need_by, max(pair)) for residency, *pair in zip(residencies, issues, launches, strict=True)
-    ]
-    return Starts(tuple(issues), tuple(launches))
+        launches = list(map(max, arrivals, launches))  # a launch waits for its shards
+    in_order = itertools.accumulate(launches, max)  # in which they are needed
+    need_by = (residency.need_by for residency in residencies)
+    return Starts(tuple(issues), tuple(map(min, need_by, map(max, issues, in_order))))
 
 
 def bind_transfers(
@@ -413,12 +425,9 @@ def bind_transfers(
     By default an all-gather is launched where its value is needed.
     """
     launches = [residency.need_by for residency in residencies] if launches is None else launches
-    layout = plan_arena(
-        [
-            Piece(
-                nbytes=residency.nbytes + residency.scratch_nbytes, live=LiveRange(start=issue, end=residency.release)
-            )
-            for residency, issue in zip(residencies, issues, strict=True)
-        ]
+    layout = plan_offsets(
+        [residency.arena_nbytes for residency in residencies],
+        starts=issues,
+        ends=[residency.release for residency in residencies],
     )
     return TransferPlan(residencies=residencies, issues=issues, launches=launches, layout=layout)

@@ -48,6 +48,8 @@ class TransferPlanner:
         self._sink_times: list[dict[tuple[Tier, bool], tuple[SinkTime, ...]]] = [{} for _ in self._gradients]
         self._residency_planner = ResidencyPlanner(graph, parameters, num_ranks=world.num_ranks)
         self._asked: dict[tuple[Placed, Manner], TransferPlan] = {}
+        self._sources: dict[Placed, tuple[Tier, ...]] = {}  # of each parameter that is read
+        self._paces: dict[Placed, Pace] = {}
         self._streamed: dict[tuple[tuple[Tier, ...], int, int, bool], tuple[Residency, ...]] = {}
         self._made: dict[tuple[tuple[int, ...], Starts], TransferPlan] = {}
 
@@ -64,9 +66,9 @@ class TransferPlanner:
     def plan(self, placed: Placed, manner: Manner) -> TransferPlan:
         """Return the gathers that are needed with these homes."""
         if (placed, manner) not in self._asked:
-            residencies = self._residencies(placed.placements, manner)
+            residencies = self._residencies(placed, manner)
             is_late = not manner.is_eager and manner.prefetch_nbytes > 0
-            pace = self._pace(placed.placements) if is_late else None
+            pace = self._pace(placed) if is_late else None
             starts = plan_issues(residencies, prefetch_nbytes=manner.prefetch_nbytes, pace=pace)
             # Equal residencies are the same object, which their planner keeps alive: so ids identify them.
             key = tuple(map(id, residencies)), starts
@@ -75,10 +77,13 @@ class TransferPlanner:
             self._asked[placed, manner] = self._made[key]
         return self._asked[placed, manner]
 
-    def _residencies(self, placements: Sequence[Placement], manner: Manner) -> tuple[Residency, ...]:
-        read = self._read
-        sources = tuple(item.home_read(read[item.parameter]) for item in placements if item.parameter in read)
-        key = sources, manner.group_nbytes, manner.held_past, manner.by_expert
+    def _residencies(self, placed: Placed, manner: Manner) -> tuple[Residency, ...]:
+        placements, read = placed.placements, self._read
+        if placed not in self._sources:
+            self._sources[placed] = tuple(
+                item.home_read(read[item.parameter]) for item in placements if item.parameter in read
+            )
+        key = self._sources[placed], manner.group_nbytes, manner.held_past, manner.by_expert
         if key not in self._streamed:
             self._streamed[key] = self._residency_planner.plan(
                 placements,
@@ -88,10 +93,14 @@ class TransferPlanner:
             )
         return self._streamed[key]
 
-    def _pace(self, placements: Sequence[Placement]) -> Pace:
-        homes = {placement.parameter: placement for placement in placements}
-        sinks = (self._times_of_sink(index, homes[item.parameter]) for index, item in enumerate(self._gradients))
-        return Pace(reached_seconds=self._reached, sinks=tuple(chain.from_iterable(sinks)), world=self._world)
+    def _pace(self, placed: Placed) -> Pace:
+        if placed not in self._paces:
+            homes = {placement.parameter: placement for placement in placed.placements}
+            sinks = (self._times_of_sink(index, homes[item.parameter]) for index, item in enumerate(self._gradients))
+            self._paces[placed] = Pace(
+                reached_seconds=self._reached, sinks=tuple(chain.from_iterable(sinks)), world=self._world
+            )
+        return self._paces[placed]
 
     def _times_of_sink(self, index: int, placement: Placement) -> tuple[SinkTime, ...]:
         gradient, times = self._gradients[index], self._sink_times[index]

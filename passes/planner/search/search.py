@@ -14,7 +14,6 @@ from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import Tier, format_bytes
 from zinf_compile.ir.plan import Plan, TierPart
-from zinf_compile.ir.timeline import Timeline
 from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.planner.memory.arena import align
 from zinf_compile.passes.planner.placement.homes import with_device_memory
@@ -23,6 +22,7 @@ from zinf_compile.passes.planner.search.updates_ahead import updates_to_compare
 from zinf_compile.passes.planner.simulator.bound import least_seconds
 from zinf_compile.passes.planner.simulator.simulate import simulate, simulate_within
 from zinf_compile.passes.planner.simulator.summary import NO_WEAR, Wear, measure_wear
+from zinf_compile.passes.planner.simulator.ways import Ways
 
 _MIB = 2**20
 
@@ -73,10 +73,7 @@ class Score:
 
 def score_plan(plan: Plan) -> Score:
     """Return the score of a plan, by the simulator."""
-    return _score_timeline(plan, simulate(plan))
-
-
-def _score_timeline(plan: Plan, timeline: Timeline) -> Score:
+    timeline = simulate(plan)
     return replace(score_in(plan, timeline.step_seconds), wear=measure_wear(timeline))
 
 
@@ -84,7 +81,7 @@ def score_in(plan: Plan, step_seconds: float) -> Score:
     """Return the score of a plan whose step takes some seconds."""
     updates = plan.device_updates
     return Score(
-        nanoseconds=round(step_seconds * 1e9),
+        nanoseconds=_nanoseconds(step_seconds),
         nbytes_moved=sum(transfer.moved_nbytes for transfer in plan.gathers)
         + sum(sink.moved_nbytes for sink in plan.sinks if not sink.stays)
         + plan.step.nbytes_read
@@ -95,6 +92,10 @@ def score_in(plan: Plan, step_seconds: float) -> Score:
         nbytes_away=sum(item.compute_nbytes for item in plan.placements if item.compute is not Tier.DEVICE),
         peak_nbytes=plan.tier(Tier.DEVICE).predicted_peak,
     )
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,15 +453,16 @@ class _Rung:
         the bound does not rule out is simulated completely. A plan that is too long is never counted as one that writes
         too much: ``Front.add`` looks at the time first.
         """
-        least = least_seconds(plan)
+        ways = Ways(plan)
+        least = least_seconds(plan, ways)
         bound = score_in(plan, least.step)
         if bound.nanoseconds >= below or not self._front.may_have(bound):
             return bound.nanoseconds, True
         allowed = math.inf if to_the_end else (min(below, self._front.longest_ns) + 1) / 1e9
-        timeline = simulate_within(plan, allowed, least.after_forward)
+        timeline = simulate_within(plan, allowed, least.after_forward, ways)
         if timeline is None:
             return bound.nanoseconds, True
-        score = _score_timeline(plan, timeline)
+        score = replace(bound, nanoseconds=_nanoseconds(timeline.step_seconds), wear=measure_wear(timeline))
         if score.nanoseconds < below:
             self._front.add(Found(choice=choice, plan=plan, score=score))
         return score.nanoseconds, False

@@ -1,6 +1,7 @@
 """A lower bound of the simulated step of a plan, without simulating it: the busy time of each lane."""
 
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -22,15 +23,15 @@ class LeastSeconds(NamedTuple):
     after_forward: float
 
 
-def least_seconds(plan: Plan) -> LeastSeconds:
-    """Return lower bounds of the simulated step of a plan.
+def least_seconds(plan: Plan, ways: Ways | None = None) -> LeastSeconds:
+    """Return lower bounds of the simulated step of a plan. ``ways`` are those of its transfers, if they are known.
 
     Forward and backward each last at least as long as their busiest lane, with the updates that must start and end there:
     an overlapped update ends before forward gathers its parameter, one in backward starts there. A synchronous step lasts
     at least as long as its own busiest lane. And no lane does two things at a time. While a lane moves bytes, compute loses
     the share of its processors that this takes: compute lasts longer by at least what one lane takes of it.
     """
-    busy = _BusyLanes(plan)
+    busy = _BusyLanes(plan, ways or Ways(plan))
     lanes = set().union(*busy.phases.values(), busy.beside)
     whole = max((sum(each[lane] for each in (*busy.phases.values(), busy.beside)) for lane in lanes), default=0.0)
     in_turn = {
@@ -45,32 +46,39 @@ def least_seconds(plan: Plan) -> LeastSeconds:
 class _BusyLanes:
     """How long each lane is busy with what must run in one phase, and with what may run in any."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, ways: Ways) -> None:
         self.phases: dict[Phase, dict[str, float]] = {phase: defaultdict(float) for phase in Phase}
         self.beside: dict[str, float] = defaultdict(float)
         # What transfers take of compute in a phase, by the first lane that they occupy.
         self.taken: dict[Phase, dict[str, float]] = {phase: defaultdict(float) for phase in Phase}
         self._plan = plan
-        ways = Ways(plan)
         self._routes = ways.world.routes
         timing = plan.step.timing
         if timing is StepTiming.OVERLAPPED and not plan.may_update_beside_compute:
             timing = StepTiming.SYNCHRONOUS  # as it is simulated
         for span in plan.spans:
             self.phases[span.phase][COMPUTE_LANE] += span.seconds
-        phase_of = plan.schedule.phase_of
-        for transfer in plan.transfers:
-            self._add_legs(phase_of(transfer.issue), ways.legs(transfer))
+        runs = plan.schedule.runs
+        ends = [run.end for run in runs[:-1]]  # what is issued behind the last run belongs to it
+        # Blocks repeat, so many transfers have the same legs, which are then the same object.
+        each = {id(legs): legs for legs in map(ways.legs, plan.transfers)}
+        counts = Counter((bisect_right(ends, item.issue), id(ways.legs(item))) for item in plan.transfers)
+        for (run, legs_id), count in counts.items():
+            self._add_legs(runs[run].phase, each[legs_id], count)
         if plan.schedule.is_training:
-            self._add_legs(Phase.FORWARD, [leg for _, leg in ways.spread])
+            for _, leg in ways.spread:
+                self._add_legs(Phase.FORWARD, (leg,), 1)
             self._add_updates(timing)
 
-    def _add_legs(self, phase: Phase, legs: Iterable[Leg]) -> None:
-        """Add the legs of transfers that begin and end in a phase."""
-        _add(self.phases[phase], legs)
+    def _add_legs(self, phase: Phase, legs: Iterable[Leg], count: int) -> None:
+        """Add the legs of some equal transfers that begin and end in a phase."""
+        busy = self.phases[phase]
         for leg in legs:
+            seconds = count * leg.seconds
+            for lane in leg.route.lanes:
+                busy[lane] += seconds
             if leg.route.takes_of_compute:
-                self.taken[phase][leg.route.lanes[0]] += leg.route.takes_of_compute * leg.seconds
+                self.taken[phase][leg.route.lanes[0]] += leg.route.takes_of_compute * seconds
 
     def _add_updates(self, timing: StepTiming) -> None:
         plan = self._plan
@@ -141,10 +149,3 @@ class _Moves:
         if nbytes:
             self.counts[source, destination] += 1
             self.nbytes[source, destination] += nbytes
-
-
-def _add(busy: dict[str, float], legs: Iterable[Leg]) -> None:
-    for leg in legs:
-        seconds = leg.seconds
-        for lane in leg.route.lanes:
-            busy[lane] += seconds

@@ -20,7 +20,7 @@ class Journeys:
         self._names: list[str] = []
         self._after: list[tuple[int, ...]] = []  # by journey: the nodes that its first leg comes after
         self._placed: list[list[int]] = []  # by journey: the nodes of its legs so far
-        self._to_go: list[Sequence[Leg]] = []
+        self._legs: list[Sequence[Leg]] = []  # by journey
         self._ready: list[tuple[float, int]] = []  # a heap: when the next leg may start, and the number of its journey
 
     def start(self, name: str, legs: Sequence[Leg], after: tuple[int, ...], *, is_held: bool = False) -> int:
@@ -32,7 +32,7 @@ class Journeys:
         self._names.append(name)
         self._after.append(after)
         self._placed.append([])
-        self._to_go.append(legs)
+        self._legs.append(legs)
         self._place(journey, (), is_held=is_held)
         return journey
 
@@ -52,7 +52,7 @@ class Journeys:
 
     def finish(self, journey: int) -> int:
         """Place every leg that can start before the last one of a journey, and that one; return its node."""
-        return self.reach(journey, len(self._placed[journey]) + len(self._to_go[journey]) - 1)
+        return self.reach(journey, len(self._legs[journey]) - 1)
 
     def reach(self, journey: int, leg: int) -> int:
         """Place every leg that can start before one of a journey, which is not held, and that one; return its node."""
@@ -66,10 +66,9 @@ class Journeys:
 
     def _place(self, journey: int, after: tuple[int, ...], *, is_held: bool = False) -> None:
         """Place the next leg of a journey after its last one and after some nodes; hold it before the one that follows."""
-        leg, *rest = self._to_go[journey]
-        before = self._placed[journey][-1:] or self._after[journey]
-        node = self._lanes.travel(leg, self._names[journey], (*before, *after))
-        self._placed[journey].append(node)
-        self._to_go[journey] = rest
-        if rest and not is_held:
+        legs, placed = self._legs[journey], self._placed[journey]
+        before = placed[-1:] or self._after[journey]
+        node = self._lanes.travel(legs[len(placed)], self._names[journey], (*before, *after))
+        placed.append(node)
+        if len(placed) < len(legs) and not is_held:
             heapq.heappush(self._ready, (self._lanes.end_of((node,)), journey))

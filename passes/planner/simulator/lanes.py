@@ -32,9 +32,9 @@ class Lanes:
 
     def end_of(self, nodes: Iterable[int]) -> float:
         """Return when the last of some nodes ends; 0 for none."""
-        last = 0.0
+        last, ends = 0.0, self._ends
         for node in nodes:
-            end = self._ends[node]
+            end = ends[node]
             if end > last:
                 last = end
         return last
@@ -55,7 +55,10 @@ class Lanes:
 
     def move(self, source: Tier, destination: Tier, name: str, nbytes: int, after: tuple[int, ...]) -> int:
         """Append a transfer that starts after some nodes, once its route is free; KeyError for an unknown route."""
-        return self.travel(Leg(self._routes[source, destination], nbytes), name, after)
+        route = self._routes[source, destination]
+        node = self._append(route.name, route.lanes, name, route.seconds_for(nbytes), nbytes, after)
+        self._slow_down(node, route.takes_of_compute)
+        return node
 
     def travel(self, leg: Leg, name: str, after: tuple[int, ...]) -> int:
         """Append a leg that starts after some nodes, once all its lanes are free."""
@@ -91,18 +94,20 @@ class Lanes:
     def _append(
         self, name: str, lanes: tuple[str, ...], what: str, seconds: float, nbytes: int, after: tuple[int, ...]
     ) -> int:
-        index = len(self.nodes)
+        nodes, last = self.nodes, self._last
+        index = len(nodes)
         after = self._with_last(lanes, after)
         start = self.end_of(after)
-        self.nodes.append(Event(name, what, start, start + seconds, nbytes, after))
+        nodes.append(Event(name, what, start, start + seconds, nbytes, after))
         self._ends.append(start + seconds)
         for lane in lanes:
-            self._last[lane] = index
+            last[lane] = index
         return index
 
     def _with_last(self, lanes: tuple[str, ...], after: tuple[int, ...]) -> tuple[int, ...]:
         """Return nodes, and the last nodes of some lanes."""
+        last = self._last
         for lane in lanes:
-            if lane in self._last:
-                after = (*after, self._last[lane])
+            if lane in last:
+                after = (*after, last[lane])
         return after

@@ -46,13 +46,16 @@ class _TooLongError(Exception):
     """A step takes longer than allowed."""
 
 
-def simulate_within(plan: Plan, seconds: float, least_after_forward: float) -> Timeline | None:
+def simulate_within(
+    plan: Plan, seconds: float, least_after_forward: float, ways: Ways | None = None
+) -> Timeline | None:
     """Return the timeline of a step; None, as soon as that is known, if it takes longer than ``seconds``.
 
-    ``least_after_forward`` is a lower bound, in seconds, of what follows forward.
+    ``least_after_forward`` is a lower bound, in seconds, of what follows forward. ``ways`` are those of the transfers, if
+    they are known.
     """
     try:
-        timeline = _simulate(plan, _Limit(plan, seconds, least_after_forward))
+        timeline = _simulate(plan, _Limit(plan, seconds, least_after_forward), ways)
     except _TooLongError:
         return None
     return timeline if timeline.step_seconds <= seconds else None
@@ -63,7 +66,7 @@ def simulate(plan: Plan) -> Timeline:
 
     Linear in spans and transfers: only ticks at which something is issued or waited for are visited.
     """
-    return _simulate(plan, None)
+    return _simulate(plan, None, None)
 
 
 def simulate_micro_batch(plan: Plan, *, is_reduced: bool) -> float:
@@ -78,11 +81,12 @@ def simulate_micro_batch(plan: Plan, *, is_reduced: bool) -> float:
     return walk.clock
 
 
-def _simulate(plan: Plan, limit: "_Limit | None") -> Timeline:
-    walk = _Walk(plan)
+def _simulate(plan: Plan, limit: "_Limit | None", ways: Ways | None) -> Timeline:
+    ways = ways or Ways(plan)
+    walk = _Walk(plan, ways=ways)
     walk.run_all(None if plan.step.ahead else limit)
     if plan.step.ahead and walk.unfinished:  # every step begins with what the one before has left
-        walk = _Walk(plan, left=walk.unfinished)
+        walk = _Walk(plan, ways=ways, left=walk.unfinished)
         walk.run_all(limit)
     forward = walk.clock if walk.forward_end is None else walk.forward_end
     phases = [(Phase.FORWARD, forward)]
@@ -136,11 +140,12 @@ class _Walk:
         self,
         plan: Plan,
         *,
+        ways: Ways | None = None,
         left: frozenset[str] = frozenset(),
         is_in_the_middle: bool = False,
         keeps_gradients: bool = False,
     ) -> None:
-        """``left``: the updates ahead of ``step()`` that backward has not ended.
+        """``left``: the updates ahead of ``step()`` that backward has not ended. ``ways``: of the transfers, if known.
 
         ``is_in_the_middle`` of a step: no parameter has been updated before. With ``keeps_gradients`` none leaves.
         """
@@ -151,7 +156,8 @@ class _Walk:
         self.lanes = Lanes(plan.hardware)
         self._plan = plan
         self._after: tuple[int, ...] = ()  # the nodes after which compute goes on
-        self._ways = Ways(plan)
+        self._issued_at = plan.by_tick.issued_at
+        self._ways = ways or Ways(plan)
         self._journeys = Journeys(self.lanes)
         self._offloads: dict[str, int] = {}  # the journey of each activation that has left
         self._sinks: list[int] = []  # journeys of gradients, which backward waits for at its end
@@ -266,15 +272,14 @@ class _Walk:
         """Issue what is due at a tick, and wait for what is needed there; return whether compute was held up."""
         self.ticks.append(TickTime(tick, self.clock))
         start = self.clock
-        issued = self._plan.by_tick.issued_at(tick)
+        issued = self._issued_at(tick)
         calls = sum(map(_num_calls, issued)) * self._plan.hardware.op_overhead_seconds
         if calls:
             self._compute("transfers", self.clock + calls)
         for transfer in issued:
             self._start(transfer)
         if tick in self._read:
-            for node in self._updates.finish(self._read[tick]):
-                self._wait(node)
+            self._wait(*self._updates.finish(self._read[tick]))
         for node in self._spread.get(tick, ()):
             self._wait(node)
         for journey in self._awaited.get(tick, ()):
@@ -312,8 +317,7 @@ class _Walk:
     def _spread_residents(self) -> None:
         """Wait for the updates of residents; start to bring every rank what the others have updated of them."""
         updated = self._ways.updated_residents
-        for node in self._updates.finish(placement.parameter for placement in updated):
-            self._wait(node)
+        self._wait(*self._updates.finish(placement.parameter for placement in updated))
         for tick, leg in self._ways.spread:
             self._spread[tick].append(self.lanes.travel(leg, UPDATED_RESIDENTS, self._after))
 
@@ -357,13 +361,14 @@ class _Walk:
             is_ahead = placement.parameter in self._ahead
             self._updates.queue(placement, after, with_gradient=is_ahead, is_ahead=is_ahead)
 
-    def _wait(self, node: int) -> None:
-        """Let compute go on after a node, for which it may have to wait."""
-        self._after = (*self._after, node)
-        awaited = self.lanes.nodes[node]
-        if awaited.end_seconds > self.clock:
-            start, self.clock = self.clock, awaited.end_seconds
-            self._stall(awaited.name, start)
+    def _wait(self, *nodes: int) -> None:
+        """Let compute go on after some nodes, for each of which in turn it may have to wait."""
+        self._after += nodes
+        for node in nodes:
+            awaited = self.lanes.nodes[node]
+            if awaited.end_seconds > self.clock:
+                start, self.clock = self.clock, awaited.end_seconds
+                self._stall(awaited.name, start)
 
     def _stall(self, name: str, start: float) -> None:
         """Append a wait of compute until now."""

@@ -120,8 +120,9 @@ class Updates:
     def finish(self, parameters: Iterable[str]) -> tuple[int, ...]:
         """Run updates, in order, until those of ``parameters`` are done; return the nodes that end these."""
         names = tuple(parameters)
-        while not self._unfinished.isdisjoint(names):
-            self._place_next(before=math.inf)
+        for name in names:
+            while name in self._unfinished:
+                self._place_next(before=math.inf)
         return tuple(node for name in names for node in self._ends.get(name, ()))
 
     @property

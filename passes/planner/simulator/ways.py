@@ -14,6 +14,8 @@ class Ways:
     def __init__(self, plan: Plan) -> None:
         self.world = World.of_plan(plan)
         self._uses = plan.uses
+        self._legs: dict[int, tuple[Leg, ...]] = {}  # by id of the transfers, which the plan keeps alive
+        self._transfers = plan.transfers
         self.resident = {use.parameter for use in plan.uses} - plan.by_tick.gathered
         self.updated_residents = [  # every rank has them whole and updates its rows
             placement
@@ -47,7 +49,13 @@ class Ways:
         return (*legs, (tick, Leg(self.world.links, nbytes))) if nbytes else tuple(legs)
 
     def legs(self, transfer: Transfer) -> tuple[Leg, ...]:
-        """Return the legs of a transfer, in order; () where nothing moves."""
+        """Return the legs of a transfer of the plan, in order; () where nothing moves."""
+        legs = self._legs.get(id(transfer))
+        if legs is None:
+            self._legs[id(transfer)] = legs = self._find_legs(transfer)
+        return legs
+
+    def _find_legs(self, transfer: Transfer) -> tuple[Leg, ...]:
         if transfer.what is not Moved.GRADIENT:
             return self.world.legs(transfer)
         home = Tier.DEVICE if transfer.name in self._taken else transfer.destination
