@@ -238,10 +238,12 @@ class _Expansion:
             if like is not None and _size_of(value) != _size_of(like):
                 raise NotRepeatedError(f"{value.name} and {like.name} differ")
             last = self._resolve(value.live.end - 1, like.live.end - 1 if like else None, owner)
-            yield replace(
-                value,
+            yield ValueFact(  # not ``replace``, as above
                 name=self._node_name(value.name, like.name if like else None, place.block),
+                nbytes=value.nbytes,
                 live=LiveRange(start=new, end=last + 1),
+                saved=value.saved,
+                bindable=value.bindable,
                 idle=self._idle(value, like, owner),
             )
 

@@ -93,7 +93,7 @@ class ParameterFact:
             return None
         return self.master if self.narrowed else self.compute
 
-    @property
+    @cached_property
     def gradient_nbytes(self) -> int:
         """Return the bytes of its gradient; 0 for a frozen parameter."""
         return 0 if self.gradient is None else self.gradient.nbytes(self.num_elements)

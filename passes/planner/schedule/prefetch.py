@@ -75,6 +75,8 @@ class TransferPlan:
     issues: Sequence[int]
     launches: Sequence[int]
     layout: ArenaLayout
+    # Transfers that were made for other plans with some of the same residencies: most of two plans are equal.
+    made: "MadeTransfers"
 
     @property
     def arena_nbytes(self) -> int:
@@ -84,29 +86,44 @@ class TransferPlan:
     @cached_property
     def gathers(self) -> tuple[Transfer, ...]:
         """Return the transfers with their offsets, by issue tick."""
-        gathers = [
-            Transfer(
-                what=Moved.PARAMETERS,
-                name=residency.name,
-                parameters=residency.parameters,
-                source=residency.source,
-                destination=Tier.DEVICE,
-                offsets=tuple(itertools.accumulate(residency.sizes[:-1], initial=offset)),
-                nbytes=residency.nbytes,
-                decoded=residency.decoded,
-                scratch_nbytes=residency.scratch_nbytes,
-                issue=issue,
-                launch=launch if residency.num_ranks > 1 else None,
-                need_by=residency.need_by,
-                release=residency.release,
-                ends=None if residency.routing is None else residency.routing.ends,
-                share=1.0 if residency.routing is None else residency.routing.share,
-            )
-            for residency, issue, launch, offset in zip(
-                self.residencies, self.issues, self.launches, self.layout.offsets, strict=True
-            )
-        ]
+        gathers = map(self.made.transfer, self.residencies, self.issues, self.launches, self.layout.offsets)
         return tuple(sorted(gathers, key=lambda gather: (gather.issue, gather.need_by, gather.name)))
+
+
+class MadeTransfers:
+    """The transfers of some residencies. Equal ones are the same object."""
+
+    def __init__(self) -> None:
+        # By residency, which is kept with them, issue, launch and offset.
+        self._made: dict[tuple[int, int, int, int], tuple[Residency, Transfer]] = {}
+
+    def transfer(self, residency: Residency, issue: int, launch: int, offset: int) -> Transfer:
+        """Return the transfer of a residency, issued and launched at some ticks, with its offset in the arena."""
+        key = id(residency), issue, launch, offset
+        found = self._made.get(key)
+        if found is None:
+            self._made[key] = found = residency, _make_transfer(residency, issue, launch, offset)
+        return found[1]
+
+
+def _make_transfer(residency: Residency, issue: int, launch: int, offset: int) -> Transfer:
+    return Transfer(
+        what=Moved.PARAMETERS,
+        name=residency.name,
+        parameters=residency.parameters,
+        source=residency.source,
+        destination=Tier.DEVICE,
+        offsets=tuple(itertools.accumulate(residency.sizes[:-1], initial=offset)),
+        nbytes=residency.nbytes,
+        decoded=residency.decoded,
+        scratch_nbytes=residency.scratch_nbytes,
+        issue=issue,
+        launch=launch if residency.num_ranks > 1 else None,
+        need_by=residency.need_by,
+        release=residency.release,
+        ends=None if residency.routing is None else residency.routing.ends,
+        share=1.0 if residency.routing is None else residency.routing.share,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,11 +435,15 @@ def plan_issues(residencies: Sequence[Residency], *, prefetch_nbytes: int, pace:
 
 
 def bind_transfers(
-    residencies: Sequence[Residency], issues: Sequence[int], launches: Sequence[int] | None = None
+    residencies: Sequence[Residency],
+    issues: Sequence[int],
+    launches: Sequence[int] | None = None,
+    *,
+    made: MadeTransfers | None = None,
 ) -> TransferPlan:
     """Return one gather per residency, issued and launched at the ticks given for it, with its arena offsets.
 
-    By default an all-gather is launched where its value is needed.
+    By default an all-gather is launched where its value is needed. ``made`` has transfers of other plans.
     """
     launches = [residency.need_by for residency in residencies] if launches is None else launches
     layout = plan_offsets(
@@ -430,4 +451,6 @@ def bind_transfers(
         starts=issues,
         ends=[residency.release for residency in residencies],
     )
-    return TransferPlan(residencies=residencies, issues=issues, launches=launches, layout=layout)
+    return TransferPlan(
+        residencies=residencies, issues=issues, launches=launches, layout=layout, made=made or MadeTransfers()
+    )

@@ -12,6 +12,7 @@ from zinf_compile.ir.plan import Placement
 from zinf_compile.passes.planner.cost.costs import ops_seconds
 from zinf_compile.passes.planner.placement.homes import Placed
 from zinf_compile.passes.planner.schedule.prefetch import (
+    MadeTransfers,
     Pace,
     Residency,
     ResidencyPlanner,
@@ -49,6 +50,7 @@ class TransferPlanner:
         self._residency_planner = ResidencyPlanner(graph, parameters, num_ranks=world.num_ranks)
         self._asked: dict[tuple[Placed, Manner], TransferPlan] = {}
         self._sources: dict[Placed, tuple[Tier, ...]] = {}  # of each parameter that is read
+        self._transfers = MadeTransfers()
         self._paces: dict[Placed, Pace] = {}
         self._streamed: dict[tuple[tuple[Tier, ...], int, int, bool], tuple[Residency, ...]] = {}
         self._made: dict[tuple[tuple[int, ...], Starts], TransferPlan] = {}
@@ -73,7 +75,7 @@ class TransferPlanner:
             # Equal residencies are the same object, which their planner keeps alive: so ids identify them.
             key = tuple(map(id, residencies)), starts
             if key not in self._made:
-                self._made[key] = bind_transfers(residencies, *starts)
+                self._made[key] = bind_transfers(residencies, *starts, made=self._transfers)
             self._asked[placed, manner] = self._made[key]
         return self._asked[placed, manner]
 

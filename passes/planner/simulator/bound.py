@@ -1,7 +1,7 @@
 """A lower bound of the simulated step of a plan, without simulating it: the busy time of each lane."""
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -61,8 +61,12 @@ class _BusyLanes:
         runs = plan.schedule.runs
         ends = [run.end for run in runs[:-1]]  # what is issued behind the last run belongs to it
         # Blocks repeat, so many transfers have the same legs, which are then the same object.
-        each = {id(legs): legs for legs in map(ways.legs, plan.transfers)}
-        counts = Counter((bisect_right(ends, item.issue), id(ways.legs(item))) for item in plan.transfers)
+        counts: dict[tuple[int, int], int] = defaultdict(int)
+        each: dict[int, tuple[Leg, ...]] = {}
+        for transfer in plan.transfers:
+            legs = ways.legs(transfer)
+            each[id(legs)] = legs
+            counts[bisect_right(ends, transfer.issue), id(legs)] += 1
         for (run, legs_id), count in counts.items():
             self._add_legs(runs[run].phase, each[legs_id], count)
         if plan.schedule.is_training:

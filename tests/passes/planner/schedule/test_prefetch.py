@@ -10,7 +10,13 @@ from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Phase, Tier
 from zinf_compile.ir.plan import Placement
 from zinf_compile.passes.planner.placement.homes import plan_placement
-from zinf_compile.passes.planner.schedule.prefetch import Residency, ResidencyPlanner, plan_transfers
+from zinf_compile.passes.planner.schedule.prefetch import (
+    MadeTransfers,
+    Residency,
+    ResidencyPlanner,
+    bind_transfers,
+    plan_transfers,
+)
 
 Function = Callable[..., Any]
 ELEMENTS = 25_600  # 100 KiB, 25 pages: too large to be resident as a small parameter
@@ -125,3 +131,13 @@ def test_parameters_of_a_transfer_lie_in_pages_of_their_own(parameter: Function,
     (transfer,) = plan.gathers
     assert transfer.offsets == (0, NBYTES + 4096)
     assert transfer.nbytes == plan.arena_nbytes == 2 * NBYTES + 4096
+
+
+def test_transfers_that_two_plans_have_in_common_are_the_same_object(parameter: Function, graph: Function) -> None:
+    parameters = [parameter(f"layers.{index}.up", ELEMENTS) for index in range(3)]
+    facts = graph({item.name: [index] for index, item in enumerate(parameters)}, num_forward_ticks=3, num_ticks=3)
+    residencies = ResidencyPlanner(facts, parameters).plan(place(parameters), group_nbytes=0)
+    made = MadeTransfers()
+    first, second = (bind_transfers(residencies, issues, made=made).gathers for issues in ([0, 1, 2], [0, 0, 2]))
+    assert [one is other for one, other in zip(first, second, strict=True)] == [True, False, True]
+    assert second == bind_transfers(residencies, [0, 0, 2]).gathers
