@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zinf_compile.hardware.world import World
+from zinf_compile.hardware.world import Leg, World
 from zinf_compile.ir.copies import NOT_DECODED, Decoded, Role
 from zinf_compile.ir.facts import GraphFacts, ParameterFact, Routing, UseFact
 from zinf_compile.ir.glossary import Phase, Tier
@@ -59,6 +59,18 @@ class Residency:
         """Return the bytes behind the full values: of one of several ranks its shards, until they are gathered."""
         shards = 0 if self.num_ranks == 1 else sum(align(shard_size(size, self.num_ranks)) for size in self.sizes)
         return shards + self.decoding_nbytes
+
+    @cached_property
+    def _legs(self) -> dict[int, tuple[World, tuple[Leg, ...]]]:
+        return {}
+
+    def legs_in(self, world: World) -> tuple[Leg, ...]:
+        """Return the legs of its gather by the ranks of a world, which is kept with them."""
+        found = self._legs.get(id(world))
+        if found is None:
+            legs = world.gather_legs(self.source, self.moved_nbytes, self.decoded)
+            self._legs[id(world)] = found = world, legs
+        return found[1]
 
     @cached_property
     def arena_nbytes(self) -> int:
@@ -351,7 +363,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
     """
     issues = [residency.need_by for residency in residencies]
     launches = issues.copy()
-    reached, sinks, gather_legs = pace.reached_seconds, pace.sinks, pace.world.gather_legs
+    reached, sinks, world = pace.reached_seconds, pace.sinks, pace.world
     num_sinks = len(sinks)  # gradients that are complete before the residencies visited so far
     free: dict[str, float] = {}  # when the lane has to be free for transfers that are needed later
     phase = None
@@ -366,7 +378,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
                     free[lane] -= _MARGIN * sinks[num_sinks].seconds
         need_by = residency.need_by
         due = reached[need_by]
-        legs = gather_legs(residency.source, residency.moved_nbytes, residency.decoded)
+        legs = residency.legs_in(world)
         for leg in reversed(legs):
             lanes = leg.route.lanes
             for lane in lanes:
@@ -383,7 +395,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
 
 def _arrival(residency: Residency, issue: int, pace: Pace) -> int:
     """Return the tick nearest to the arrival of a gather's shards, if compute never waits and their lane is free."""
-    shards = pace.world.gather_legs(residency.source, residency.moved_nbytes, residency.decoded)[0]
+    shards = residency.legs_in(pace.world)[0]
     reached, arrival = pace.reached_seconds, pace.reached_seconds[issue] + shards.seconds
     tick = bisect.bisect_left(reached, arrival, lo=issue)
     if tick > issue and (tick == len(reached) or arrival - reached[tick - 1] < reached[tick] - arrival):
