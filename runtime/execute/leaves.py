@@ -123,7 +123,7 @@ def _wait_before_accumulation(record: StoredParameter) -> None:
 def _has_other_contributions(record: StoredParameter) -> bool:
     """Return whether autograd may sum the gradient of a captured graph with others in the backward that runs now."""
     gradient = record.gradient
-    return gradient.is_read_outside or sum(map(torch._C._will_engine_execute_node, gradient.uses)) > 1
+    return gradient.is_used_outside or sum(map(torch._C._will_engine_execute_node, gradient.uses)) > 1
 
 
 def choose_delivery(record: StoredParameter) -> Delivery:

@@ -426,7 +426,6 @@ class JobCollector:
     def collect_one(self, record: StoredParameter, grad: Tensor) -> Job:
         """Return the job of one parameter, which knows what the optimizer's state will be afterwards."""
         self._store.check_usable(record)
-        record.gradient.forget_reads_outside()
         place = self._places[id(record.parameter)]
         # Not state[parameter], which would make an entry where the user's optimizer makes none.
         state = self._optimizer.state.get(record.parameter, {})

@@ -14,6 +14,14 @@ from torch import Tensor
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.storage.slots import Slot, elements_of
 
+_USES = "zinf_compile's parameters"  # in the metadata of an autograd node
+
+
+class _Use:
+    """Lives as long as the autograd node that has it."""
+
+    __slots__ = ("__weakref__",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredOp:
@@ -56,7 +64,7 @@ class GradientState:
         None  # the tiles that have arrived of an incomplete gradient; None if it is complete
     )
     uses: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)  # autograd nodes that give it gradients
-    is_read_outside: bool = False  # since the last step, of the forward: autograd may have a contribution from there
+    uses_outside: "weakref.WeakSet[_Use]" = field(default_factory=weakref.WeakSet)  # of the forward, that still live
     home_backward: int = -1  # the last backward, by its number, whose gradient went straight home
     handed: Tensor | None = None  # a gradient that a captured backward leaves for autograd
     handed_backward: int = -1  # the backward, by its number, that left it: one that was broken off may leave it behind
@@ -214,13 +222,16 @@ class GradientState:
         """Return whether an autograd node stands for the parameter; the length of a weak set may count what is gone."""
         return next(iter(self.uses), None) is not None
 
-    def note_read_outside(self) -> None:
-        """Note that the parameter was read outside of the forward, where autograd records what is computed of it."""
-        self.is_read_outside = True
+    def note_use_outside(self, node: Any) -> None:
+        """Note an autograd node of what was computed of the parameter outside of the forward, as long as it lives."""
+        use = _Use()
+        node.metadata.setdefault(_USES, []).append(use)  # its wrapper may be gone at once, what is kept here is not
+        self.uses_outside.add(use)
 
-    def forget_reads_outside(self) -> None:
-        """Note that an optimizer step takes the gradient: what was computed before has been differentiated."""
-        self.is_read_outside = False
+    @property
+    def is_used_outside(self) -> bool:
+        """Return whether there is something computed outside of the forward that a backward may reach."""
+        return next(iter(self.uses_outside), None) is not None
 
     def go_home(self, backward: int) -> None:
         """Note that its gradient of a backward goes straight home."""

@@ -169,6 +169,8 @@ class HomeParameter(AnyParameter):
             if func is Tensor.copy_ and _can_stream(args, kwargs):
                 return _copy_home(*args)
             result = _set_data(*args) if func == DATA_SET else func(*args, **kwargs)
+            if torch.is_grad_enabled():
+                note_what_is_computed(result, (*args, *kwargs.values()))
             if args and (record := record_of(args[0])) is not None and looks_at_values(func):
                 record.store.keep_writes(record)  # before they take memory for more than one parameter
             return result
@@ -233,10 +235,8 @@ def await_home(tensor: HomeParameter | HomeTensor) -> None:
     else:
         with torch._C.DisableTorchFunctionSubclass():
             record.store.let_go(record, tensor)
-    if isinstance(tensor, HomeParameter) and torch.is_grad_enabled():  # a backward of what is computed now adds to it
-        record.gradient.note_read_outside()
-        if record.gradient.deferred:
-            record.store.await_gradient(record)
+    if record.gradient.deferred and torch.is_grad_enabled() and isinstance(tensor, HomeParameter):
+        record.store.await_gradient(record)  # a backward of what is computed now would add to it unobserved
     if isinstance(tensor, HomeTensor):  # a failure may have kept a gradient, or some state of a step, from being stored
         record.store.check_not_failed()
     if record.update.is_torn and not (record.gradient.slot is not None and tensor is record.gradient.slot.shown):
@@ -252,6 +252,19 @@ def _await_homes(func: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[
             await_home(arg)
         elif isinstance(arg, list | tuple):
             _await_homes(func, arg, {})
+
+
+def note_what_is_computed(result: object, args: Sequence[Any]) -> None:
+    """Note a result as a use of the parameters among ``args`` outside of the forward, if autograd recorded one."""
+    if isinstance(result, list | tuple):
+        for each in result:
+            note_what_is_computed(each, args)
+    elif isinstance(result, Tensor) and (node := result.grad_fn) is not None:
+        for arg in args:
+            if isinstance(arg, list | tuple):
+                note_what_is_computed(result, arg)
+            elif isinstance(arg, HomeParameter) and (record := record_of(arg)) is not None:
+                record.gradient.note_use_outside(node)
 
 
 @without_interrupts

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 from zinf_compile.ir.errors import UnsupportedError
-from zinf_compile.runtime.params.home import HomeParameter, HomeTensor, await_home
+from zinf_compile.runtime.params.home import HomeParameter, HomeTensor, await_home, note_what_is_computed
 from zinf_compile.runtime.params.home_gradient import HomeGradient
 from zinf_compile.runtime.params.records import StoredParameter, distributed_of, mark_replaced, record_of
 from zinf_compile.runtime.ranks.ranks import Ranks
@@ -76,18 +76,24 @@ class HomeParameterShard(HomeParameter, DTensor):
         await_home(self)
         if (record := record_of(self)) is not None:
             record.copies.expose()
-        return super().to_local(**kwargs)
+        local = super().to_local(**kwargs)
+        note_what_is_computed(local, (self,))
+        return local
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
         """Return the full value, gathered from all ranks. RankError if one is gone, or cannot go on after an error."""
         await_home(self)
         with _naming_lost_ranks(record_of(self)):
-            return super().full_tensor(**kwargs)
+            value = super().full_tensor(**kwargs)
+        note_what_is_computed(value, (self,))
+        return value
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """Return it with other placements."""
         await_home(self)
-        return super().redistribute(*args, **kwargs)
+        moved = super().redistribute(*args, **kwargs)
+        note_what_is_computed(moved, (self,))
+        return moved
 
 
 def _naming_lost_ranks(record: StoredParameter | None) -> AbstractContextManager[None]:

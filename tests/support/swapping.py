@@ -13,7 +13,7 @@ from zinf_compile.passes.planner.memory.activations import bind_values, plan_act
 from zinf_compile.passes.planner.schedule.spans import plan_spans
 from zinf_compile.passes.planner.schedule.swaps import plan_swaps, without_swapped
 from zinf_compile.passes.planner.search import planner as search
-from zinf_compile.passes.planner.search.planner import Request
+from zinf_compile.passes.planner.search.planner import Request, Searches
 
 Destination = Callable[[int, ValueFact], Tier | None]  # from the index and the value; None: it stays on the device
 
@@ -56,8 +56,8 @@ def swapping(choose: Destination, *, at_least: int = 64 * 2**10) -> Iterator[lis
     made: list[Plan] = []
     planner, levels = planning.make_plan, search.leaving_levels
 
-    def make_plan(request: Request) -> Plan:
-        plan = planner(request)
+    def make_plan(request: Request, searches: Searches) -> Plan:
+        plan = planner(request, searches)
         graph = next(graph for graph in request.candidates if graph.policy is plan.activations.policy)
         may_leave = [value for value in graph.values if value.idle is not None and value.nbytes >= at_least]
         chosen = {value.name: choose(number, value) for number, value in enumerate(may_leave)}

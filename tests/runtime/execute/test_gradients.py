@@ -176,6 +176,20 @@ def test_what_is_read_outside_of_the_forward_rounds_as_in_torch(pair: tuple[TwoG
             optimizer.zero_grad()
 
 
+def test_a_look_is_no_use(pair: tuple[TwoGraphs, nn.Module]) -> None:
+    """What was computed of a parameter and is gone, as for a log, adds nothing to its gradient."""
+    _, model = pair
+    backward(model)
+    record = record_of(model.second.weight)
+    assert record is not None
+    model.second.weight.norm().item()
+    assert not record.gradient.is_used_outside
+    kept = [(2 * model.second.weight).sum()]
+    assert record.gradient.is_used_outside
+    kept.clear()
+    assert not record.gradient.is_used_outside
+
+
 def test_changes_within_backward(pair: tuple[TwoGraphs, nn.Module]) -> None:
     plain, model = pair
     for step in range(3):
