@@ -278,7 +278,7 @@ class Store:
             held = Slice.of_whole(parameter, shape)
         nbytes = shape.numel() * dtype.itemsize
         rows = None
-        if row_code is not None and tier is not Tier.DEVICE:
+        if row_code is not None and tier is not Tier.DEVICE and nbytes:  # the last of several ranks may have no row
             nbytes = row_code.nbytes(shape.numel())
             is_in_file = tier is Tier.NVME
             stored = None if is_in_file else self.memory.new_home(torch.Size([nbytes]), torch.uint8, tier)

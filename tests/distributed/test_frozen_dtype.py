@@ -42,6 +42,9 @@ def as_rounded(weight: torch.Tensor) -> torch.Tensor:
     return made
 
 
+FROZEN = Loop(build=build_frozen)
+
+
 def build_even() -> nn.Module:
     """Return a TinyGPT whose first block is frozen, and whose weights can be cut into tiles."""
     torch.manual_seed(0)
@@ -78,7 +81,7 @@ def rounded(model: nn.Module) -> nn.Module:
 def test_training_is_that_of_rounded_weights(placement: str, capture: bool, two: RankPool, tmp_path: Path) -> None:
     plain = train_alone(Loop(build=build_rounded), 2)
     options = {**placements(str(tmp_path))[placement], **INT8, "capture": capture}
-    for rank, trace in enumerate(two.run(train_on_ranks, Loop(build=build_frozen), options)):
+    for rank, trace in enumerate(two.run(train_on_ranks, FROZEN, options)):
         assert_same(trace, of_rank(plain, rank, 2))
 
 
@@ -92,11 +95,45 @@ def test_options_beside_it(options: Mapping[str, Any], two: RankPool, tmp_path: 
         assert_same(one, other)
 
 
-def train_beside_a_device(options: Mapping[str, Any]) -> tuple[Trace, list[str], int]:
+class Scored(nn.Module):
+    """A frozen layer of fewer rows than ranks, as a head that scores sequences has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.score = nn.Embedding(51, 2500), nn.Linear(2500, 2)
+        self.score.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.score(self.embed(tokens)).square().mean()
+        return loss
+
+
+def build_scored_rounded() -> nn.Module:
+    model = Scored()
+    model.score.weight.data = as_rounded(model.score.weight)
+    return model
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_without_rows(device: str, three: RankPool, tmp_path: Path) -> None:
+    plain = train_alone(Loop(build=build_scored_rounded, num_steps=2), 3)
+    options = {**placements(str(tmp_path))["nvme"], **INT8, "device_memory": "4MiB", "host_memory": "4MiB"}
+    loop = Loop(build=Scored, num_steps=2)
+    traces = (
+        three.run(train_on_ranks, loop, options)
+        if device == "cpu"
+        else [trace for trace, *_ in three.run(train_beside_a_device, options, loop)]
+    )
+    for rank, trace in enumerate(traces):
+        assert_same(trace, of_rank(plain, rank, 3))
+
+
+def train_beside_a_device(options: Mapping[str, Any], loop: Loop = FROZEN) -> tuple[Trace, list[str], int]:
     """Return the numbers of a rank with a fake device, races that were found, and how often rows were decoded there."""
     with on_fake_device() as device, watching_races() as races:
         races.device = device
-        trace = train_on_ranks(Loop(build=build_frozen), {**options, "device": "cuda"})
+        trace = train_on_ranks(loop, {**options, "device": "cuda"})
     return trace, races.found, races.num_accesses["what rows are decoded to"]
 
 
