@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zinf_compile
+from tests.distributed.test_rounds import joined, train_in_rounds
 from tests.distributed.workloads import (
     Loop,
     TinyGPT,
@@ -144,6 +145,21 @@ def test_devices_decode_what_each_rank_has(two: RankPool, tmp_path: Path) -> Non
         assert_same(trace, of_rank(plain, rank, 2))
         assert races == []
         assert decoded > 0
+
+
+@pytest.mark.long
+def test_replicas(four: RankPool, tmp_path: Path) -> None:
+    options = {**placements(str(tmp_path))["nvme"], "mesh": (2, 2), "device_memory": "1MiB"}
+    exact = four.run(train_on_ranks, Loop(build=build_rounded), options)
+    for one, other in zip(four.run(train_on_ranks, FROZEN, {**options, **INT8}), exact, strict=True):
+        assert_same(one, other)
+
+
+def test_rounds(two: RankPool, tmp_path: Path) -> None:
+    """Each rank encodes the frozen weights of its own stages."""
+    plain = train_alone(Loop(build=build_rounded), 2)
+    options = {**placements(str(tmp_path))["nvme"], **INT8, "device_memory": "2MiB"}
+    assert_same(joined(two.run(train_in_rounds, FROZEN, options), plain), plain)
 
 
 def look_and_write(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,17 +31,11 @@ class ArenaLayout:
     nbytes: int
 
 
-def plan_arena(pieces: Sequence[Piece]) -> ArenaLayout:
-    """Return offsets for pieces: largest first, each into the smallest gap left by those it overlaps in time."""
-    return plan_offsets(
-        [piece.nbytes for piece in pieces],
-        starts=[piece.live.start for piece in pieces],
-        ends=[piece.live.end for piece in pieces],
-    )
+def plan_arena(sizes: Sequence[int], *, starts: Sequence[int], ends: Sequence[int]) -> ArenaLayout:
+    """Return offsets for pieces of so many bytes, each live from its start tick to its end.
 
-
-def plan_offsets(sizes: Sequence[int], *, starts: Sequence[int], ends: Sequence[int]) -> ArenaLayout:
-    """Return the layout of ``plan_arena`` for pieces of so many bytes, each live from its start tick to its end."""
+    The largest comes first, and each into the smallest gap left by those it overlaps in time.
+    """
     overlapping = _overlapping(starts, ends)
     taken: list[tuple[int, int] | None] = [None] * len(sizes)  # the bytes [start, end) of each piece so far
     # Sorting is stable: among equally large pieces the one that starts first comes first.

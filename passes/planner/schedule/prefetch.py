@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zinf_compile.hardware.world import Leg, World
+from zinf_compile.hardware.world import World
 from zinf_compile.ir.copies import NOT_DECODED, Decoded, Role
 from zinf_compile.ir.facts import GraphFacts, ParameterFact, Routing, UseFact
 from zinf_compile.ir.glossary import Phase, Tier
 from zinf_compile.ir.plan import Placement
 from zinf_compile.ir.slices import shard_size
 from zinf_compile.ir.transfers import Moved, Transfer
-from zinf_compile.passes.planner.memory.arena import ArenaLayout, align, plan_offsets
+from zinf_compile.passes.planner.memory.arena import ArenaLayout, align, plan_arena
 
 # Gathers are issued early enough for a disk this many times slower than measured: a shared disk is at times half as fast.
 _MARGIN = 2.0
@@ -59,18 +59,6 @@ class Residency:
         """Return the bytes behind the full values: of one of several ranks its shards, until they are gathered."""
         shards = 0 if self.num_ranks == 1 else sum(align(shard_size(size, self.num_ranks)) for size in self.sizes)
         return shards + self.decoding_nbytes
-
-    @cached_property
-    def _legs(self) -> dict[int, tuple[World, tuple[Leg, ...]]]:
-        return {}
-
-    def legs_in(self, world: World) -> tuple[Leg, ...]:
-        """Return the legs of its gather by the ranks of a world, which is kept with them."""
-        found = self._legs.get(id(world))
-        if found is None:
-            legs = world.gather_legs(self.source, self.moved_nbytes, self.decoded)
-            self._legs[id(world)] = found = world, legs
-        return found[1]
 
     @cached_property
     def arena_nbytes(self) -> int:
@@ -223,11 +211,11 @@ class ResidencyPlanner:
         keeping the group that long costs less than gathering it again.
         """
         streamed = self._stream(placements)
-        groups = {None: _group(streamed, group_nbytes, None)} if not by_expert else {}
+        together = None if by_expert else _group(streamed, group_nbytes, None)
         stretches = [
             (group, phase, ticks)
             for phase in (Phase.FORWARD, Phase.BACKWARD)
-            for group in groups.get(None) or _group(streamed, group_nbytes, phase)
+            for group in (_group(streamed, group_nbytes, phase) if together is None else together)
             if (ticks := _ticks_in(group, phase))
         ]
         needs = sorted((tick, index) for index, (_, _, ticks) in enumerate(stretches) for tick in ticks)
@@ -363,7 +351,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
     """
     issues = [residency.need_by for residency in residencies]
     launches = issues.copy()
-    reached, sinks, world = pace.reached_seconds, pace.sinks, pace.world
+    reached, sinks, gather_legs = pace.reached_seconds, pace.sinks, pace.world.gather_legs
     num_sinks = len(sinks)  # gradients that are complete before the residencies visited so far
     free: dict[str, float] = {}  # when the lane has to be free for transfers that are needed later
     phase = None
@@ -378,7 +366,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
                     free[lane] -= _MARGIN * sinks[num_sinks].seconds
         need_by = residency.need_by
         due = reached[need_by]
-        legs = residency.legs_in(world)
+        legs = gather_legs(residency.source, residency.moved_nbytes, residency.decoded)
         for leg in reversed(legs):
             lanes = leg.route.lanes
             for lane in lanes:
@@ -395,7 +383,7 @@ def _latest_issues(residencies: Sequence[Residency], pace: Pace) -> tuple[list[i
 
 def _arrival(residency: Residency, issue: int, pace: Pace) -> int:
     """Return the tick nearest to the arrival of a gather's shards, if compute never waits and their lane is free."""
-    shards = residency.legs_in(pace.world)[0]
+    shards = pace.world.gather_legs(residency.source, residency.moved_nbytes, residency.decoded)[0]
     reached, arrival = pace.reached_seconds, pace.reached_seconds[issue] + shards.seconds
     tick = bisect.bisect_left(reached, arrival, lo=issue)
     if tick > issue and (tick == len(reached) or arrival - reached[tick - 1] < reached[tick] - arrival):
@@ -458,7 +446,7 @@ def bind_transfers(
     By default an all-gather is launched where its value is needed. ``made`` has transfers of other plans.
     """
     launches = [residency.need_by for residency in residencies] if launches is None else launches
-    layout = plan_offsets(
+    layout = plan_arena(
         [residency.arena_nbytes for residency in residencies],
         starts=issues,
         ends=[residency.release for residency in residencies],

@@ -1,5 +1,6 @@
 """Offsets in the arena: live pieces never overlap, and the arena is no larger than all pieces side by side."""
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
@@ -13,9 +14,15 @@ from zinf_compile.passes.planner.memory.arena import (
     ArenaLayout,
     Piece,
     align,
-    plan_arena,
     plan_sequential,
 )
+from zinf_compile.passes.planner.memory.arena import plan_arena as plan_columns
+
+
+def plan_arena(pieces: Sequence[Piece]) -> ArenaLayout:
+    starts, ends = [piece.live.start for piece in pieces], [piece.live.end for piece in pieces]
+    return plan_columns([piece.nbytes for piece in pieces], starts=starts, ends=ends)
+
 
 PLANNERS = (plan_arena, plan_sequential)
 
