@@ -90,8 +90,8 @@ def _refuse_create_graph(*_: object) -> None:
 
 @without_interrupts
 def take_handed(record: StoredParameter) -> Tensor | None:
-    """Return the gradient that a captured backward left for autograd, and forget it."""
-    handed = record.gradient.take_handed()
+    """Return the gradient that the backward which runs now left for autograd, and forget it."""
+    handed = record.gradient.take_handed(torch._C._current_graph_task_id())
     if handed is None:
         return None
     return record.views.of_shard(handed)

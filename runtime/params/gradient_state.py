@@ -253,7 +253,8 @@ class GradientState:
         if self.handed_backward != backward:
             self.handed, self.handed_backward = None, backward
 
-    def take_handed(self) -> Tensor | None:
-        """Return what was handed over, and forget it."""
+    def take_handed(self, backward: int) -> Tensor | None:
+        """Return what a backward has handed over, and forget it."""
+        self._forget_broken(backward)
         handed, self.handed = self.handed, None
         return handed

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 import zinf_compile
 from tests.support.fake_device import on_fake_device
 from zinf_compile.ir.glossary import Tier
+from zinf_compile.runtime.execute import gradients as gradients_module
 from zinf_compile.runtime.params.records import record_of
 from zinf_compile.runtime.transfer.io_pool import IOPool
 
@@ -174,6 +176,31 @@ def test_what_is_read_outside_of_the_forward_rounds_as_in_torch(pair: tuple[TwoG
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("pair", ["nvme", "beside a device"], indirect=True)
+def test_what_a_broken_backward_has_left_is_forgotten(
+    pair: tuple[TwoGraphs, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient that autograd was to sum, when an interrupt came, adds nothing to the next backward."""
+    plain, model = pair
+
+    def break_off(*args: Any) -> None:
+        original(*args)
+        raise KeyboardInterrupt
+
+    original = gradients_module._hand_over
+    run(model).backward()
+    loss = with_l2(model, 2.0)
+    monkeypatch.setattr(gradients_module, "_hand_over", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    monkeypatch.setattr(gradients_module, "_hand_over", original)
+    model.zero_grad()
+    for each in pair:
+        run(each, 0.5).backward()
+        with_l2(each, 0.7).backward()
+    assert_equal(gradients(model), gradients(plain))
 
 
 def test_a_look_is_no_use(pair: tuple[TwoGraphs, nn.Module]) -> None:
