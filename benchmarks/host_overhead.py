@@ -9,7 +9,8 @@ time: what is left is Python, and the launch of each op. Prints one JSON line pe
              ``forward`` and ``backward``, medians and all steps. It has the graph of one of 7 billion parameters, and its
              block is enqueued by as many calls. The goal is 1500 us forward: an H200 computes a block of 7 B at 4096 tokens
              in 2.4 ms. Also a ``transfer``: what issuing one, waiting for it and releasing it take.
-``ops``      the same, op by op; ``median op`` is forward and backward over the number of their ops, transfers included.
+``ops``      the same, op by op; ``median node`` is forward and backward over the number of nodes of their graphs, which are
+             ops, views, gathers and the outputs of ops that have several. In ``blocks`` a compiled block is one op.
 ``updates``  the updates of sixteen layers on the device, over the number of their chunks. The goal is 40 us per chunk; a
              chunk of 10 Mi elements of AdamW moves for 3 ms through a link of 50 GB/s.
 """
@@ -111,10 +112,7 @@ class _Transfers:
 
 
 def measure_blocks(rounds: int, compute: str = "inductor") -> dict[str, Any]:
-    """Return the microseconds of some steps per block, forward and backward, and per transfer and op.
-
-    A compiled segment is one op.
-    """
+    """Return the microseconds of some steps per block, forward and backward, and per transfer and node."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import zinf_compile
@@ -151,10 +149,10 @@ def measure_blocks(rounds: int, compute: str = "inductor") -> dict[str, Any]:
         "compute": compute,
         "streamed": sum(each.compute != "device" for each in homes) / len(homes),
         "op by op": len(report.fallbacks),
-        "ops": plan.num_ticks / _BLOCKS,
+        "nodes": plan.num_ticks / _BLOCKS,
         "transfers": transfers.num_issued / _BLOCKS,
         **{f"median {phase}": statistics.median(each) for phase, each in found.items()},
-        "median op": statistics.median(map(sum, zip(*times, strict=True))) * _BLOCKS / plan.num_ticks,
+        "median node": statistics.median(map(sum, zip(*times, strict=True))) * _BLOCKS / plan.num_ticks,
         **found,
     }
 

@@ -47,7 +47,8 @@ def test_blocks_are_streamed(compute: str) -> None:
     assert found["op by op"] == 0
     assert found["streamed"] > 0.5
     assert found["transfers"] > 2 * found["streamed"]  # once forward and once backward
-    assert (found["ops"] < 40) == (compute == "inductor")
+    # 27 gathers and gradients, 23 outputs of the two segments, their views; op by op it has 272
+    assert (found["nodes"] < 110) == (compute == "inductor")
     times = [found[phase] for phase in ("forward", "backward", "transfer")]
     assert {len(each) for each in times} == {2}
     assert min(map(min, times)) > 0.0
