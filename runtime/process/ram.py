@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+_LEAST_RETURNED = 8  # of what is promised, where returning it does not bring the model within the promise
+
 
 class DeviceRam:
     """The peak of the model's anonymous memory, without the host tier.
@@ -19,7 +21,9 @@ class DeviceRam:
     glibc keeps freed memory, and under the aligned allocations of tensors its heap grows to several times what is live.
     Whenever a sample exceeds what the plans promise, freed memory is returned to the system. Samples are taken between
     kernels, whose own temporary memory must fit too; so memory is returned that much earlier, and when everything held
-    exceeds the budget, unless it has hardly grown since the last time.
+    exceeds the budget, unless it has hardly grown since the last time. It is not returned either where that cannot bring
+    the model back within the promise, since most of what is held belongs to others, as to a second model of the process:
+    each time takes 2 ms, and every page that was free takes 2 us more when it is next used.
     """
 
     reserved_peak = reserved_limit = 0  # no allocator of ours takes the memory
@@ -125,9 +129,12 @@ class DeviceRam:
         held = process - self._before - host_nbytes
         self._least_held = min(self._least_held, held)
         ours = held - self._made
-        is_near = held > self.budget or ours > self.promised - self._workspace
-        has_grown = held > self._least_held + self._workspace // 2
-        if ours > self.promised or (is_near and has_grown):
+        excess, growth = ours - self.promised, held - self._least_held
+        if excess > 0:
+            is_useful = growth >= min(excess, self.promised // _LEAST_RETURNED)
+        else:
+            is_useful = (held > self.budget or excess > -self._workspace) and growth > self._workspace // 2
+        if is_useful:
             return_freed_memory()
             process = anonymous_rss()
             held = self._least_held = process - self._before - host_nbytes

@@ -114,6 +114,25 @@ def test_over_the_budget_only_what_has_grown_is_given_back(machine: Machine) -> 
     assert machine.num_asked == asked + 2
 
 
+def test_memory_of_others_does_not_have_freed_memory_returned_over_and_over(machine: Machine) -> None:
+    device = DeviceRam(budget=1000)
+    device.begin(0)
+    device.promise(80, workspace_nbytes=4)
+    machine.held += 60
+    device.sample(0)
+    machine.held += 500  # a second model of the process
+    device.sample(0)
+    assert machine.num_asked == 1, "it might have been freed memory"
+    for _ in range(10):
+        machine.held, machine.freed = machine.held + 9, 9
+        device.sample(0)
+        machine.held, machine.freed = machine.held - 9, 0  # used again
+    assert machine.num_asked == 1, "that would not bring the model within the promise"
+    machine.held, machine.freed = machine.held + 10, 10
+    device.sample(0)
+    assert machine.num_asked == 2, "an eighth of the promise"
+
+
 def test_what_making_another_plan_has_left_is_not_ours(machine: Machine) -> None:
     device = DeviceRam(budget=1000)
     device.begin(HOMES)
