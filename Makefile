@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 NVME ?= runs
 # The GPU that the tests make: 1 has memory of its own, `integrated` lies in the host's RAM.
 ZINF_STREAMS ?= 1
+# The seed of the delays of `make test-delays`.
+ZINF_DELAYS ?= 1
 
 # Two processes more than there are cores: they wait at times, for disks, timers and processes they have started.
 # The tests of a module share captured models and plain runs, and stay in one process.
@@ -23,7 +25,7 @@ CORE := tests/zinf_compile/ir tests/passes/analysis tests/passes/transforms test
 	tests/passes/planner/placement tests/passes/planner/schedule tests/runtime/params tests/runtime/storage \
 	tests/parity/test_models.py
 
-.PHONY: help train check test test-long test-all test-streams test-libraries lint types layers core unit unit-long unit-all setup clean
+.PHONY: help train check test test-long test-all test-streams test-delays test-libraries lint types layers core unit unit-long unit-all setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -76,6 +78,9 @@ unit-long: setup
 
 test-streams: setup  ## the tests of parity on a GPU that the tests make on a CPU, with streams
 	ZINF_STREAMS=$(ZINF_STREAMS) $(PYTEST) -m "not long and not libraries" tests/parity
+
+test-delays: setup  ## the tests of parity with some reads, writes and copies late, at random
+	ZINF_DELAYS=$(ZINF_DELAYS) $(PYTEST) -m "not long and not libraries" tests/parity tests/runtime/execute
 
 unit-all: setup
 	ZINF_SHARE=most $(PYTEST) -m "long or hypothesis" --hypothesis-profile long

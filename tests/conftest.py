@@ -27,6 +27,7 @@ RANKS = "tests/distributed/"
 # Fixtures that tests of several folders share, the profile of hypothesis for `make test-long`, and which variants it runs.
 pytest_plugins = (
     *(("tests.support.examples",) if find_spec("hypothesis") is not None else ()),  # a machine with a GPU may lack it
+    "tests.support.delays",
     "tests.support.hand_made_plans",
     "tests.support.planner_inputs",
     "tests.support.stored_models",

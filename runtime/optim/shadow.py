@@ -388,11 +388,24 @@ class StateTensor:
 
 
 def probe_state(
-    optimizer: Optimizer, group: Mapping[str, Any], place: Place, dtype: torch.dtype
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    place: Place,
+    dtype: torch.dtype,
+    made: Mapping[str, Any],
+    shape: torch.Size,
 ) -> tuple[StateTensor, ...]:
-    """Return the per-element state tensors an element-wise optimizer keeps, by updating three zeros."""
+    """Return the per-element state tensors an element-wise optimizer keeps, by updating three zeros.
+
+    ``made`` is the state of a parameter of this shape. The ``__init__`` of an optimizer may have made some, which its
+    updates expect to be there.
+    """
     zeros = torch.zeros(3, dtype=dtype)
-    state = Shadow(optimizer, group, place, zeros, torch.zeros_like(zeros), {}, is_trial=True).run()
+    begun: dict[str, Any] = {}
+    if not is_known(optimizer) and len(shape) > 0:  # a 0-dim tensor may be a moment or a step count
+        begun = copy_scalars(made, shape)
+        begun |= {key: torch.zeros(3, dtype=value.dtype) for key, value in made.items() if key not in begun}
+    state = Shadow(optimizer, group, place, zeros, torch.zeros_like(zeros), begun, is_trial=True).run()
     return tuple(
         StateTensor(key=key, dtype=value.dtype)
         for key, value in state.items()

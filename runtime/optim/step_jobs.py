@@ -381,7 +381,7 @@ class JobCollector:
         self._predicted: dict[object, _Prediction] = {}
         # Of whole tensors: temporary bytes of an element, and the growth of a Trial.
         self._counted: dict[object, tuple[int, float]] = {}
-        self._probed: dict[tuple[object, torch.dtype], tuple[StateTensor, ...]] = {}
+        self._probed: dict[tuple[object, torch.dtype, frozenset[str]], tuple[StateTensor, ...]] = {}
 
     def collect(self, *, but: Container[StoredParameter] = ()) -> list[Job]:
         """Return a job for every parameter with a gradient: first those that ``step()`` waits for, then in gather order.
@@ -509,9 +509,11 @@ class JobCollector:
 
     def _make_state_slots(self, record: StoredParameter, place: Place) -> None:
         """Give every per-element state tensor a slot before the first step, so that chunks have somewhere to go."""
-        key = self._kind_of(place), record.copies.master.tensor.dtype
+        made = self._optimizer.state.get(record.parameter, {})
+        key = self._kind_of(place), record.copies.master.tensor.dtype, frozenset(made)
         if key not in self._probed:
-            self._probed[key] = probe_state(self.frozen, self.options_of(place[0]), place, key[1])
+            options, shape = self.options_of(place[0]), record.parameter.shape
+            self._probed[key] = probe_state(self.frozen, options, place, key[1], made, shape)
         for wanted in self._probed[key]:
             if wanted.key not in record.copies.states:
                 state_slot(record, self._optimizer, wanted.key, wanted.dtype, record.shape)

@@ -66,6 +66,26 @@ class NormedMomentum(Optimizer):
                 parameter.add_(state["mean"], alpha=-group["lr"] / (1 + float(state["mean"].norm())))
 
 
+def with_states(cls: type[Any]) -> type[Any]:
+    """Return a class whose ``__init__`` makes its states, not zeros, which its steps expect to be there."""
+
+    class WithStates(cls):  # type: ignore[misc]
+        def __init__(self, params: Iterable[Any]) -> None:
+            super().__init__(params)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter].update({"mean": torch.full_like(parameter, 1e-3), "total": 0, "step": 1})
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.state[parameter]["total"] += 1
+            super().step()
+
+    return WithStates
+
+
 class Assigning(torch.optim.SGD):
     """An element-wise subclass that assigns new memory to its parameters."""
 
@@ -205,6 +225,15 @@ def test_other_classes(cls: type[Any], optimize: Callable[..., nn.Module]) -> No
     plain = make_model()
     model = optimize(copy.deepcopy(plain), **({"host_memory": "4MiB"} if whole else {}))
     assert_same("", *(train(each, cls(make_groups(each, cls))) for each in (plain, model)))
+
+
+@pytest.mark.parametrize("cls", [Lion, NormedMomentum])
+def test_states_that_init_has_made(cls: type[Any], optimize: Callable[..., nn.Module]) -> None:
+    whole = cls is NormedMomentum
+    plain = make_model()
+    model = optimize(copy.deepcopy(plain), **({"host_memory": "4MiB"} if whole else {}))
+    made = with_states(cls)
+    assert_same("", *(train(each, made(make_groups(each, made))) for each in (plain, model)))
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": False, "ns_steps": 3}, {"adjust_lr_fn": "match_rms_adamw"}])

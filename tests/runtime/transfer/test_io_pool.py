@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import delays
 from zinf_compile.ir.errors import StoreError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.runtime.observe.meter import Meter
@@ -101,3 +102,21 @@ def test_a_closed_pool_refuses_calls_and_has_run_the_others(pool: IOPool, disk: 
         pool.read(slot(), 2, memoryview(bytearray(8)))
     assert disk.calls == [0, 1]
     assert pool._waiting == []
+
+
+def test_transfers_are_late_before_or_after_they_move_bytes_where_a_test_asks(
+    pool: IOPool, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.goes_on.set()
+    sleeps = list[tuple[int, float]]()  # with the calls that the disk had by then
+    monkeypatch.setattr(
+        delays, "time", SimpleNamespace(sleep=lambda seconds: sleeps.append((len(disk.calls), seconds)))
+    )
+    with delays.delayed(seed=0):
+        for number in range(30):
+            wait_all(pool.read(slot(), 100 * number, memoryview(bytearray(8))), "it")
+    assert disk.calls == [100 * number for number in range(30)]
+    assert [count for count, _ in sleeps] == [each for number in range(30) for each in (number, number + 1)]
+    for late in ([seconds for _, seconds in sleeps[::2]], [seconds for _, seconds in sleeps[1::2]]):
+        assert 5 <= sum(seconds > 0 for seconds in late) <= 15
+        assert max(late) <= 0.01
