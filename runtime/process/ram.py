@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-_LEAST_RETURNED = 8  # of what is promised, where returning it does not bring the model within the promise
+_LEAST_RETURNED = 8  # of what is promised: an eighth more is far more
 
 
 class DeviceRam:
@@ -21,9 +21,9 @@ class DeviceRam:
     glibc keeps freed memory, and under the aligned allocations of tensors its heap grows to several times what is live.
     Whenever a sample exceeds what the plans promise, freed memory is returned to the system. Samples are taken between
     kernels, whose own temporary memory must fit too; so memory is returned that much earlier, and when everything held
-    exceeds the budget, unless it has hardly grown since the last time. It is not returned either where that cannot bring
-    the model back within the promise, since most of what is held belongs to others, as to a second model of the process:
-    each time takes 2 ms, and every page that was free takes 2 us more when it is next used.
+    exceeds the budget, unless it has hardly grown since the last time. Nor is it returned again where the last time has
+    left far more than the promise, since others hold it, as a second model of the process does: each time takes 2 ms,
+    and every page that was free takes 2 us more when it is next used.
     """
 
     reserved_peak = reserved_limit = 0  # no allocator of ours takes the memory
@@ -131,7 +131,9 @@ class DeviceRam:
         ours = held - self._made
         excess, growth = ours - self.promised, held - self._least_held
         if excess > 0:
-            is_useful = growth >= min(excess, self.promised // _LEAST_RETURNED)
+            least = self.promised // _LEAST_RETURNED
+            was_in_vain = self._least_held - self._made - self.promised > least
+            is_useful = growth >= least or not was_in_vain
         else:
             is_useful = (held > self.budget or excess > -self._workspace) and growth > self._workspace // 2
         if is_useful:
