@@ -59,7 +59,7 @@ def test_state_of_the_whole_matrix_is_in_no_chunk(parameter: Function) -> None:
         (IN_FLIGHT * 16 * CHUNK_ALIGN_ELEMENTS, CHUNK_ALIGN_ELEMENTS),
         (IN_FLIGHT * 16 * (2 * CHUNK_ALIGN_ELEMENTS) - 1, CHUNK_ALIGN_ELEMENTS),
         (IN_FLIGHT * 16 * (5 * CHUNK_ALIGN_ELEMENTS), 5 * CHUNK_ALIGN_ELEMENTS),
-        (2**40, 2**22),
+        (2**40, 2**20),
     ],
 )
 def test_chunks_are_whole_sectors_within_staging(parameter: Function, staging: int, chunk: int) -> None:
@@ -68,7 +68,7 @@ def test_chunks_are_whole_sectors_within_staging(parameter: Function, staging: i
     assert step.chunk_elements == chunk
     assert step.chunk_elements % CHUNK_ALIGN_ELEMENTS == 0
     assert step.num_chunks == -(-100_000 // chunk) + 1
-    assert IN_FLIGHT * 16 * step.chunk_elements <= staging or chunk == 2**22
+    assert IN_FLIGHT * 16 * step.chunk_elements <= staging or chunk == 2**20
 
 
 def test_the_widest_parameter_sets_the_chunk(parameter: Function) -> None:
