@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-_LEAST_RETURNED = 8  # of what is promised: an eighth more is far more
+_FAR_MORE = 8  # an eighth of what is promised, above it
 
 
 class DeviceRam:
@@ -131,9 +131,9 @@ class DeviceRam:
         ours = held - self._made
         excess, growth = ours - self.promised, held - self._least_held
         if excess > 0:
-            least = self.promised // _LEAST_RETURNED
-            was_in_vain = self._least_held - self._made - self.promised > least
-            is_useful = growth >= least or not was_in_vain
+            far_more = self.promised // _FAR_MORE
+            was_in_vain = self._least_held - self._made - self.promised > far_more
+            is_useful = growth >= far_more or not was_in_vain
         else:
             is_useful = (held > self.budget or excess > -self._workspace) and growth > self._workspace // 2
         if is_useful:

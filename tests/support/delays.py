@@ -1,8 +1,8 @@
 """Random delays of reads, writes and copies: ``ZINF_DELAYS`` is their seed, and `make test-delays` runs tests of parity so.
 
-On a fast disk a transfer has nearly always ended before anybody could miss that nothing waits for it. Here one of three is
-late, before or after it has moved its bytes, by up to 10 ms, in the processes of pytest; processes that tests start have no
-delays. Which ones are late depends on the seed and on how threads take turns.
+On a fast disk a transfer has nearly always ended before anybody could miss that nothing waits for it. Here a third of them
+begin late, and a third are known late to have ended, each by up to 10 ms, in the processes of pytest; processes that tests
+start have no delays. Which ones are late depends on the seed and on how threads take turns.
 """
 
 import os
