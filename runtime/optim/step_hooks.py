@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,7 @@ class _StepInterception:
         with torch.no_grad():
             for store in self._stores:
                 store.check_usable()
+                _note_options(store, optimizer)
                 store.ranks.meet(f"an optimizer step, number {store.meter.num_steps}")
                 reduce_unreduced(store)
                 early = store.early_step.close(optimizer) if isinstance(store.early_step, BackwardStep) else None
@@ -205,6 +206,15 @@ def _show_remote_states(optimizer: Optimizer) -> None:
                 optimizer.state[parameter] = {}
 
 
+def _note_options(store: Store, optimizer: Optimizer) -> None:
+    """Note the options of a step of parameters that ranks have together: the next meeting compares them."""
+    if store.ranks.is_alone:
+        return
+    records = [record_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    names = [record.name for record in records if record is not None and record.store.store_id == store.store_id]
+    store.ranks.note_options(_in_words(optimizer, names), _options_of(optimizer))
+
+
 def _count_step(optimizer: Optimizer) -> None:
     """Count a step of parameters of ranks that work in rounds: each updates its own, without meeting the others."""
     names: dict[Elsewhere, dict[str, int]] = {}  # and the ranks
@@ -214,13 +224,39 @@ def _count_step(optimizer: Optimizer) -> None:
                 names.setdefault(parameter.elsewhere, {})[parameter.path] = parameter.rank
             elif (record := record_of(parameter)) is not None and (elsewhere := record.store.elsewhere) is not None:
                 names.setdefault(elsewhere, {})[record.name] = elsewhere.ranks.rank
-    kind = type(optimizer).__name__
     for elsewhere, ranks in names.items():
-        first = next(iter(ranks))
         if len(set(ranks.values())) == 1:  # another rank may have one of its own parameters, which is stepped as often
-            elsewhere.ranks.count_step(f"{kind} of parameters of one rank")
+            elsewhere.ranks.count_step(f"{type(optimizer).__name__} of parameters of one rank")
         else:
-            elsewhere.ranks.count_step(f"{kind} of {len(ranks)} parameters from '{first}' on")
+            elsewhere.ranks.count_step(_in_words(optimizer, [*ranks]))
+            elsewhere.ranks.note_options(_in_words(optimizer, [*ranks]), _options_of(optimizer))
+
+
+def _in_words(optimizer: Optimizer, names: Sequence[str]) -> str:
+    return f"{type(optimizer).__name__} of {len(names)} parameters from '{names[0]}' on"
+
+
+def _options_of(optimizer: Optimizer) -> dict[str, object]:
+    """Return the options of all groups that decide about updates, by name, as plain values: numbers, flags and text.
+
+    Tensors on a device are left out: reading one would wait for it.
+    """
+    options = {}
+    for number, group in enumerate(optimizer.param_groups):
+        where = f" of group {number}" if len(optimizer.param_groups) > 1 else ""
+        for name in optimizer.defaults:
+            value = group.get(name)
+            if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+                value = value.item()
+            if _is_plain(value):
+                options[f"{name}{where}"] = value
+    return options
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 @functools.cache

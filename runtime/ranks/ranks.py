@@ -25,7 +25,7 @@ import pickle
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -90,7 +90,9 @@ class Ranks:
         self.waited_seconds = 0.0  # for collectives and control messages so far, of which a slow rank waits the least
         self._moving: tuple[dist.ProcessGroup, ...] = ()  # the groups of parameters and gradients
         self._steps: Counter[str] = Counter()  # by optimizer: of those in which ranks do not meet
-        self._steps_hash = 0
+        self._options: dict[str, Mapping[str, object]] = {}  # by optimizer: of its latest step
+        self._step_hashes: dict[str, int] = {}  # by optimizer: of both
+        self._steps_hash = 0  # of all
         # Collectives that were waited for by the thread that computes, and beside it: on every rank the same ones, in the
         # same order. And the last ones of which the others were told that this rank waits for them.
         self._num_waits, self._told_waits = {"waits": 0, "waits beside": 0}, {"waits": 0, "waits beside": 0}
@@ -297,9 +299,9 @@ class Ranks:
     # Control messages
 
     def meet(self, what: str) -> None:
-        """Block until every rank is about to do the same, and has made as many optimizer steps.
+        """Block until every rank is about to do the same, and has made as many optimizer steps, with the same options.
 
-        RankError, on every rank, that says what each does, or how many steps it has made, if not.
+        RankError, on every rank, that says what each does, how many steps it has made, or which option differs, if not.
         """
         if self.is_alone:
             return
@@ -317,14 +319,27 @@ class Ranks:
             )
         if len({each[_MEETING_NBYTES:] for each in given}) > 1:
             self._refuse_steps(self._exchange_now("numbers of steps", dict(self._steps)))
+            self._refuse_options(self._exchange_now("options of optimizers", self._options))
 
     def count_step(self, optimizer: str) -> None:
         """Count a step in which ranks do not meet, of an optimizer in words. The next meeting compares the counts."""
         self._steps[optimizer] += 1
-        self._steps_hash = hash_of(repr(sorted(self._steps.items())).encode())
+        self._hash_steps_of(optimizer)
+
+    def note_options(self, optimizer: str, options: Mapping[str, object]) -> None:
+        """Note the options of a step, by name, of an optimizer in words. The next meeting compares them."""
+        if self._options.get(optimizer) != options:
+            self._options[optimizer] = options
+            self._hash_steps_of(optimizer)
+
+    def _hash_steps_of(self, optimizer: str) -> None:
+        before = self._step_hashes.get(optimizer, 0)
+        noted = optimizer, self._steps[optimizer], sorted(self._options.get(optimizer, {}).items())
+        self._step_hashes[optimizer] = hash_of(repr(noted).encode())
+        self._steps_hash ^= before ^ self._step_hashes[optimizer]
 
     def _refuse_steps(self, steps: Sequence[dict[str, int]]) -> None:
-        """Raise RankError for numbers of steps, given those of each rank."""
+        """Raise RankError if numbers of steps differ, given those of each rank."""
         different = []
         for optimizer in dict.fromkeys(each for counted in steps for each in counted):
             counts = [counted.get(optimizer, 0) for counted in steps]
@@ -334,11 +349,35 @@ class Ranks:
                     for count in dict.fromkeys(counts)
                 )
                 different.append(f"steps of {optimizer}: {', '.join(of_ranks)}")
+        if not different:
+            return
         self._note_failure(f"ranks have made different numbers of optimizer steps ({'; '.join(different)})")
         raise RankError(
             f"{self.failure}, so their parameters do not belong together any more; call step() equally often on every rank, "
             f"and exchange what decides whether to skip one, as by torch.distributed.all_reduce; {REMEDY}"
         )
+
+    def _refuse_options(self, noted: Sequence[Mapping[str, Mapping[str, object]]]) -> None:
+        """Raise RankError if options of an optimizer differ, given those of each rank; it names the first.
+
+        Another rank may not have noted an optimizer yet: ranks may step theirs in any order.
+        """
+        values: dict[tuple[str, str], dict[str, list[int]]] = {}  # the ranks with each value, by optimizer and option
+        for rank, each in enumerate(noted):
+            for optimizer, options in each.items():
+                for name, value in options.items():
+                    values.setdefault((optimizer, name), {}).setdefault(repr(value), []).append(rank)
+        for (optimizer, name), ranks_of in values.items():
+            if len(ranks_of) > 1:
+                differing = ", ".join(f"{value} on {describe_ranks(ranks)}" for value, ranks in ranks_of.items())
+                found = f"ranks have different options for a step of {optimizer}: {name} is {differing}"
+                remedy = (
+                    "give every rank the same, and average what a scheduler decides by (torch.distributed.all_reduce)"
+                )
+                if self._steps[optimizer]:  # each rank has made the step already
+                    self._note_failure(found)
+                    raise RankError(f"{found}, so their parameters do not belong together any more; {remedy}; {REMEDY}")
+                raise RankError(f"{found}; {remedy}; nothing was updated")
 
     @property
     def partners(self) -> "Ranks":

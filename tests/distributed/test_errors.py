@@ -117,6 +117,58 @@ def test_loops_that_differ_are_named(two: RankPool, options: Mapping[str, Any]) 
         assert "rank 1: an optimizer step" in message
 
 
+def other_options(options: Mapping[str, Any], value: Any) -> tuple[list[str], list[bytes]]:
+    """Give a step another learning rate on rank 1, and then the same again; return errors, and the losses."""
+    model = optimize(build_gpt(), options)
+    weights, others = [
+        [each for each in model.parameters() if (each.dim() > 1) is is_weight] for is_weight in (True, False)
+    ]
+    optimizer = torch.optim.AdamW([{"params": weights}, {"params": others, "note": dist.get_rank()}], lr=value)
+    errors, losses = [], []
+    for step in range(3):
+        loss = model(**batch_of(step, dist.get_rank()))
+        loss.backward()
+        losses.append(loss.detach().numpy().tobytes())
+        try:
+            is_other = isinstance(value, float) and (step, dist.get_rank()) == (1, 1)
+            optimizer.param_groups[1]["lr"] = 2e-3 if is_other else value
+            optimizer.step()
+        except zinf_compile.ZinfError as error:
+            errors.append(str(error))
+            optimizer.param_groups[1]["lr"] = value
+            optimizer.step()
+        optimizer.zero_grad()
+    zinf_compile.close(model)
+    return errors, losses
+
+
+def test_options_of_a_step_that_differ_are_named(two: RankPool, options: Mapping[str, Any]) -> None:
+    outcomes = two.run(other_options, options, 1e-2)
+    undisturbed = two.run(other_options, options, torch.tensor(1e-2, dtype=torch.float64))
+    for (errors, losses), (nothing, expected) in zip(outcomes, undisturbed, strict=True):
+        (error,) = errors
+        assert (
+            "different options for a step of AdamW of 27 parameters from 'embed.weight' on: lr of group 1 is" in error
+        )
+        assert "0.01 on rank 0, 0.002 on rank 1; give every rank the same" in error
+        assert "nothing was updated" in error
+        assert (nothing, losses) == ([], expected)
+
+
+def other_order(options: Mapping[str, Any]) -> None:
+    """Step two optimizers, of other options each, in another order on each rank."""
+    model = optimize(build_gpt(), options)
+    optimizers = [torch.optim.SGD([each], lr=0.01 * number) for number, each in enumerate(model.parameters())]
+    for step in range(2):
+        model(**batch_of(step, dist.get_rank())).backward()
+        for optimizer in optimizers if dist.get_rank() == 0 else reversed(optimizers):
+            optimizer.step()
+
+
+def test_options_of_other_optimizers_are_not_compared(two: RankPool, options: Mapping[str, Any]) -> None:
+    two.run(other_order, options)
+
+
 def other_shapes(options: Mapping[str, Any]) -> None:
     """Let the last batch of rank 1 be shorter."""
     model = optimize(build_gpt(), options)

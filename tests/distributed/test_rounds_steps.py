@@ -140,6 +140,22 @@ def test_a_skipped_step_is_an_error_on_every_rank(name: str, two: RankPool) -> N
         assert "call step() equally often on every rank" in each.message
 
 
+def step_otherwise() -> None:
+    """Give a step another learning rate on rank 1, and go on training."""
+    model, optimizer = make()
+    with ending_at_once(model):
+        for number in range(4):
+            optimizer.param_groups[0]["lr"] = 2e-3 if number == 1 and is_second() else 1e-3
+            train(model, optimizer, number)
+
+
+def test_another_learning_rate_is_an_error_on_every_rank(two: RankPool) -> None:
+    for each in two.outcomes(step_otherwise):
+        assert isinstance(each, Raised)
+        assert each.kind == "RankError", each.trace
+        assert f"different options for a step of {ALL}: lr is 0.001 on rank 0, 0.002 on rank 1, so" in each.message
+
+
 # What is right: each is called on every rank, and none raises.
 
 
