@@ -442,25 +442,29 @@ class Ranks:
 
     def do_alike(self, what: str, call: Callable[[], T]) -> T:
         """Call what may raise on some ranks only. If it does, every rank raises: its own error, or RankError with theirs."""
-        if self.is_alone:
+        with self.alike(what):
             return call()
-        error: ZinfError | None = None
-        result: T | None = None
+
+    @contextmanager
+    def alike(self, what: str) -> Iterator[None]:
+        """A block of what may raise on some ranks only. If it does, every rank raises as in ``do_alike``."""
+        if self.is_alone:
+            yield
+            return
         try:
-            result = call()
-        except ZinfError as raised:
-            error = raised
-        except BaseException as other:
-            self.fail(f"{what}: {describe(other)}")
+            yield
+        except ZinfError as error:
+            if self.failure is None:
+                self.exchange(what, describe(error))
             raise
-        errors = self.exchange(what, None if error is None else describe(error))
-        if error is not None:
-            raise error
+        except BaseException as error:
+            self.fail(f"{what}: {describe(error)}")
+            raise
+        errors = self.exchange(what, cast(str | None, None))
         failed = {rank: each for rank, each in enumerate(errors) if each is not None}
         if failed:
             rank, first = next(iter(failed.items()))
             raise RankError(f"{what} failed on {describe_ranks(list(failed))}; rank {rank}: {first}")
-        return cast(T, result)
 
     def do_on_first(self, what: str, call: Callable[[], T]) -> T:
         """Call on rank 0 only, for which the others wait; return what it returned, pickled, on every rank.

@@ -34,7 +34,7 @@ from zinf_compile.driver import session
 from zinf_compile.ir.errors import StoreError
 from zinf_compile.runtime.calibration.calibrate import measure_hardware
 from zinf_compile.runtime.params.records import record_of
-from zinf_compile.runtime.store.store import store_of
+from zinf_compile.runtime.store.store import Store, store_of
 
 SOON = 20.0  # seconds; gloo's own timeout is minutes
 
@@ -64,6 +64,52 @@ def with_other_model(options: Mapping[str, Any]) -> str:
     if dist.get_rank() == 1:
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     return build_and_close(lambda: model, options)
+
+
+class FailsToFill(nn.Linear):
+    """A layer whose first values fail on rank 1."""
+
+    def reset_parameters(self) -> None:
+        """Raise on rank 1, once the layer is built."""
+        if not self.weight.is_meta and dist.get_rank() == 1:
+            raise ValueError("no values")
+        super().reset_parameters()
+
+
+def fail_to_place(options: Mapping[str, Any], where: str) -> None:
+    """Fail on rank 1 before or while parameters move, where the other rank does not."""
+    options, model = dict(options), build_gpt()
+    is_second = dist.get_rank() == 1
+    if where == "option" and is_second:
+        options["device_memory"] = "much"
+    if where == "folder":
+        Path(options["nvme"], "0").mkdir(exist_ok=True)
+        options["nvme"] += "/{rank}"
+    if where == "init":
+        with torch.device("meta"):
+            model = FailsToFill(64, 64)
+        options["init"] = "reset"
+    with mock.patch.object(Store, "add", _fail_to_read) if where == "disk" and is_second else nullcontext():
+        model = optimize(model, options)
+
+
+@pytest.mark.parametrize(
+    ("where", "on_it", "elsewhere"),
+    [
+        ("option", "ConfigError", "reading options failed on rank 1; rank 1: ConfigError: device_memory"),
+        ("folder", "ConfigError", "reading options failed on rank 1; rank 1: ConfigError: nvme="),
+        ("disk", "StoreError", "rank 1: reading failed: Input/output error"),
+        ("init", "ValueError", "rank 1: placing parameters: ValueError: no values"),
+    ],
+)
+def test_what_goes_wrong_in_optimize_on_one_rank_ends_all(
+    two: RankPool, options: Mapping[str, Any], where: str, on_it: str, elsewhere: str
+) -> None:
+    start = time.monotonic()
+    first, second = two.outcomes(fail_to_place, options, where, seconds=60.0)
+    assert time.monotonic() - start < 60.0
+    assert (first.kind, second.kind) == ("RankError", on_it), (first, second)
+    assert elsewhere in first.message
 
 
 @pytest.fixture

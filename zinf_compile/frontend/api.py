@@ -70,7 +70,7 @@ from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, folder_of_ran
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.weights.file_values import FileValues
-from zinf_compile.weights.initialize import Init, choose_values, undo
+from zinf_compile.weights.initialize import Init, Values, choose_values, undo
 
 
 def optimize(
@@ -201,7 +201,9 @@ def optimize(
     ranks = find_data_ranks(mesh, distributed) if shared is None else shared.store.ranks
     if shared is None:
         options["nvme"] = folder_of_rank(options.get("nvme"), ranks)
-        config = agree_on_config(ranks, make_config(options, find_device=find_device))
+        with ranks.alike("reading options"):
+            config = make_config(options, find_device=find_device)
+        config = agree_on_config(ranks, config)
         if not ranks.is_alone and config.schedule is None:
             config = check_for_ranks(config, parameters)
     else:
@@ -230,51 +232,51 @@ def optimize(
     check_devices(parameters, config.device, may_be_meta=True)
     parameters = with_locals(parameters, distributed)
     may_store = _can_store_components(config, ranks)
-    values = choose_values(model, init)
     on_meta = [parameter for parameter in parameters.values() if parameter.is_meta]
+    values: Values | None = None
     session: Session | None = None
     replaced: list[tuple[Module, str, Parameter]] = []
     try:
-        if isinstance(values, FileValues) and values.quantised:
-            _check_may_store(values.quantised[0].parameter, may_store=may_store)
+        with (ranks if rounds is None else rounds.ranks).alike("placing parameters"):
+            values = choose_values(model, init)
+            if isinstance(values, FileValues) and values.quantised:
+                _check_may_store(values.quantised[0].parameter, may_store=may_store)
+                with torch.device("cpu"):  # regardless of the caller's default device
+                    values.show_quantised()
+            quantised = find_quantised(model, may_store=may_store, but=distributed)
+            if quantised.parameters:
+                if rounds is not None:
+                    raise UnsupportedError(
+                        "schedule='rounds' does not go with quantised weights in this version; leave it out, which shards "
+                        "what is trained (ZeRO stage 3)"
+                    )
+                _check_quantised(quantised.parameters, share)
+                parameters = {
+                    name: parameter
+                    for whole, own in parameters.items()
+                    for name, parameter in quantised.components.get(whole, {whole: own}).items()
+                }
+                config = replace(config, reserve_memory=config.reserve_memory + quantised.kept_nbytes)
+                if config.reserve_memory >= config.device_memory:
+                    raise CapacityError(
+                        f"{quantised.describe()}, and device_memory is {format_bytes(config.device_memory)}; raise it to "
+                        f"{-(-config.reserve_memory // 2**20)}MiB plus activation memory"
+                    )
+            if isinstance(values, FileValues):
+                values.take_components(quantised.components)
+            session = Session(config, type(model).__name__, ranks, rounds) if shared is None else shared
+            if shared is not None:
+                parameters = session.prefixed(parameters, type(model).__name__)
+            if not ranks.is_alone:
+                refuse_shared_devices(ranks, session.store.device)
             with torch.device("cpu"):  # regardless of the caller's default device
-                values.show_quantised()
-        quantised = find_quantised(model, may_store=may_store, but=distributed)
-        if quantised.parameters:
-            if rounds is not None:
-                raise UnsupportedError(
-                    "schedule='rounds' does not go with quantised weights in this version; leave it out, which shards what "
-                    "is trained (ZeRO stage 3)"
-                )
-            _check_quantised(quantised.parameters, share)
-            parameters = {
-                name: parameter
-                for whole, own in parameters.items()
-                for name, parameter in quantised.components.get(whole, {whole: own}).items()
-            }
-            config = replace(config, reserve_memory=config.reserve_memory + quantised.kept_nbytes)
-            if config.reserve_memory >= config.device_memory:
-                raise CapacityError(
-                    f"{quantised.describe()}, and device_memory is {format_bytes(config.device_memory)}; raise it to "
-                    f"{-(-config.reserve_memory // 2**20)}MiB plus activation memory"
-                )
-        if isinstance(values, FileValues):
-            values.take_components(quantised.components)
-        session = Session(config, type(model).__name__, ranks, rounds) if shared is None else shared
-        if shared is not None:
-            parameters = session.prefixed(parameters, type(model).__name__)
-        if not ranks.is_alone:
-            refuse_shared_devices(ranks, session.store.device)
-        with torch.device("cpu"):  # regardless of the caller's default device
-            weights = values.serve(session.store) if isinstance(values, FileValues) else {}
-            linear = find_linear_weights(model) if config.frozen_dtype is not None else frozenset()
-            adopt = partial(session.adopt, parameters, as_home=True, with_values=values is None)
-            adopt = partial(adopt, weights=weights, linear=linear)
-            adopt() if rounds is None else rounds.ranks.do_alike("placing parameters", adopt)
-            replaced = _register_replacements(model) if rounds is None else rounds.take_place()
-            if values is not None:
-                with session.progress("writing the first values of", parameters.values()):
-                    values.fill(session.store)
+                weights = values.serve(session.store) if isinstance(values, FileValues) else {}
+                linear = find_linear_weights(model) if config.frozen_dtype is not None else frozenset()
+                session.adopt(parameters, as_home=True, with_values=values is None, weights=weights, linear=linear)
+                replaced = _register_replacements(model) if rounds is None else rounds.take_place()
+                if values is not None:
+                    with session.progress("writing the first values of", parameters.values()):
+                        values.fill(session.store)
     except BaseException:
         if session is not None and shared is None:
             session.close()
