@@ -421,7 +421,8 @@ def _check_nvme(placements: Sequence[Placement], config: Config, on_nvme: int) -
     # Staging takes half of the host budget up to its own limit.
     needed = in_host + on_nvme
     host_memory = needed + replace(config, host_memory=2 * needed).staging_memory
-    largest = sorted(placements, key=lambda placement: -placement.file_nbytes)[:3]
+    on_disk = (placement for placement in placements if placement.file_nbytes)
+    largest = sorted(on_disk, key=lambda placement: -placement.file_nbytes)[:3]
     names = ", ".join(f"{item.parameter} {format_bytes(item.file_nbytes)}" for item in largest)
     limit = (
         "there is no nvme folder" if config.nvme is None else f"nvme_memory is {format_bytes(config.nvme_memory or 0)}"
