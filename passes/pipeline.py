@@ -26,6 +26,7 @@ from zinf_compile.passes.transforms.joint.tag_recompute import TAG_RECOMPUTE
 from zinf_compile.passes.transforms.lowering.bind_outputs import BIND_OUTPUTS
 from zinf_compile.passes.transforms.lowering.box_inputs import BOX_INPUTS
 from zinf_compile.passes.transforms.lowering.launch_gathers import LAUNCH_GATHERS
+from zinf_compile.passes.transforms.lowering.let_views_copy import LET_VIEWS_COPY
 from zinf_compile.passes.transforms.lowering.release_transfers import RELEASE_TRANSFERS
 from zinf_compile.passes.transforms.lowering.sink_gradients import SINK_GRADIENTS
 from zinf_compile.passes.transforms.lowering.start_transfers import START_TRANSFERS
@@ -64,6 +65,7 @@ LOWER: tuple[Pass[LowerInputs], ...] = (
     BIND_OUTPUTS,
     SINK_GRADIENTS,
     RELEASE_TRANSFERS,
+    LET_VIEWS_COPY,
     BOX_INPUTS,
 )
 

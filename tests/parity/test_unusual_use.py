@@ -238,3 +238,24 @@ def test_threads_take_turns(tmp_path: Path) -> None:
         thread.join()
     assert not wrong
     zinf_compile.close(model)
+
+
+class Gated(Net):
+    """The gradient of a softplus has other strides than its input: torch's fake kernel takes these, and the CPU those."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = nn.functional.softplus(self.up(x.unflatten(0, (2, 2))))
+        return super().forward(x) + gates.transpose(1, 2).contiguous().cumsum(-1).square().mean()
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_gradient_with_other_strides_than_its_fake_one(tmp_path: Path, capture: bool) -> None:
+    plain, model = Gated(), optimized(tmp_path, Gated(), capture=capture)
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters())
+        for step in range(2):
+            each(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
