@@ -120,6 +120,7 @@ class FormInputs:
         default_factory=dict
     )  # gathers that move this narrower dtype, by parameter
     recomputed: frozenset[str] = frozenset()  # names of forward ops that backward recomputes
+    keeps_collectives: bool = False  # whether backward must not run collectives of the forward again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

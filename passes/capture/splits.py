@@ -67,8 +67,13 @@ class JointGraph:
         param_names: Mapping[int, str],
         number_of: Callable[[fx.GraphModule], int],
         has_backward: bool,
+        keeps_collectives: bool = False,
     ) -> None:
-        """``param_names`` maps the numbers in its gathers to names. ``number_of`` returns the number of a segment."""
+        """``param_names`` maps the numbers in its gathers to names. ``number_of`` returns the number of a segment.
+
+        With ``keeps_collectives`` no form has collectives in backward that the others do not have.
+        """
+        self._keeps_collectives = keeps_collectives
         self._partition, self._name, self._param_names, self._number_of = partition, name, param_names, number_of
         self.has_backward = has_backward
         self._plain: dict[ActivationPolicy, Form] = {}  # forms that were requested by policy alone
@@ -92,7 +97,12 @@ class JointGraph:
         if kinds:
             assert saving is not None
             recomputed = recomputed_ops(at_sizes(saving.facts), kinds)
-        inputs = FormInputs(policy=policy, narrowed=narrowed or {}, recomputed=recomputed)
+        inputs = FormInputs(
+            policy=policy,
+            narrowed=narrowed or {},
+            recomputed=recomputed,
+            keeps_collectives=self._keeps_collectives,
+        )
         form = self._analyze(self._partition(inputs), inputs.narrowed)
         if is_plain:
             self._plain[policy] = form

@@ -27,15 +27,18 @@ class Executor:
         *,
         prepare: Callable[[list[Any]], int],
         records: Callable[[], Iterable[StoredParameter]],
+        graph: str,
         describe_run: Callable[[], str],
     ) -> None:
         """``prepare`` is called with the inputs before each run, and returns the arena bytes that the graph needs;
-        ``records`` returns the parameters that it reads. What ``describe_run`` returns has to be the same on all ranks."""
+        ``records`` returns the parameters that it reads. What ``describe_run`` returns has to be the same on all ranks, and
+        the name of the ``graph`` on those that have other parts of parameters, too, which may have other plans."""
         self._store = store
         self._run = run
         self._phase = phase
         self._prepare = prepare
         self._records = records
+        self._graph = graph
         self._describe_run = describe_run
 
     @with_room_for_calls
@@ -86,6 +89,7 @@ class Executor:
         store.check_usable()
         store.follow_compute()
         store.ranks.meet(self._describe_run())
+        store.ranks.meet_beside(f"a {self._phase} of {self._graph}")
         if self._phase is Phase.BACKWARD:
             store.ranks.meet_partners(self._describe_run())
         if self._phase is Phase.FORWARD:

@@ -9,7 +9,7 @@ Every module with parameters gets a subclass of its own class, with the same nam
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import WRAPPER_ASSIGNMENTS
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,7 +21,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
-from zinf_compile.ir.errors import ConfigError, UnsupportedError, ZinfError
+from zinf_compile.ir.errors import ConfigError, NotCapturedError, UnsupportedError, ZinfError
 from zinf_compile.runtime.execute.saved_tensors import GATHERED, repack_gathered
 from zinf_compile.runtime.observe.progress import timed
 from zinf_compile.runtime.params.home import EagerGather, GatherOfLeaf, TransformedGather, WholeLeaf
@@ -205,8 +205,18 @@ def _specialise(
                     return self._call_impl(*args, **kwargs)
                 if forward.to_capture is None:
                     return cls.__call__(self, *args, **kwargs)
-                with forward.first_call():
-                    return _call_with_room(cls.__call__, self, *args, **kwargs)
+                drawn = torch.get_rng_state()
+                with forward.first_call(), suppress(NotCapturedError):
+                    try:
+                        return _call_with_room(cls.__call__, self, *args, **kwargs)
+                    except BackendCompilerFailed as error:  # Dynamo wraps what a backend raises
+                        if isinstance(error.inner_exception, NotCapturedError):
+                            raise error.inner_exception from None
+                        raise
+                # No graph has run. What Dynamo has left to Python before the first one runs again, and draws the same.
+                torch.set_rng_state(drawn)
+                self._compiled_call_impl = None
+                return cls.__call__(self, *args, **kwargs)
         except BackendCompilerFailed as error:  # Dynamo wraps what a backend raises
             if isinstance(error.inner_exception, ZinfError):
                 raise error.inner_exception from None
@@ -370,6 +380,7 @@ def _accessor(model: str, name: str, record: StoredParameter, forward: Forward) 
     param, shape, device = record.param, tuple(record.shape), record.store.memory.torch_device
     dtype = record.dtype
     seat, alive, of_record = record.copies.seat, weakref.ref(forward), weakref.ref(record)
+    of_whole = record.views.in_graph()
 
     def get(self: Module) -> Tensor:
         if torch.compiler.is_compiling():
@@ -380,7 +391,7 @@ def _accessor(model: str, name: str, record: StoredParameter, forward: Forward) 
                 assert full is not None
                 return full
             gathered: Tensor = torch.ops.zinf.gather(seat.anchor, param, shape, dtype, device)
-            return gathered
+            return gathered if of_whole is None else of_whole(gathered)
         parameter = self._parameters.get(name)
         if parameter is None:
             raise AttributeError(f"'{model}' object has no attribute '{name}'")

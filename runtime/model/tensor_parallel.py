@@ -20,8 +20,8 @@ from torch.nn import Module, Parameter
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
 from zinf_compile.runtime.params.records import StoredParameter, mark_local, record_of
-from zinf_compile.runtime.ranks.find_ranks import find_ranks, refuse_codes
-from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, describe_ranks, is_grouped
+from zinf_compile.runtime.ranks.find_ranks import find_alone, find_ranks, refuse_codes
+from zinf_compile.runtime.ranks.ranks import Ranks, describe_ranks, is_grouped
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -63,10 +63,22 @@ def find_data_ranks(mesh: DeviceMesh | None, distributed: Mapping[str, "DTensor"
                     f"'{name}' is a DTensor over {size} of {world} ranks; say which ranks have the same parts of it and "
                     "train together, such as optimize(model, mesh=mesh['dp'])"
                 )
-        return ALONE
+        return find_alone(_meshes_of(distributed))
     if mesh is not None and mesh.size() > 1 and mesh.get_coordinate() is not None:
         check_meshes(mesh, distributed)
-    return find_ranks(mesh)
+    return find_ranks(mesh, _meshes_of(distributed))
+
+
+def may_capture(ranks: Ranks, distributed: Mapping[str, "DTensor"]) -> bool:
+    """Return whether all ranks among which parameters are distributed learn of each other's graphs."""
+    known = [each.members for each in ranks.beside]
+    return all(sorted(mesh.mesh.flatten().tolist()) in known for mesh in _meshes_of(distributed))
+
+
+def _meshes_of(distributed: Mapping[str, "DTensor"]) -> list[DeviceMesh]:
+    """Return the meshes of several ranks over which parameters are distributed, each set of ranks once."""
+    meshes = (parameter.device_mesh for parameter in distributed.values() if parameter.device_mesh.size() > 1)
+    return [*{frozenset(mesh.mesh.flatten().tolist()): mesh for mesh in meshes}.values()]
 
 
 def check_meshes(mesh: DeviceMesh | None, distributed: Mapping[str, "DTensor"]) -> None:
@@ -143,11 +155,12 @@ def check_distributed(distributed: Mapping[str, "DTensor"], config: Config, *, h
     captured = {
         "micro_batches": config.micro_batches if config.micro_batches != 1 else None,
         "tiles": config.tiles or None,
+        "tile_memory": config.tile_memory,
     }
     if given := [name for name, value in captured.items() if value is not None]:
         raise UnsupportedError(
-            f"{given[0]} cuts a captured graph, and a model with DTensors, such as '{next(iter(distributed))}', is not "
-            f"captured yet; leave {given[0]} out"
+            f"{given[0]} cuts a captured graph, and that of a model with DTensors, such as '{next(iter(distributed))}', "
+            f"cannot be cut yet; leave {given[0]} out"
         )
 
 

@@ -1,6 +1,6 @@
 """The record of a stored parameter, and how it is found from the parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -130,6 +130,9 @@ class Views(Protocol):
 
     def of_whole(self, value: Tensor) -> Tensor:
         """Return a gathered value as the model's own code computes with it."""
+
+    def in_graph(self) -> Callable[[Tensor], Tensor] | None:
+        """Return ``of_whole`` for a value gathered in a captured graph; None if it is the value itself."""
 
     def of_shard(self, shard: Tensor) -> Tensor:
         """Return this rank's part of a gradient as autograd expects it for the parameter."""

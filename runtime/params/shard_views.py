@@ -6,6 +6,7 @@ for any DTensor. The local tensor is this rank's home tensor, and its values are
 
 import copy
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -170,6 +171,18 @@ class ShardViews:
         return DTensor.from_local(
             value, mesh, placements, run_check=False, shape=shape, stride=make_contiguous_strides_for(shape)
         )
+
+    def in_graph(self) -> Callable[[Tensor], Tensor] | None:
+        """See Views.in_graph. Dynamo traces through what this returns, and guards each name that it reads."""
+        if self._given is None:
+            return None
+        mesh, placements, shape = self._given.mesh, self._given.placements, self._given.shape
+        stride = make_contiguous_strides_for(shape)
+
+        def as_given(value: Tensor) -> Tensor:
+            return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+        return as_given
 
     def of_shard(self, shard: Tensor) -> Tensor:
         """See Views.of_shard."""

@@ -47,6 +47,9 @@ class PlainViews:
         """See Views.of_whole."""
         return value
 
+    def in_graph(self) -> None:
+        """See Views.in_graph."""
+
     def of_shard(self, shard: Tensor) -> Tensor:
         """See Views.of_shard."""
         return shard

@@ -30,7 +30,7 @@ _PROBE_NBYTES = 8 * 2**20  # of the full value whose shards are gathered, or add
 _NUM_PROBES = 3
 _MOST_CHARACTERS = 80  # of a value in an error
 _SAME_BUILD = "every rank builds the same model with the same options and seed"
-_SAME_GRAPH = "every rank builds the same model with the same options, and calls it with the same shapes"
+SAME_GRAPH = "every rank builds the same model with the same options, and calls it with the same shapes"
 
 
 def check_alike(ranks: Ranks, what: str, mine: Mapping[str, object], *, remedy: str = _SAME_BUILD) -> None:
@@ -68,7 +68,7 @@ def check_record_alike(ranks: Ranks, what: str, mine: object) -> None:
         if len(set(kinds)) > 1 or _first_difference(hashes) is None:
             path = path.removeprefix(".")
             values = {path: _shorten(mine), f"the hash of {path}": hash_of(repr(mine).encode())}
-            check_alike(ranks, what, values, remedy=_SAME_GRAPH)
+            check_alike(ranks, what, values, remedy=SAME_GRAPH)
 
 
 def _parts_of(value: object) -> list[tuple[str, object]]:

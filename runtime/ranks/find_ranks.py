@@ -1,7 +1,7 @@
 """Which ranks train a model, and what this version cannot do on several."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,11 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
 from zinf_compile.runtime.device.device import Device
-from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, is_grouped
+from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, TensorRanks, is_grouped
 
 
-def find_ranks(mesh: DeviceMesh | None) -> Ranks:
-    """Return the ranks of a mesh; without one those of the default process group, or this process alone."""
+def find_ranks(mesh: DeviceMesh | None, divided: Sequence[DeviceMesh] = ()) -> Ranks:
+    """Return the ranks of a mesh; without one those of the default process group, or this process alone.
+
+    The ranks of each mesh of ``divided`` have other parts of parameters.
+    """
     if mesh is None:
         if not is_grouped():
             return ALONE
@@ -32,13 +35,18 @@ def find_ranks(mesh: DeviceMesh | None) -> Ranks:
             f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; call optimize() on its ranks only"
         )
     if mesh.size() == 1:
-        return ALONE
+        return find_alone(divided)
     if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(mesh.ndim)):
         raise ConfigError(
             f"mesh has its ranks in the order {mesh.mesh.tolist()}, and torch.distributed sorts the ranks of a group; give "
             "a mesh whose ranks ascend along each dimension"
         )
-    return Ranks(mesh)
+    return Ranks(mesh, beside=[*map(TensorRanks, divided)])
+
+
+def find_alone(divided: Sequence[DeviceMesh]) -> Ranks:
+    """Return this process, which shares no row of a parameter, beside the ranks that have other parts of parameters."""
+    return Ranks(beside=[*map(TensorRanks, divided)]) if divided else ALONE
 
 
 def folder_of_rank(nvme: object, ranks: Ranks) -> object:

@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -77,8 +78,10 @@ class Ranks:
     count all ranks, replica by replica: errors and checkpoints use these numbers.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh | None = None, *, beside: Sequence["TensorRanks"] = ()) -> None:
+        """``beside`` are groups of this rank and of those that have other parts of what the user has divided."""
         self.mesh = mesh
+        self.beside = tuple(beside)
         self.size = 1 if mesh is None else mesh.size(mesh.ndim - 1)
         self.rank = 0 if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
         self.num_replicas = 1 if mesh is None else mesh.size() // self.size
@@ -86,7 +89,7 @@ class Ranks:
         self.mesh_size = self.num_replicas * self.size
         self.mesh_rank = self.replica * self.size + self.rank
         self.failure: str | None = None  # why no collective can run any more
-        self.timeout_seconds = _timeout_of(mesh)
+        self.timeout_seconds = math.inf
         self.waited_seconds = 0.0  # for collectives and control messages so far, of which a slow rank waits the least
         self._moving: tuple[dist.ProcessGroup, ...] = ()  # the groups of parameters and gradients
         self._steps: Counter[str] = Counter()  # by optimizer: of those in which ranks do not meet
@@ -101,13 +104,19 @@ class Ranks:
         members: list[int] = mesh.mesh.flatten().tolist()  # replica by replica
         self._places = [sorted(members).index(each) for each in members]  # groups sort their ranks
         sharing = members[self.replica * self.size :][: self.size]
-        self._gathers = group_of("gathers", sharing, self.timeout_seconds)
-        self._reductions = group_of("reductions", sharing, self.timeout_seconds)
+        seconds = _timeout_of(mesh)
+        self._gathers = group_of("gathers", sharing, seconds)
+        self._reductions = group_of("reductions", sharing, seconds)
         self._moving = self._gathers, self._reductions
         if self.num_replicas > 1:
-            self._replicas = group_of("replicas", members[self.rank :: self.size], self.timeout_seconds)
+            self._replicas = group_of("replicas", members[self.rank :: self.size], seconds)
             self._moving = *self._moving, self._replicas
-        self._control = group_of("control", members, self.timeout_seconds, backend="gloo")
+        self._connect(members, seconds)
+
+    def _connect(self, members: Sequence[int], timeout_seconds: float) -> None:
+        """Let ranks exchange messages, and wait that long for each other."""
+        self.timeout_seconds = timeout_seconds
+        self._control = group_of("control", members, timeout_seconds, backend="gloo")
         self._messages = PrefixStore(f"zinf/{'-'.join(map(str, members))}/{next(_numbers)}", _get_default_store())
 
     @property
@@ -387,6 +396,17 @@ class Ranks:
     def meet_partners(self, what: str) -> None:
         """Block until those that compute with this rank, but have other parameters, are about to do the same: see Worker."""
 
+    def meet_beside(self, what: str) -> None:
+        """Block until those that have other parts of parameters are about to do the same, as ``meet``."""
+        for each in self.beside:
+            each.meet(what)
+
+    def do_alike_beside(self, what: str, call: Callable[[], T]) -> T:
+        """Call what may raise on some ranks only; if it does, those that have other parts of parameters raise as well."""
+        for each in self.beside:
+            call = partial(each.do_alike, what, call)
+        return call()
+
     def exchange(self, what: str, value: T) -> list[T]:
         """Return what every rank gave, in the order of ranks. A value is pickled: keep it small."""
         if self.is_alone:
@@ -510,6 +530,8 @@ class Ranks:
 
     def fail(self, why: str) -> None:
         """Tell the other ranks that this one cannot go on: those that wait for it raise RankError."""
+        for each in self.beside:
+            each.fail(why)
         if self.is_alone or self.failure is not None:
             return
         self._note_failure(f"rank {self.mesh_rank}: {why}")
@@ -563,6 +585,8 @@ class Ranks:
 
     def check_together(self) -> None:
         """Raise RankError if ranks have failed, so that a collective could wait for one for ever."""
+        for each in self.beside:
+            each.check_together()
         if self.failure is not None:
             raise RankError(f"the ranks of this model cannot go on: {self.failure}; {REMEDY}")
 
@@ -584,6 +608,20 @@ class Ranks:
             self._note_failure(why)
             self._tell(f"rank {self.mesh_rank}: {why}")  # some ranks have no connection to the one that is gone
         return RankError(f"rank {self.mesh_rank} cannot go on: {why}; {REMEDY}")
+
+
+class TensorRanks(Ranks):
+    """The ranks among which the user has divided parameters, as tensor parallelism does.
+
+    Each has other values, and a store of its own. The user's collectives are between them; ours are messages only.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.members: list[int] = sorted(mesh.mesh.flatten().tolist())
+        self.mesh_size, self.mesh_rank = len(self.members), self.members.index(dist.get_rank())
+        self._places = [*range(self.mesh_size)]
+        self._connect(self.members, _timeout_of(mesh))
 
 
 class Worker(Ranks):
@@ -621,10 +659,8 @@ def _outside_capture() -> Iterator[None]:
         yield
 
 
-def _timeout_of(mesh: DeviceMesh | None) -> float:
+def _timeout_of(mesh: DeviceMesh) -> float:
     """Return how long a rank waits for the others: as long as ``init_process_group`` was told."""
-    if mesh is None:
-        return math.inf
     assert dist.group.WORLD is not None  # a mesh has been made of it
     options = getattr(dist.group.WORLD._get_backend(torch.device(mesh.device_type)), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)

@@ -30,6 +30,7 @@ from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.ir.plan_io import plan_to_json
 from zinf_compile.ir.tiles import join_placements
 from zinf_compile.passes.analysis.collect import CapturedGraph
+from zinf_compile.passes.analysis.repeatable import find_collectives
 from zinf_compile.passes.capture.aot import BoxedCallable, Partition
 from zinf_compile.passes.capture.splits import JointGraph
 from zinf_compile.passes.contract import LowerInputs
@@ -110,6 +111,16 @@ class Program:
         found = [] if self._captured is None else find_fallbacks(self._captured)
         return [f"{self._name}, {sentence}" for sentence in found]
 
+    def describe_collectives(self) -> dict[str, str]:
+        """Return the collectives of the user's in each graph, as text that differs if they do."""
+        assert self._captured is not None
+        graphs = {Phase.FORWARD: self._captured.forward, Phase.BACKWARD: self._captured.backward}
+        found = {phase: find_collectives(each.graph) for phase, each in graphs.items() if each is not None}
+        return {
+            f"{phase} of {self._name}": f"{len(names)} collectives ({hash_of(repr(names).encode()):016x})"
+            for phase, names in found.items()
+        }
+
     @property
     def read_records(self) -> list[StoredParameter]:
         """Return the parameters that the graph reads."""
@@ -144,6 +155,7 @@ class Program:
             param_names={number: name for name, number in self._catalog.numbers(self._tiled).items()},
             number_of=number_of_segment,
             has_backward=has_backward,
+            keeps_collectives=bool(self._store.ranks.beside),
         )
         ops = self._planner.choose(graph, reads)
         computed = self._compute_in_segments(graph, ops) if self._catalog.config.compute == "inductor" else ops
@@ -227,6 +239,7 @@ class Program:
             phase,
             prepare=prepare,
             records=lambda: self.read_records,
+            graph=self._name,
             describe_run=lambda: f"a {phase} of {self._name}" + (f", plan {self._hash}" if self._hash else ""),
         )
 

@@ -23,7 +23,14 @@ from zinf_compile.driver.tile_search import TiledGraph, check_tiles, fit_by_tile
 from zinf_compile.driver.trial import plan_tiled
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.copies import Role
-from zinf_compile.ir.errors import CapacityError, ConfigError, DeviceCapacityError, StoreError, UnsupportedError
+from zinf_compile.ir.errors import (
+    CapacityError,
+    ConfigError,
+    DeviceCapacityError,
+    NotCapturedError,
+    StoreError,
+    UnsupportedError,
+)
 from zinf_compile.ir.facts import ParameterFact
 from zinf_compile.ir.glossary import Phase, Tier, dtype_name, format_bytes, printable
 from zinf_compile.ir.plan import Placement, Plan
@@ -56,7 +63,7 @@ from zinf_compile.runtime.process.garbage import fewer_collections
 from zinf_compile.runtime.process.inference import outside_inference
 from zinf_compile.runtime.process.interrupts import uninterrupted
 from zinf_compile.runtime.process.ram import return_freed_memory
-from zinf_compile.runtime.ranks.agreement import agree_on_hardware, check_parameters
+from zinf_compile.runtime.ranks.agreement import SAME_GRAPH, agree_on_hardware, check_alike, check_parameters
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks, describe, hash_of
 from zinf_compile.runtime.storage.nvme.weight_file import WeightSpan
 from zinf_compile.runtime.store.store import Store
@@ -257,6 +264,11 @@ class Session:
     def _compile(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         self.store.ranks.meet(f"capture of {self._next_name()}, {len(graph_module.graph.nodes)} nodes")
         where = describe_break(graph_module)
+        self.store.ranks.meet_beside(
+            f"capture of {self._next_name()}{'' if where is None else ', up to a graph break'}"
+        )
+        if where is not None and self.store.ranks.beside and not self.programs:
+            self._refuse_pieces(where)
         graph_module, inputs, check = bind_components(self.store, graph_module, inputs)
         in_rounds: BoundRounds | None = None
         if self.rounds is not None:
@@ -291,8 +303,12 @@ class Session:
                 self.catalog.hardware = agree_on_hardware(self.store.ranks, measured, self.store.device)
         fit = partial(self._fit_beside_process, graph_module, inputs, where)
         program, compiled = (
-            fit() if in_rounds is None or self.rounds is None else self.rounds.ranks.do_alike("planning", fit)
+            self.store.ranks.do_alike_beside("planning", fit)
+            if in_rounds is None or self.rounds is None
+            else self.rounds.ranks.do_alike("planning", fit)
         )
+        for ranks in self.store.ranks.beside:
+            check_alike(ranks, "captured graphs", program.describe_collectives(), remedy=SAME_GRAPH)
         self.programs.append(program)
         assert program.plan is not None
         self.catalog.plans[program.plan.name] = program.plan
@@ -310,6 +326,17 @@ class Session:
             return session._run(number, check.arguments(args), in_rounds)
 
         return call
+
+    def _refuse_pieces(self, where: str) -> None:
+        """Raise NotCapturedError for a model with DTensors of which only pieces would be captured.
+
+        What is between them often has sizes that depend on values, as rows of experts do, which differ from rank to rank.
+        """
+        self.fallbacks.append(
+            f"{self.model_name} runs eagerly, gathering as it goes: it has DTensors, and its graph breaks at {where}"
+        )
+        _log.warning("%s", printable(self.fallbacks[-1]))
+        raise NotCapturedError(self.fallbacks[-1])
 
     def _fit_beside_process(
         self, graph_module: fx.GraphModule, inputs: Sequence[Tensor], where: str | None
@@ -343,6 +370,7 @@ class Session:
                 partial(self._compile_tiled, inputs),
                 partial(self._predict_tiled, inputs),
                 compile_op_by_op=partial(self._compile_op_by_op, inputs, kept_nbytes) if may_save else None,
+                stays_whole=bool(self.store.ranks.beside),
             )
         except DeviceCapacityError as error:
             if where is not None:  # the rest is captured after this part has run

@@ -111,6 +111,7 @@ def fit_by_tiles(
     predict_seconds: Callable[[TiledGraph], float],
     *,
     compile_op_by_op: Callable[[TiledGraph, DeviceCapacityError], Made] | None = None,
+    stays_whole: bool = False,
 ) -> Made:
     """Return the result of ``compile_tiled`` for the graph with as few tiles as it takes to fit, possibly none.
 
@@ -121,6 +122,8 @@ def fit_by_tiles(
     If the next finer choice also fits, takes the one with the shorter step. Both functions raise DeviceCapacityError
     for a graph that does not fit. If nothing fits, raises the error of the choice that needs the least, with a note
     about what could not be tiled.
+
+    A graph that ``stays_whole`` is not tiled: collectives of the user's would run once for each tile, on this rank only.
     """
     search = TileSearch(graph_module, catalog)
     choices = search.finer_and_finer()
@@ -133,7 +136,7 @@ def fit_by_tiles(
         with suppress(DeviceCapacityError):
             return compile_op_by_op(whole, least)
     fitting: tuple[float, TiledGraph] | None = None
-    for choice in choices:
+    for choice in () if stays_whole else choices:
         tiled = search.apply(choice)
         try:
             seconds = predict_seconds(tiled)

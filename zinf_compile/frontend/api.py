@@ -57,6 +57,7 @@ from zinf_compile.runtime.model.tensor_parallel import (
     check_meshes,
     find_data_ranks,
     find_distributed,
+    may_capture,
     refuse_distributed,
     refuse_fully_sharded,
     with_locals,
@@ -204,6 +205,8 @@ def optimize(
         with ranks.alike("reading options"):
             config = make_config(options, find_device=find_device)
         config = agree_on_config(ranks, config)
+        for each in ranks.beside:
+            config = agree_on_config(each, config)
         if not ranks.is_alone and config.schedule is None:
             config = check_for_ranks(config, parameters)
     else:
@@ -223,8 +226,11 @@ def optimize(
         rounds = Rounds(model, parameters, ranks, config.gradient_divide_factor)
         parameters, ranks, config = rounds.mine, ALONE, rounds.options_of_rank(config)
     check_distributed(distributed, config, has_init=init is not None)
-    refuse_replacing_layers(model, capture=config.capture and not distributed)
-    if distributed:
+    refuse_replacing_layers(model, capture=config.capture)
+    if distributed:  # their gradients are DTensors, which do not count what is written to them
+        config = replace(config, speculate=False)
+    eagerly = config.capture and not may_capture(ranks, distributed)
+    if eagerly:
         config = replace(config, capture=False)
     for name, parameter in parameters.items():
         if (record := record_of(parameter)) is not None:
@@ -287,10 +293,11 @@ def optimize(
         raise
     if quantised.parameters:
         session.catalog.notes.append(quantised.describe())
-    if distributed:
+    if eagerly:
         session.fallbacks.append(
             f"{type(model).__name__} runs eagerly, gathering as it goes: {len(distributed)} of its parameters, such as "
-            f"'{next(iter(distributed))}', are DTensors, and graphs of these are not captured yet"
+            f"'{next(iter(distributed))}', are DTensors, and the model whose budgets it shares has none over these ranks; "
+            "optimize this model first, and let the other share its budgets"
         )
         _log.warning("%s", printable(session.fallbacks[-1]))
     forward = Forward(session.store.memory.torch_device)

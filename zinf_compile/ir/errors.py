@@ -21,6 +21,10 @@ class UnsupportedError(ZinfError, NotImplementedError):
     """The model or the call needs something this version does not do; names what, and the alternative."""
 
 
+class NotCapturedError(UnsupportedError):
+    """A model whose graphs are not captured after all, and that runs eagerly instead; says why. Users never see it."""
+
+
 class CapacityError(ZinfError, MemoryError):
     """It does not fit; names the largest residents and the smallest budget that works."""
 

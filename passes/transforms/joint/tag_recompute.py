@@ -8,6 +8,8 @@ Tags set on forward nodes::
     ops named in ``inputs.recomputed``,       MUST_RECOMPUTE under the policies by value
         their results and views of those
     random numbers                            MUST_SAVE: drawing again would give different numbers
+    collectives of the user's, if             MUST_SAVE: the ranks between which they are may have chosen other policies
+        ``inputs.keeps_collectives``
     what the micro-batches of a block give    MUST_SAVE: for what reads it after the block, backward would otherwise
                                               recompute all of them at once
 
@@ -25,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.ir.ops import GATHER, STORE_GRAD
 from zinf_compile.passes.analysis.modules import block_of, is_repeated, module_path
-from zinf_compile.passes.analysis.repeatable import RECOMPUTE, REGION, is_random
+from zinf_compile.passes.analysis.repeatable import RECOMPUTE, REGION, is_collective, is_random
 from zinf_compile.passes.contract import JOINED, FormInputs, Pass
 from zinf_compile.passes.fx_edit import view_source
 
@@ -33,7 +35,7 @@ from zinf_compile.passes.fx_edit import view_source
 def _run(graph_module: fx.GraphModule, inputs: FormInputs) -> None:
     nodes = list(graph_module.graph.nodes)
     if inputs.policy is ActivationPolicy.RECOMPUTE_BLOCKS:
-        _tag_blocks([node for node in nodes if _is_forward_op(node)])
+        _tag_blocks([node for node in nodes if _is_forward_op(node)], keeps_collectives=inputs.keeps_collectives)
     for node in nodes:
         if inputs.recomputed and REGION not in node.meta and _is_made_by(node, inputs.recomputed):
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
@@ -62,7 +64,7 @@ def _is_made_by(node: fx.Node, names: Collection[str]) -> bool:
     return node.name in names or (isinstance(source, fx.Node) and _is_made_by(source, names))
 
 
-def _tag_blocks(nodes: list[fx.Node]) -> None:
+def _tag_blocks(nodes: list[fx.Node], *, keeps_collectives: bool) -> None:
     regions: dict[tuple[str, int], int] = {}
     # A block that runs twice (a module used twice) is two regions: consecutive nodes are one execution.
     for run, (block, members) in enumerate(itertools.groupby(nodes, key=lambda node: block_of(module_path(node)))):
@@ -77,7 +79,7 @@ def _tag_blocks(nodes: list[fx.Node]) -> None:
                 if isinstance(node.meta["val"], torch.Tensor):  # for an op with several results, each result separately
                     node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
                 continue
-            if (node.meta.get("custom") or {}).get(JOINED):
+            if (node.meta.get("custom") or {}).get(JOINED) or (keeps_collectives and is_collective(node)):
                 node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
                 continue
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
