@@ -34,19 +34,23 @@ class _Shard(HomeTensor, DTensor):
 
     def to_local(self, **kwargs: Any) -> Tensor:
         """Return this rank's shard."""
-        await_home(self)
-        return super().to_local(**kwargs)
+        return self.plain().to_local(**kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
         """Return the full value, gathered from all ranks. RankError if one is gone, or cannot go on after an error."""
-        await_home(self)
+        plain = self.plain()
         with _naming_lost_ranks(self.record()):
-            return super().full_tensor(**kwargs)
+            return plain.full_tensor(**kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """Return it with other placements."""
-        await_home(self)
-        return super().redistribute(*args, **kwargs)
+        return self.plain().redistribute(*args, **kwargs)
+
+    def plain(self) -> DTensor:
+        """See HomeTensor.plain."""
+        plain = super().plain()
+        assert isinstance(plain, DTensor)
+        return plain
 
     def _as_plain(self) -> Tensor:
         return DTensor(self._local_tensor, self._spec, requires_grad=False)

@@ -629,6 +629,32 @@ def test_ranks_that_differ_are_named(how: str, messages: list[str], two: RankPoo
         assert error.startswith(message), error
 
 
+def scale_gradients(options: Mapping[str, Any], shape: tuple[int, ...]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return gradients before and after they are halved, and what ranks have of them, as looks other than ops see them."""
+    of_data, of_parts, replica = mesh_of(shape)
+    model = optimize(divide_mlp(build_mlp(), of_parts), {**options, "mesh": of_data if shape else None})
+    loss_of(model, 0, replica).backward()
+    found = []
+    for parameter in model.parameters():
+        before = full(parameter.grad)
+        parameter.grad.mul_(0.5)
+        found.append((before, full(parameter.grad)))
+        parameter.grad.mul_(0.5)
+        local = parameter.grad.to_local().clone()
+        parameter.grad.mul_(2.0)
+        found[-1] += (local, parameter.grad.redistribute(placements=parameter.placements).to_local().clone())
+    zinf_compile.close(model)
+    return found
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_looks_at_a_gradient_see_what_was_deferred(placement: str, two: RankPool, tmp_path: Path) -> None:
+    for gradients in two.run(scale_gradients, options_in(tmp_path)[placement], ()):
+        for before, after, local, last in gradients:
+            assert torch.equal(after, before / 2)
+            assert torch.equal(last, 2 * local)
+
+
 def refuse(what: str) -> tuple[str, bool]:
     """Return the error of a use that is refused, and whether the model still computes what it did before."""
     of_data, of_parts, replica = mesh_of((2,))
