@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zinf_compile.ir.errors import CapacityError, StoreError
+from zinf_compile.ir.errors import CapacityError, RankError, StoreError
 from zinf_compile.ir.glossary import Phase
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
@@ -57,11 +57,14 @@ class Executor:
         with outside_inference():
             try:
                 self._make_ready(inputs)
-            except Exception:  # what every rank raises
+            except Exception as error:  # what every rank raises that has the same part of parameters
+                with suppress(RankError):  # theirs, if they raise nothing
+                    store.ranks.meet_beside(f"a {self._phase} of {self._graph}, which raises {type(error).__name__}")
                 raise
             except BaseException as error:  # an interrupt, of this rank only
                 self._leave_ranks(error)
                 raise
+            store.ranks.meet_beside(f"a {self._phase} of {self._graph}")
         with store.meter.phase(self._phase, store.device.compute):
             try:
                 # Some ops use the current GPU, not that of their inputs: what saves the random state for a recomputation.
@@ -89,7 +92,6 @@ class Executor:
         store.check_usable()
         store.follow_compute()
         store.ranks.meet(self._describe_run())
-        store.ranks.meet_beside(f"a {self._phase} of {self._graph}")
         if self._phase is Phase.BACKWARD:
             store.ranks.meet_partners(self._describe_run())
         if self._phase is Phase.FORWARD:

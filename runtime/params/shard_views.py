@@ -34,21 +34,20 @@ class _Shard(HomeTensor, DTensor):
 
     def to_local(self, **kwargs: Any) -> Tensor:
         """Return this rank's shard."""
-        return self.plain().to_local(**kwargs)
+        return self._plain_shard().to_local(**kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
         """Return the full value, gathered from all ranks. RankError if one is gone, or cannot go on after an error."""
-        plain = self.plain()
+        plain = self._plain_shard()
         with _naming_lost_ranks(self.record()):
             return plain.full_tensor(**kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """Return it with other placements."""
-        return self.plain().redistribute(*args, **kwargs)
+        return self._plain_shard().redistribute(*args, **kwargs)
 
-    def plain(self) -> DTensor:
-        """See HomeTensor.plain."""
-        plain = super().plain()
+    def _plain_shard(self) -> DTensor:
+        plain = self.plain()
         assert isinstance(plain, DTensor)
         return plain
 

@@ -43,7 +43,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store
 
-from zinf_compile.ir.errors import RankError, ZinfError
+from zinf_compile.ir.errors import CapacityError, RankError, ZinfError
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.process.waiting import wait_for
 
@@ -402,10 +402,15 @@ class Ranks:
             each.meet(what)
 
     def do_alike_beside(self, what: str, call: Callable[[], T]) -> T:
-        """Call what may raise on some ranks only; if it does, those that have other parts of parameters raise as well."""
+        """Call what may not fit on some ranks only. If so, those with other parts raise CapacityError, with its text."""
         for each in self.beside:
             call = partial(each.do_alike, what, call)
-        return call()
+        try:
+            return call()
+        except RankError as error:
+            if self.failure is not None or any(each.failure is not None for each in self.beside):
+                raise
+            raise CapacityError(*error.args) from error  # all ranks can go on, as after any such error
 
     def exchange(self, what: str, value: T) -> list[T]:
         """Return what every rank gave, in the order of ranks. A value is pickled: keep it small."""

@@ -608,7 +608,12 @@ def differ(how: str, options: Mapping[str, Any]) -> str:
             with torch.no_grad():
                 model(torch.ones(1, WIDTH))
         loss_of(model, 0, 0).backward()
-    except (CapacityError, RankError) as error:
+        if how == "steps":
+            loss, optimizer = loss_of(model, 1, 0), make_adamw(model)
+            if is_second:
+                optimizer.step()
+            loss.backward()
+    except (CapacityError, RankError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -620,7 +625,7 @@ def differ(how: str, options: Mapping[str, Any]) -> str:
         ("calls", ["RankError: captured graphs differ: 'backward of MLP graph 0' is 2 collectives ("] * 2),
         (
             "sizes",
-            ["RankError: planning failed on rank 1; rank 1: DeviceCapacityError: MLP", "DeviceCapacityError: MLP"],
+            ["CapacityError: planning failed on rank 1; rank 1: DeviceCapacityError: MLP", "DeviceCapacityError: MLP"],
         ),
     ],
 )
