@@ -21,13 +21,16 @@ def _tag(
     policy: ActivationPolicy,
     modules: dict[str, str] | None = None,
     recomputed: Collection[str] = (),
+    *,
+    keeps_collectives: bool = False,
 ) -> None:
     """Run the pass with each named node in its module; ``modules`` maps names of nodes to paths."""
     for node in graph_module.graph.nodes:
         path = (modules or {}).get(node.name)
         if path is not None:
             node.meta["nn_module_stack"] = {path: (f"L['self'].{path}", torch.nn.Linear)}
-    run_pipeline(graph_module, [TAG_RECOMPUTE], FormInputs(policy=policy, recomputed=frozenset(recomputed)))
+    inputs = FormInputs(policy=policy, recomputed=frozenset(recomputed), keeps_collectives=keeps_collectives)
+    run_pipeline(graph_module, [TAG_RECOMPUTE], inputs)
 
 
 def _tags(graph_module: fx.GraphModule) -> dict[str, CheckpointPolicy]:
@@ -89,6 +92,19 @@ def test_random_numbers_are_saved(trace: Function) -> None:
     modules = {"sin": "layers.0", "bernoulli": "layers.0", "mul": "layers.0"}
     _tag(graph_module, ActivationPolicy.RECOMPUTE_BLOCKS, modules)
     assert _tags(graph_module) == {"sin": MUST_RECOMPUTE, "bernoulli": MUST_SAVE, "mul": MUST_RECOMPUTE}
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_collectives_are_saved_where_other_ranks_may_recompute_something_else(trace: Function, keeps: bool) -> None:
+    def joint(anchor: Tensor, x: Tensor) -> Tensor:
+        total = torch.ops._c10d_functional.all_reduce(torch.sin(x), "sum", "group")
+        return torch.cos(torch.ops._c10d_functional.wait_tensor(total))
+
+    graph_module = trace(joint, (4,))
+    modules = dict.fromkeys(("sin", "all_reduce", "wait_tensor", "cos"), "layers.0")
+    _tag(graph_module, ActivationPolicy.RECOMPUTE_BLOCKS, modules, keeps_collectives=keeps)
+    collectives = dict.fromkeys(("all_reduce", "wait_tensor"), MUST_SAVE if keeps else MUST_RECOMPUTE)
+    assert _tags(graph_module) == {"sin": MUST_RECOMPUTE, **collectives, "cos": MUST_RECOMPUTE}
 
 
 def test_backward_nodes_are_not_tagged(trace: Function) -> None:
