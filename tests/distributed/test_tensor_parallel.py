@@ -448,6 +448,47 @@ def test_sequence_and_loss_parallel_have_the_bits_of_plain_ranks(placement: str,
         assert not report.graph_breaks
 
 
+class WithLoss(nn.Module):
+    """A Decoder that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = build_decoder()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the loss of predicting each token from those before it."""
+        logits = self.decoder(tokens[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def lose(options: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor], int]:
+    """Return losses and gradients of batches of two lengths, in a store and plain, and how many graphs were planned."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), []
+    plain, model = WithLoss(), WithLoss()
+    for each in (plain, model):
+        divide_decoder(each.decoder, mesh)
+    model = optimize(model, options)
+    for each in (plain, model):
+        numbers = []
+        for length in (9, 7):
+            tokens = torch.randint(0, 22, (2, length), generator=torch.Generator().manual_seed(length))
+            with loss_parallel():
+                loss = each(tokens)
+                loss.backward()
+            numbers += [full(loss), *(full(parameter.grad) for parameter in each.parameters())]
+            each.zero_grad()
+        found.append(numbers)
+    num_graphs = len(zinf_compile.report(model).plans)
+    zinf_compile.close(model)
+    return found[1], found[0], num_graphs
+
+
+def test_losses_by_classes_in_the_graph(two: RankPool, tmp_path: Path) -> None:
+    for ours, plain, num_graphs in two.run(lose, options_in(tmp_path)["nvme"]):
+        assert all(map(torch.equal, ours, plain))
+        assert num_graphs == 2
+
+
 class Stack(nn.Module):
     """Blocks, which may be checkpointed by the user."""
 

@@ -103,7 +103,7 @@ def optimize(
     first, as FSDP2's HSDP. Registered parameters are then DTensors: create the optimizer after ``optimize``.
 
     Of parameters that are DTensors, as after ``parallelize_module``, each rank stores its local tensors. ``mesh`` is then
-    the dimension along which these are the same. Such a model is not captured.
+    the dimension along which these are the same. Such a model runs eagerly if its graph breaks.
 
     Options, all with defaults:
         device: where compute runs: "cpu", "cuda" or "cuda:1". By default the GPU that the model is on, else the CPU.
