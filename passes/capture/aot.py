@@ -138,7 +138,10 @@ def describe_break(graph_module: fx.GraphModule) -> str | None:
 
 # Functions and methods that return a view of the same tensor in a torch-level graph, by name.
 _VIEWS = frozenset(
-    {"detach", "_get_data_attr", "view", "reshape", "t", "transpose", "permute", "getitem", "narrow", "select"}
+    {
+        *("detach", "_get_data_attr", "view", "reshape", "t", "transpose", "permute", "getitem", "narrow", "select"),
+        *("from_local", "prim_from_local", "to_local", "prim_to_local"),  # of a DTensor; older versions of torch: prim
+    }
 )
 _WRITING_OPERATORS = frozenset({"setitem", "iadd", "isub", "imul", "itruediv"})
 

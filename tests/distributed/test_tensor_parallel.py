@@ -753,6 +753,35 @@ def test_meshes_and_options_that_are_refused(what: str, message: str, four: Rank
         assert is_unchanged
 
 
+class Writing(nn.Module):
+    """Writes to a parameter in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = build_mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output for a batch."""
+        with torch.no_grad():
+            self.mlp.up.weight.mul_(0.5)
+        output: Tensor = self.mlp(x)
+        return output
+
+
+def write() -> str:
+    """Return the error of a model that writes to a DTensor among its parameters."""
+    model = Writing()
+    divide_mlp(model.mlp, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    with pytest.raises(UnsupportedError) as error:
+        zinf_compile.optimize(model)(torch.ones(5, WIDTH))
+    return str(error.value)
+
+
+def test_writes_to_parameters_are_refused(two: RankPool) -> None:
+    for error in two.run(write):
+        assert re.match(r"the model writes to one of its parameters in its own forward \(mul_", error), error
+
+
 def refuse_placement(placement: Placement, shape: Sequence[int]) -> str:
     """Return the error for a parameter with a placement of which not every rank has values."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
