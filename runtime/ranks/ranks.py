@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -490,6 +490,14 @@ class Ranks:
         if failed:
             rank, first = next(iter(failed.items()))
             raise RankError(f"{what} failed on {describe_ranks(list(failed))}; rank {rank}: {first}")
+
+    @contextmanager
+    def alike_beside(self, what: str) -> Iterator[None]:
+        """A block as of ``alike``, of which those that have other parts of parameters learn, too."""
+        with ExitStack() as stack:
+            for each in (*self.beside, self):
+                stack.enter_context(each.alike(what))
+            yield
 
     def do_on_first(self, what: str, call: Callable[[], T]) -> T:
         """Call on rank 0 only, for which the others wait; return what it returned, pickled, on every rank.

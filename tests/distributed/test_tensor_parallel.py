@@ -643,6 +643,8 @@ def differ(how: str, options: Mapping[str, Any]) -> str:
     model = divide_mlp(build_mlp(hidden=HIDDEN + (3000 if how == "sizes" and is_second else 0)), mesh)
     if how == "options":
         options = {**options, "recompute": is_second}
+    if how == "folder" and is_second:
+        options = {**options, "nvme": f"{options['nvme']}/missing"}
     try:
         model = optimize(model, options)
         if how == "calls" and is_second:
@@ -654,7 +656,7 @@ def differ(how: str, options: Mapping[str, Any]) -> str:
             if is_second:
                 optimizer.step()
             loss.backward()
-    except (CapacityError, RankError, RuntimeError) as error:
+    except (CapacityError, ConfigError, RankError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -663,6 +665,7 @@ def differ(how: str, options: Mapping[str, Any]) -> str:
     ("how", "messages"),
     [
         ("options", ["RankError: options differ: 'recompute' is False on rank 0 and True on rank 1"] * 2),
+        ("folder", ["RankError: reading options failed on rank 1; rank 1: ConfigError: nvme=", "ConfigError: nvme="]),
         ("calls", ["RankError: captured graphs differ: 'backward of MLP graph 0' is 2 collectives ("] * 2),
         (
             "sizes",

@@ -202,7 +202,7 @@ def optimize(
     ranks = find_data_ranks(mesh, distributed) if shared is None else shared.store.ranks
     if shared is None:
         options["nvme"] = folder_of_rank(options.get("nvme"), ranks)
-        with ranks.alike("reading options"):
+        with ranks.alike_beside("reading options"):
             config = make_config(options, find_device=find_device)
         config = agree_on_config(ranks, config)
         for each in ranks.beside:
@@ -243,7 +243,7 @@ def optimize(
     session: Session | None = None
     replaced: list[tuple[Module, str, Parameter]] = []
     try:
-        with (ranks if rounds is None else rounds.ranks).alike("placing parameters"):
+        with (ranks if rounds is None else rounds.ranks).alike_beside("placing parameters"):
             values = choose_values(model, init)
             if isinstance(values, FileValues) and values.quantised:
                 _check_may_store(values.quantised[0].parameter, may_store=may_store)
