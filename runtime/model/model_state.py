@@ -14,13 +14,13 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.model.quantised import components_of, quantised_tensors
 from zinf_compile.runtime.optim.step_jobs import has_slot, state_slot
-from zinf_compile.runtime.params.coded_state import CodedHomeTensor
+from zinf_compile.runtime.params.coded_state import coded_home
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.home_gradient import begin_gradient, settle_gradient, show_gradient
 from zinf_compile.runtime.params.records import StoredParameter, record_of
 from zinf_compile.runtime.params.remote import RemoteParameter
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
-from zinf_compile.runtime.storage.slots import Slot, SlotPart
+from zinf_compile.runtime.storage.slots import Slot
 from zinf_compile.runtime.storage.state_blocks import blocks_of, pages_of_code
 from zinf_compile.runtime.store.store import Store, store_of
 from zinf_compile.runtime.transfer.tensor_io import TensorIO
@@ -49,10 +49,10 @@ class HomedTensor:
         return self.record is not None and not self.record.store.ranks.is_alone
 
     @property
-    def rows(self) -> SlotPart:
-        """Return what this rank has of it, or updates of it; only of one that is divided."""
+    def shard(self) -> Slice:
+        """Return the rows that this rank has of it, or updates; only of one that is divided."""
         assert self.record is not None
-        return self.slot.part(self.record.shard)
+        return self.record.shard
 
 
 def stores_of(model: Module) -> tuple[Store, ...]:
@@ -180,8 +180,8 @@ def state_tensors(optimizer: Optimizer, parameter: Parameter) -> dict[str, Homed
         if not isinstance(value, Tensor):
             continue
         slot = record.copies.states.get(key) if record is not None else None
-        if isinstance(value, CodedHomeTensor):
-            value.flush()
+        if (shown := coded_home(value)) is not None:
+            shown.flush()
         if record is not None and slot is not None and slot.is_home_of(value):
             tensors[key] = HomedTensor(slot=slot, tensor_io=record.store.tensor_io, record=record)
         elif (code := blocks_of(value)) is not None:

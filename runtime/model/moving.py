@@ -11,7 +11,7 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Placement
 from zinf_compile.runtime.model.in_place import is_still_in
 from zinf_compile.runtime.model.narrowing import narrow_parameter
-from zinf_compile.runtime.params.coded_state import CodedHomeTensor
+from zinf_compile.runtime.params.coded_state import coded_home
 from zinf_compile.runtime.params.home import HomeTensor
 from zinf_compile.runtime.params.home_gradient import HomeGradient, settle_gradient
 from zinf_compile.runtime.params.records import StoredParameter
@@ -189,8 +189,8 @@ def _move_state(store: Store, record: StoredParameter, key: str, tier: Tier) -> 
     owner = record.copies.states_owner() if record.copies.states_owner is not None else None
     if owner is None:  # its optimizer is gone
         return
-    if isinstance(slot.shown, CodedHomeTensor):
-        slot.shown.flush()
+    if (shown := coded_home(slot.shown)) is not None:
+        shown.flush()
     moved = _moved_slot(store, record, slot, tier, slot.num_ranks)
     record.copies.put_state(key, moved)
     state = owner.state.get(record.parameter, {})

@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
 from zinf_compile.runtime.params.records import StoredParameter, mark_local, record_of
-from zinf_compile.runtime.ranks.find_ranks import find_alone, find_ranks, refuse_codes
+from zinf_compile.runtime.ranks.find_ranks import find_alone, find_ranks
 from zinf_compile.runtime.ranks.ranks import Ranks, describe_ranks, is_grouped
 
 if TYPE_CHECKING:
@@ -146,7 +146,11 @@ def check_distributed(distributed: Mapping[str, "DTensor"], config: Config, *, h
             f"init gives values to plain parameters, and '{next(iter(distributed))}' is a DTensor; give it its values "
             "before optimize(), and leave init out"
         )
-    refuse_codes(config)
+    if config.state_dtype is not None:
+        raise UnsupportedError(
+            f"state_dtype='{config.state_dtype}' encodes the state of whole rows, and a rank has parts of those of a "
+            f"DTensor, such as '{next(iter(distributed))}'; leave it out, which keeps states exact"
+        )
     if config.frozen_dtype is not None:
         raise UnsupportedError(
             f"frozen_dtype='{config.frozen_dtype}' encodes whole rows, and a rank has parts of those of a DTensor, such as "

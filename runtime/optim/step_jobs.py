@@ -65,7 +65,7 @@ from zinf_compile.runtime.optim.shadow import (
     traits_of,
 )
 from zinf_compile.runtime.optim.temporaries import TemporaryCount, small_shape
-from zinf_compile.runtime.params.coded_state import CodedHomeTensor
+from zinf_compile.runtime.params.coded_state import coded_home
 from zinf_compile.runtime.params.gradient_state import DeferredOp
 from zinf_compile.runtime.params.home import HomeParameter, HomeTensor
 from zinf_compile.runtime.params.records import StoredParameter, record_of
@@ -433,10 +433,10 @@ class JobCollector:
         for slot in record.copies.take_odd_of_gone():
             free_slot(self._store, slot)
         for slot in record.copies.states.values():
-            if isinstance(slot.shown, CodedHomeTensor) and slot.shown.is_aliased:
+            if (shown := coded_home(slot.shown)) is not None and shown.is_aliased:
                 self._store.finish(record)
-                slot.shown.flush()
-                slot.shown.forget_aliases()
+                shown.flush()
+                shown.forget_aliases()
         if self.is_block_wise:
             self._make_block_slots(record, place)
         elif self.is_element_wise:
@@ -888,7 +888,7 @@ def take_state_home(record: StoredParameter, optimizer: Optimizer, state: dict[s
         if slot.coded is None:
             store.tensor_io.write_value(slot, own_rows(slot, value))
         else:
-            store.tensor_io.encode_value(slot, value)
+            store.tensor_io.encode_value(slot, own_rows(slot, value))
         store.tensor_io.wait_writes()
     state[key] = HomeTensor.show(slot, record)
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.runtime.params.home import CHANGES_SHAPE, DATA_GET, DATA_SET, HomeTensor, looks_at_values
 from zinf_compile.runtime.process.inference import outside_inference
+from zinf_compile.runtime.storage.slots import local_of
 from zinf_compile.runtime.storage.state_codes import Paged
 
 _TELL_NO_WRITES = frozenset({DATA_GET, Tensor.numpy, Tensor.__array__})  # they do not share the count of versions
@@ -98,7 +99,8 @@ class CodedHomeTensor(HomeTensor, Tensor):
             return self.coded.value(self._zinf_pages)
 
     def _encode(self, value: Tensor) -> None:
-        self.coded.encode(value.reshape(-1), self._zinf_pages, seed=self._num_writes)
+        first = self.coded.slice.flat.start
+        self.coded.encode(value.reshape(-1), self._zinf_pages, first=first, seed=self._num_writes)
         self._num_writes += 1
 
     def _stands_for_result(self, func: Callable[..., Any]) -> bool:
@@ -109,7 +111,7 @@ class CodedHomeTensor(HomeTensor, Tensor):
         """Remember the views of ``value`` that a function returned. It had ``num_own`` references to its memory before."""
         storage = value.untyped_storage()._cdata
         views = [leaf for leaf in tree_leaves(result) if not isinstance(leaf, Tensor) or _is_over(leaf, storage)]
-        views = [view for view in views if view is not value and (isinstance(view, Tensor) or not tells_writes)]
+        views = [view for view in views if view is not value and _is_array(view)]
         if not views:
             return
         alias, home = _Alias(value, num_own, tells_writes=tells_writes), weakref.ref(self)
@@ -129,10 +131,21 @@ class CodedHomeTensor(HomeTensor, Tensor):
         self._aliases.append(alias)
 
 
+def coded_home(value: object) -> CodedHomeTensor | None:
+    """Return the home tensor of codes that an entry of an optimizer's state is, or a DTensor over one; else None."""
+    local = local_of(value) if isinstance(value, Tensor) else None
+    return local if isinstance(local, CodedHomeTensor) else None
+
+
 def num_references(value: Tensor) -> int:
     """Return how many tensors hold the memory of a tensor."""
     count: int = torch._C._storage_Use_Count(value.untyped_storage()._cdata)
     return count
+
+
+def _is_array(result: object) -> bool:
+    """Return whether a result is a tensor, or an array of numpy, and no number."""
+    return isinstance(result, Tensor) or hasattr(result, "__array_interface__")
 
 
 def _is_over(tensor: Tensor, storage: int) -> bool:
@@ -168,5 +181,7 @@ def _run_decoded(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for (home, value, num_own), version in zip(decoded.values(), versions, strict=True):
         if writes or value._version != version:
             home._encode(value)
-        home._watch(value, num_own, result, tells_writes=func not in _TELL_NO_WRITES)
+        # What is below autograd makes views that do not share the count of versions, as the ops of a DTensor are.
+        tells_writes = func not in _TELL_NO_WRITES and not isinstance(func, torch._ops.OpOverload)
+        home._watch(value, num_own, result, tells_writes=tells_writes)
     return tree_map_only(Tensor, lambda tensor: homes.get(id(tensor), tensor), result)

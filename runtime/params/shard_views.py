@@ -6,6 +6,7 @@ for any DTensor. The local tensor is this rank's home tensor, and its values are
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 from zinf_compile.ir.errors import UnsupportedError
+from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.home import HomeParameter, HomeTensor, await_home, note_what_is_computed
 from zinf_compile.runtime.params.home_gradient import HomeGradient
 from zinf_compile.runtime.params.records import StoredParameter, distributed_of, mark_replaced, record_of
@@ -57,6 +59,33 @@ class _Shard(HomeTensor, DTensor):
 
 class HomeTensorShard(_Shard):
     """This rank's shard of a tensor of optimizer state."""
+
+
+class CodedTensorShard(_Shard):
+    """This rank's shard of a tensor of optimizer state that is stored in codes: the local tensor decodes its values."""
+
+    _local_tensor: CodedHomeTensor
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        """Return this rank's shard, a home tensor of codes."""
+        await_home(self)
+        return self._local_tensor
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        """Return the full value, gathered from all ranks. RankError if one is gone, or cannot go on after an error."""
+        plain = self.plain()
+        assert isinstance(plain, DTensor)
+        with _naming_lost_ranks(self.record()):
+            return plain.full_tensor(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """Return it with other placements, decoded."""
+        plain = self.plain()
+        assert isinstance(plain, DTensor)
+        return plain.redistribute(*args, **kwargs)
+
+    def _as_plain(self) -> Tensor:
+        return DTensor(self._local_tensor.plain(), self._spec, requires_grad=False)
 
 
 class HomeGradientShard(HomeGradient, _Shard):
@@ -134,9 +163,14 @@ class ShardViews:
 
     def show(self, kind: type[Tensor], home: Tensor, record: StoredParameter, *, coded: Paged | None = None) -> Tensor:
         """See Views.show."""
-        assert coded is None, "state of several ranks is exact"
-        shown = _dtensor(home.detach(), self._spec)
-        shown.__class__ = _KINDS[kind]
+        if coded is None:
+            shown = _dtensor(home.detach(), self._spec)
+            shown.__class__ = _KINDS[kind]
+            return shown
+        local = CodedHomeTensor.of(coded, home)
+        local.record = weakref.ref(record)
+        shown = _dtensor(local, self._spec)
+        shown.__class__ = CodedTensorShard
         return shown
 
     def seat(self, parameter: Parameter, home: Tensor, *, as_home: bool) -> Parameter:
@@ -162,7 +196,10 @@ class ShardViews:
     def move(self, shown: Tensor, home: Tensor) -> None:
         """See Views.move."""
         assert isinstance(shown, DTensor)
-        shown._local_tensor = home.detach()
+        if isinstance(shown, CodedTensorShard):
+            shown._local_tensor.move(home)
+        else:
+            shown._local_tensor = home.detach()
 
     def of_whole(self, value: Tensor) -> Tensor:
         """See Views.of_whole. Of a DTensor of the user's it is one with the same placements."""
@@ -245,7 +282,8 @@ def _dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     It has no memory of its own, but takes the offset of the local tensor in its storage, and with one torch answers
     ``data_ptr()`` with that: torch.distributed.checkpoint, when it saves asynchronously, then looks for memory there.
     """
-    shown = DTensor(local.new_empty(0), copy.copy(spec), requires_grad=False)  # torch may change the specs of tensors
+    empty = torch.empty(0, dtype=local.dtype, device=local.device)
+    shown = DTensor(empty, copy.copy(spec), requires_grad=False)  # torch may change the specs of tensors
     shown._local_tensor = local
     return shown
 

@@ -57,15 +57,6 @@ def folder_of_rank(nvme: object, ranks: Ranks) -> object:
     return os.fspath(nvme).replace("{local_rank}", local).replace("{rank}", str(ranks.mesh_rank))
 
 
-def refuse_codes(config: Config) -> None:
-    """Raise ConfigError where several ranks are to store optimizer state in fewer bits."""
-    if config.state_dtype is not None:
-        raise ConfigError(
-            f"state_dtype='{config.state_dtype}' is not supported on several ranks yet; leave it out, which keeps states "
-            "exact"
-        )
-
-
 def check_for_ranks(config: Config, parameters: Mapping[str, Tensor]) -> Config:
     """Return the options for several ranks. ConfigError or UnsupportedError for what this version cannot do on them."""
     if config.stage < 3 and (config.tiles or config.tile_memory is not None):
@@ -73,7 +64,6 @@ def check_for_ranks(config: Config, parameters: Mapping[str, Tensor]) -> Config:
             f"tiles and tile_memory divide what is gathered, and stage={config.stage} keeps all of it on the device; leave "
             "them out, or say stage=3"
         )
-    refuse_codes(config)
     for name, parameter in parameters.items():
         if parameter.dim() == 0:
             raise UnsupportedError(

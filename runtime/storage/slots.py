@@ -113,7 +113,7 @@ class Slot:
 
     def rows_of(self, value: Tensor) -> Tensor:
         """Return what it holds of the whole value of its parameter, as a view."""
-        held = self.slice
+        held = self.slice if self.coded is None else self.coded.slice
         return value if held.is_whole else value.narrow(held.dim, held.start, held.length)
 
     def part(self, part: Slice) -> "SlotPart":
@@ -155,7 +155,7 @@ class Slot:
         Of codes, over values that were decoded from them.
         """
         if self.coded is not None:
-            return self.shown is not None and bool(getattr(self.shown, "is_aliased", False))
+            return self.shown is not None and bool(getattr(local_of(self.shown), "is_aliased", False))
         return self.num_references > self.num_own_references + (self.shown is not None)
 
     @property
@@ -171,6 +171,8 @@ class Slot:
         """Return whether nobody but us holds the home tensor for users, or any other tensor over these bytes."""
         # The slot's own reference, and the call's.
         is_shown_to_others = self.shown is not None and sys.getrefcount(self.shown) > 2
+        if self.coded is not None and self.shown is not None and (local := local_of(self.shown)) is not self.shown:
+            is_shown_to_others |= sys.getrefcount(local) > 3  # that of the DTensor, too
         return not is_shown_to_others and not self.is_aliased
 
     def lives_like(self, other: "Slot") -> bool:
@@ -277,8 +279,9 @@ PAGES = "_zinf_pages"  # the attribute of a home tensor that shows decoded value
 
 def memory_of(tensor: Tensor) -> Tensor:
     """Return the tensor over the bytes of a home tensor: its codes, or this rank's part; any other tensor as it is."""
-    pages: Tensor | None = getattr(tensor, PAGES, None)
-    return local_of(tensor) if pages is None else pages
+    local = local_of(tensor)
+    pages: Tensor | None = getattr(local, PAGES, None)
+    return local if pages is None else pages
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -168,11 +168,15 @@ class TensorIO:
     def encode_value(self, slot: Slot, value: Tensor) -> None:
         """Start writing a value to a slot as codes; ``wait_writes`` completes it. The caller may reuse ``value`` at once."""
         assert slot.coded is not None
+        self.encode_pieces(slot, partial(slot.coded.piece_of, slot.coded.flat(value)))
+
+    def encode_pieces(self, slot: Slot, value_of: Callable[[Slice], Tensor]) -> None:
+        """Start writing to a slot as codes what ``value_of`` returns of each part of its values, flat and on the CPU."""
+        assert slot.coded is not None
         coded = slot.coded
-        flat = coded.flat(value)
         for part in self._pieces(slot):
             values = coded.values_of(part)
-            piece = coded.piece_of(flat, values)
+            piece = value_of(values)
             if slot.in_memory:
                 coded.encode(piece, slot.elements(part), first=values.start)
                 continue

@@ -746,7 +746,10 @@ def refuse(what: str) -> tuple[str, bool]:
             r"micro_batches cuts a captured graph, and that of a model with DTensors, such as 'up.weight', cannot be",
         ),
         ("tiles", r"tiles cuts a captured graph"),
-        ("state_dtype", r"state_dtype='int8' is not supported on several ranks yet"),
+        (
+            "state_dtype",
+            r"state_dtype='int8' encodes the state of whole rows, and a rank has parts of those of a DTensor",
+        ),
         ("frozen_dtype", r"frozen_dtype='int8' encodes whole rows, and a rank has parts of those of a DTensor"),
     ],
 )

@@ -154,10 +154,17 @@ class Loop:
         return made
 
 
-def train_alone(loop: Loop, num_ranks: int, *, reduces_once: bool = False) -> Trace:
+def train_alone(
+    loop: Loop,
+    num_ranks: int,
+    *,
+    reduces_once: bool = False,
+    after_step: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None = None,
+) -> Trace:
     """Return the numbers of one process in plain PyTorch that accumulates the batches of so many ranks in their order.
 
-    Ranks that reduce once per step have added up their own micro-batches before.
+    Ranks that reduce once per step have added up their own micro-batches before. ``after_step`` is called with the number of
+    each step.
     """
     torch.set_num_threads(1)
     model, trace = loop.build(), Trace()
@@ -191,6 +198,8 @@ def train_alone(loop: Loop, num_ranks: int, *, reduces_once: bool = False) -> Tr
         trace.record_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
+        if after_step is not None:
+            after_step(model, optimizer, step)
         trace.record_model(model, optimizer)
     return trace
 

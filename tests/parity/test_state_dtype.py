@@ -18,7 +18,6 @@ from torch.nn.utils import clip_grad_norm_
 import zinf_compile
 from tests.support.fake_device import FakeDevice, on_fake_device
 from zinf_compile.checkpoint.checkpoint_folder import OPTIMIZER, read_manifest
-from zinf_compile.ir.config import make_config
 from zinf_compile.ir.copies import LEAST_CODED, Code, Encoding
 from zinf_compile.ir.errors import ConfigError, UnsupportedError
 from zinf_compile.ir.glossary import Tier
@@ -32,7 +31,6 @@ from zinf_compile.runtime.optim.step_chunks import Chunk
 from zinf_compile.runtime.optim.updates_ahead import UpdatesAhead
 from zinf_compile.runtime.params.coded_state import CodedHomeTensor
 from zinf_compile.runtime.params.records import record_of
-from zinf_compile.runtime.ranks.find_ranks import check_for_ranks, refuse_codes
 from zinf_compile.runtime.storage.state_codes import Coded, decode, encode
 from zinf_compile.runtime.store.store import Store
 
@@ -856,13 +854,6 @@ def test_no_encoding(wrong: object) -> None:
     with pytest.raises(ConfigError, match="is no encoding of optimizer state; say 'int8' or 'bfloat16'"):
         zinf_compile.optimize(model, device_memory="8MiB", state_dtype=wrong)
     assert type(model[0].weight) is nn.Parameter
-
-
-def test_where_it_is_not_supported() -> None:
-    config = make_config({"device_memory": "8MiB", "host_memory": "8MiB", "state_dtype": "int8"})
-    for check_ranks in (refuse_codes, lambda config: check_for_ranks(config, {})):
-        with pytest.raises(ConfigError, match="is not supported on several ranks yet"):
-            check_ranks(config)
 
 
 @pytest.mark.of_a_cpu(reason="the number in its error is that of one memory")

@@ -46,7 +46,7 @@ from zinf_compile.runtime.model.model_state import (
     stores_of,
     tied_names,
 )
-from zinf_compile.runtime.params.coded_state import CodedHomeTensor
+from zinf_compile.runtime.params.coded_state import coded_home
 from zinf_compile.runtime.params.remote import RemoteParameter
 from zinf_compile.runtime.process.interrupts import without_interrupts
 from zinf_compile.runtime.ranks.ranks import Ranks
@@ -285,7 +285,8 @@ def _log_conversions(model: Module, optimizer: Optimizer | None, files: Mapping[
         name, key = split_state_name(tensor.saved.name)
         assert optimizer is not None
         value = optimizer.state[parameters[name]][key]
-        code = value.coded.code if isinstance(value, CodedHomeTensor) else None
+        shown = coded_home(value)
+        code = None if shown is None else shown.coded.code
         if code != tensor.saved.code and not isinstance(tensor.saved.code, Blocks):
             converted[str(tensor.saved.code or tensor.saved.dtype), str(code or tensor.saved.dtype)] += 1
     for (there, here), count in converted.items():

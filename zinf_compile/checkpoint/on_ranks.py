@@ -21,8 +21,7 @@ from zinf_compile.ir.slices import Slice
 from zinf_compile.runtime.model.model_state import HomedTensor
 from zinf_compile.runtime.ranks.ranks import Ranks
 from zinf_compile.runtime.storage.safetensors_file import SafetensorsLayout, TensorSpan
-from zinf_compile.runtime.storage.slots import Slot, SlotPart
-from zinf_compile.runtime.transfer.slot_stream import pieces_to_save, tensor_bytes, values_of
+from zinf_compile.runtime.transfer.slot_stream import pieces_of, pieces_to_save, tensor_bytes, values_of
 
 T = TypeVar("T")
 _PIECE_NBYTES = 4 * 2**20  # of a read
@@ -58,12 +57,14 @@ def write_mine(path: Path, layout: SafetensorsLayout, tensors: dict[str, HomedTe
             if (tensor := tensors.get(span.name)) is None:
                 written.append(Written(0, 0))
                 continue
-            part: Slot | SlotPart = tensor.slot
-            offset = span.start
+            pieces, offset = pieces_to_save(tensor.slot, tensor.tensor_io), span.start
             if tensor.is_divided:
-                part, offset = tensor.rows, span.start + tensor.rows.slice.flat.start * span.dtype.itemsize
+                offset += tensor.shard.flat.start * span.dtype.itemsize
+                # Pages of other ranks hold other rows, so files have values.
+                rows = tensor.slot if tensor.slot.coded is not None else tensor.slot.part(tensor.shard)
+                pieces = pieces_of(rows, tensor.tensor_io)
             checksum, end = 0, offset
-            for piece in pieces_to_save(part, tensor.tensor_io):
+            for piece in pieces:
                 checksum = zlib.crc32(piece, checksum)
                 write(piece, end)
                 end += len(piece)
@@ -93,8 +94,11 @@ def read_tensor(path: Path, span: TensorSpan, code: AnyCode | None, tensor: Home
         tensor.slot.tensor.copy_(value.view(tensor.slot.tensor.shape))
         return
     assert tensor.tensor_io is not None
+    if tensor.slot.coded is not None:
+        tensor.tensor_io.encode_pieces(tensor.slot, partial(read_values, path, span, code))
+        return
     step = _PIECE_NBYTES // tensor.slot.dtype.itemsize  # in whole pages of 4096 bytes, so that pieces begin at sectors
-    for part in tensor.rows.slice.flat.pieces(step):
+    for part in tensor.shard.flat.pieces(step):
         piece = read_values(path, span, code, part)
         for slot in (tensor.slot, tensor.compute):
             if slot is not None:

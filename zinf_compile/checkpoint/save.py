@@ -182,7 +182,8 @@ def _form(saved: SavedTensor) -> Tensor:
 
 def _describe(file: str, name: str, tensor: HomedTensor) -> SavedTensor:
     dtype, shape = dtype_name(tensor.slot.dtype), tuple(tensor.shape)
-    return SavedTensor(file=file, name=name, dtype=dtype, shape=shape, crc32=0, code=tensor.slot.code)
+    code = None if tensor.is_divided else tensor.slot.code  # pages of several ranks are not those of one process
+    return SavedTensor(file=file, name=name, dtype=dtype, shape=shape, crc32=0, code=code)
 
 
 def _save_on_ranks(

@@ -38,7 +38,6 @@ from zinf_compile.runtime.model.quantised import has_own_bytes
 from zinf_compile.runtime.optim.block_wise import is_block_wise
 from zinf_compile.runtime.optim.supported import check_supported
 from zinf_compile.runtime.process.call_stack import with_room_for_calls
-from zinf_compile.runtime.ranks.find_ranks import refuse_codes
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -125,8 +124,6 @@ def plan(
     num_ranks = mesh.num_ranks
     hardware = mesh.place_on(_find_hardware(hardware, nvme, options))
     config = _make_config(options, hardware)
-    if num_ranks > 1:
-        refuse_codes(config)
     if config.schedule == "rounds":
         refused = {f"replicas={replicas}": replicas > 1, f"tp={tp}": tp > 1, f"pp={pp}": pp > 1}
         check_world(world, hardware, config, {**refused, "accumulate": accumulate is not None, "dynamic": dynamic})
