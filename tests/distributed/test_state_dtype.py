@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 import zinf_compile
+from tests.distributed import test_torch_checkpoints as of_torch
 from tests.distributed.workloads import (
     KIB,
     Loop,
@@ -372,3 +373,25 @@ def test_another_encoding_or_other_blocks_are_converted(
             assert name.endswith(("exp_avg", "exp_avg_sq"))
             assert (values[name] - found[name]).abs().max() <= 0.02 * values[name].abs().max()
         assert len(said) == (after is not None)
+
+
+def test_checkpoints_of_torch(two: RankPool, tmp_path: Path) -> None:
+    options, folder = {**ENOUGH, "capture": False, "state_dtype": "int8"}, str(tmp_path / "saved")
+    saved = two.run(of_torch.save, "zinf", options, folder)
+    of_torch.assert_alike(saved, two.run(of_torch.load, "zinf", options, folder))
+
+
+@pytest.mark.long
+def test_asynchronous_checkpoints_of_torch_are_refused(two: RankPool, tmp_path: Path) -> None:
+    options = {**ENOUGH, "capture": False, "state_dtype": "int8"}
+    for raised in two.outcomes(of_torch.save, "zinf", options, str(tmp_path / "saved"), True):
+        assert raised.kind == "UnsupportedError"
+        assert "state that is stored as int8 has no memory for 'data_ptr'" in raised.message
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_plan_counts_the_pages_of_a_rank(num_ranks: int) -> None:
+    model = nn.Linear(1000, 1000, bias=False)
+    plan = zinf_compile.plan(model, torch.zeros(2, 1000), hardware="dgx2", world=num_ranks, state_dtype="int8")
+    pages = -(-1000 * 1000 // num_ranks // Code.INT8.page_elements)
+    assert plan.placements[0].optimizer_state_nbytes == 2 * 4096 * pages

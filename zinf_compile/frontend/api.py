@@ -119,7 +119,8 @@ def optimize(
         state_dtype: how the float32 state of optimizers that update element by element is stored: "int8" in blocks of 256
             elements with a scale each (the dynamic data type of arXiv 2110.02861), 1.07 bytes an element; or "bfloat16",
             rounded stochastically. Each chunk is decoded, updated by the optimizer in float32, and encoded again. State
-            of parameters with less than 4096 elements stays exact. In one process. By default all is exact.
+            of parameters with less than 4096 elements stays exact. Each of several ranks encodes its rows. By default all
+            is exact.
         exact_state: parameters whose state is exact beside ``state_dtype``: a name or a pattern such as "*embed*", or a list
             of these.
         frozen_dtype: "int8" stores frozen weights of ``nn.Linear`` as rows of int8 with a scale each, outliers in bfloat16
