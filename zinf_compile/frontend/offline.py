@@ -129,6 +129,11 @@ def plan(
         check_world(world, hardware, config, {**refused, "accumulate": accumulate is not None, "dynamic": dynamic})
     elif not mesh.is_of_data:
         _refuse_names(config, dynamic=dynamic)
+    if tp > 1 and (coded := [name for name in ("state_dtype", "frozen_dtype") if getattr(config, name) is not None]):
+        raise ConfigError(
+            f"{coded[0]} encodes whole rows, and with tp={tp} a rank has parts of those, which optimize refuses; leave one "
+            "of them out"
+        )
     if config.state_dtype is not None:
         update = with_coded_states if is_here else assume_coded_states
         hardware = update(hardware, config.state_dtype)

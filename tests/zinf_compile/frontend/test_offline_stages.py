@@ -226,6 +226,14 @@ def test_a_stage_that_does_not_fit_is_named() -> None:
         ),
         ({"pp": 2, "world": 2, "tiles": {"head.weight": 2}}, "tiles cannot be given with tp, pp or accumulate"),
         ({"pp": 2, "world": 2, "dynamic": True}, "dynamic cannot be given with tp, pp or accumulate"),
+        (
+            {"tp": 2, "world": 4, "state_dtype": "int8"},
+            "state_dtype encodes whole rows, and with tp=2 a rank has parts of",
+        ),
+        (
+            {"tp": 2, "world": 2, "frozen_dtype": "int8"},
+            "frozen_dtype encodes whole rows, and with tp=2 a rank has parts",
+        ),
         ({"pp": 2, "world": 4, "replicas": 4}, "2 ranks do not make 4 replicas of equally many ranks"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
