@@ -408,9 +408,9 @@ class Ranks:
         try:
             return call()
         except RankError as error:
-            if self.failure is not None or any(each.failure is not None for each in self.beside):
+            if not error.lacks_memory:
                 raise
-            raise CapacityError(*error.args) from error  # all ranks can go on, as after any such error
+            raise CapacityError(*error.args) from error
 
     def exchange(self, what: str, value: T) -> list[T]:
         """Return what every rank gave, in the order of ranks. A value is pickled: keep it small."""
@@ -480,16 +480,19 @@ class Ranks:
             yield
         except ZinfError as error:
             if self.failure is None:
-                self.exchange(what, describe(error))
+                lacks_memory = error.lacks_memory if isinstance(error, RankError) else isinstance(error, CapacityError)
+                self.exchange(what, (describe(error), lacks_memory))
             raise
         except BaseException as error:
             self.fail(f"{what}: {describe(error)}")
             raise
-        errors = self.exchange(what, cast(str | None, None))
-        failed = {rank: each for rank, each in enumerate(errors) if each is not None}
+        given = self.exchange(what, cast(tuple[str, bool] | None, None))
+        failed = {rank: each for rank, each in enumerate(given) if each is not None}
         if failed:
-            rank, first = next(iter(failed.items()))
-            raise RankError(f"{what} failed on {describe_ranks(list(failed))}; rank {rank}: {first}")
+            rank, (first, _) = next(iter(failed.items()))
+            theirs = RankError(f"{what} failed on {describe_ranks(list(failed))}; rank {rank}: {first}")
+            theirs.lacks_memory = all(lacks_memory for _, lacks_memory in failed.values())
+            raise theirs
 
     @contextmanager
     def alike_beside(self, what: str) -> Iterator[None]:

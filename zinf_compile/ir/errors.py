@@ -62,6 +62,8 @@ class DamageError(StoreError):
 class RankError(StoreError):
     """Ranks that train one model together differ, or one of them is gone; names the ranks and what to do."""
 
+    lacks_memory = False  # whether all that other ranks raised is CapacityError
+
 
 class PlanFileError(ZinfError, ValueError):
     """A saved plan is damaged, or was written by another version."""
