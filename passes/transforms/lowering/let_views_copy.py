@@ -31,12 +31,15 @@ def _source_of(node: fx.Node) -> fx.Node:
 
 
 def _reads_other_strides(node: fx.Node) -> bool:
-    """Return whether an op reads tensors of the shape of its result that have different strides."""
+    """Return whether an op reads tensors of the shape of its result that have different strides.
+
+    Sizes may be symbols. They are compared as text, since comparing symbols would add guards.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False
-    read = [source.meta.get("val") for source in node.all_input_nodes]
-    return len({each.stride() for each in read if isinstance(each, torch.Tensor) and each.shape == value.shape}) > 1
+    read = [each for source in node.all_input_nodes if isinstance(each := source.meta.get("val"), torch.Tensor)]
+    return len({str(each.stride()) for each in read if str(each.shape) == str(value.shape)}) > 1
 
 
 LET_VIEWS_COPY: Pass[LowerInputs] = Pass(name="let_views_copy", run=_run)
