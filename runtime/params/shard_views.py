@@ -71,19 +71,6 @@ class CodedTensorShard(_Shard):
         await_home(self)
         return self._local_tensor
 
-    def full_tensor(self, **kwargs: Any) -> Tensor:
-        """Return the full value, gathered from all ranks. RankError if one is gone, or cannot go on after an error."""
-        plain = self.plain()
-        assert isinstance(plain, DTensor)
-        with _naming_lost_ranks(self.record()):
-            return plain.full_tensor(**kwargs)
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Return it with other placements, decoded."""
-        plain = self.plain()
-        assert isinstance(plain, DTensor)
-        return plain.redistribute(*args, **kwargs)
-
     def _as_plain(self) -> Tensor:
         return DTensor(self._local_tensor.plain(), self._spec, requires_grad=False)
 
