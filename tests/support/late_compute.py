@@ -192,6 +192,21 @@ class DeviceMemory:
         found = self._by_start[self._starts[index]] if index >= 0 else None
         return found if found is not None and address < found.start + found.nbytes else None
 
+    def as_sent(self, tensor: Tensor) -> Tensor:
+        """Return what an op that runs late is given for a tensor: its bytes, and on the host a copy of them.
+
+        As on a GPU, it does not keep a tensor alive: what its caller frees may be allocated again before it has run.
+        """
+        found = self.find(tensor)
+        if found is None:
+            return tensor.clone()
+        if found.memory is None or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            offset = (tensor.data_ptr() - found.start) // tensor.itemsize
+            bytes_only = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            return bytes_only.set_(found.memory.untyped_storage(), offset, tensor.shape, tensor.stride())
+
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is on the device."""
         return self.find(tensor) is not None
@@ -312,7 +327,7 @@ class LateCompute(TorchDispatchMode):
 
     def _as_now(self, given: Any) -> Any:
         """Return arguments of an op with scalars of the host as they are now: a GPU is sent their values."""
-        return tree_map_only(Tensor, lambda each: each if self._memory.holds(each) else each.clone(), given)
+        return tree_map_only(Tensor, self._memory.as_sent, given)
 
     def _own(self, made: Any) -> Any:
         """Return results as tensors of the device, those that are not yet."""

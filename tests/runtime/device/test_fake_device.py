@@ -98,6 +98,22 @@ def test_memory_that_is_freed_is_reused_and_may_not_be_copied(device: FakeDevice
     device.copies.to_host.drain()
 
 
+def test_what_is_freed_before_its_reader_has_run_is_free_at_once(device: FakeDevice) -> None:
+    gate = threading.Event()
+    device.compute.enqueue(lambda: gate.wait() and None)
+    with LateCompute(device.compute, device.own_memory):
+        x = device.allocate([1024], torch.float32)
+        x.fill_(1.0)
+        y = x[512:] + 1
+        held = device.requested_nbytes
+        del x
+        freed = held - device.requested_nbytes
+    gate.set()
+    device.compute.drain()
+    assert freed == 4096
+    assert torch.equal(y, torch.full([512], 2.0))
+
+
 def test_an_error_that_nobody_asks_for_is_raised_at_the_end() -> None:
     device, gate, home = FakeDevice(), threading.Event(), torch.zeros(1024, dtype=torch.uint8)
     value = device.allocate([1024], torch.uint8).fill_(7)
