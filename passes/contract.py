@@ -112,6 +112,26 @@ class JointInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorGroup:
+    """Ranks that have parts of the same parameters, as a graph names them, and this one's place among them."""
+
+    name: str
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Which saved values each rank of a tensor group keeps a part of, of those that are the same on all of its ranks."""
+
+    groups: Mapping[str, TensorGroup]  # by name
+    names: frozenset[str] | None = frozenset()  # of the values; None: all that can be divided
+    policy: ActivationPolicy | None = None  # under which ranks have agreed on them; others save other values
+    alike: Container[int] = frozenset()  # numbers of parameters that are taken to be the same on all ranks of a group
+    are_inputs_alike: bool = False  # whether inputs of the graph are, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FormInputs:
     """What FORM, INFERENCE and SPLIT passes read: one way to compute a graph, of several that are compared."""
 
@@ -121,6 +141,7 @@ class FormInputs:
     )  # gathers that move this narrower dtype, by parameter
     recomputed: frozenset[str] = frozenset()  # names of forward ops that backward recomputes
     keeps_collectives: bool = False  # whether backward must not run collectives of the forward again
+    division: Division | None = None  # of saved values among tensor-parallel ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from zinf_compile.ir.glossary import ActivationPolicy, LiveRange, dtype_name
 from zinf_compile.ir.ops import GATHER, RUN_SEGMENT, STORE_GRAD
 from zinf_compile.ir.schedule import Schedule
 from zinf_compile.ir.sizes import Size
+from zinf_compile.passes.analysis.collectives import reads_of
 from zinf_compile.passes.analysis.costs import count_bytes_accessed, count_flops, unwrap_call
 from zinf_compile.passes.analysis.idle import find_idle
 from zinf_compile.passes.analysis.modules import blocks_of_nodes
@@ -41,6 +42,7 @@ class CapturedGraph:
     backward: fx.GraphModule | None
     num_outputs: int
     policy: ActivationPolicy
+    divided: tuple[str, ...] = ()  # values of which tensor-parallel ranks save a part each
 
 
 def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[int, str]) -> GraphFacts[Size]:
@@ -115,7 +117,7 @@ def _join_roots(captured: CapturedGraph) -> dict[fx.Node, StorageRoot]:
     roots = find_roots(captured.forward.graph)
     if captured.backward is None:
         return roots
-    saved = {node.name: node for node in _saved_nodes(captured)}
+    saved = {node.name: node for node in saved_nodes(captured)}
     for node, root in find_roots(captured.backward.graph).items():
         source = root.node
         crosses = source.op == "placeholder" and source.name in saved
@@ -130,13 +132,15 @@ def _name_saved(backward: fx.Graph, roots: Mapping[fx.Node, StorageRoot]) -> Non
             node.meta[NODE_FACTS] = replace(node_facts(node), value=roots[node].name)
 
 
-def _output_args(graph: fx.Graph) -> list[object]:
+def output_args(graph: fx.Graph) -> list[Any]:
+    """Return what a graph returns."""
     (outputs,) = graph.output_node().args
     return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
 
 
-def _saved_nodes(captured: CapturedGraph) -> list[fx.Node]:
-    outputs = _output_args(captured.forward.graph)
+def saved_nodes(captured: CapturedGraph) -> list[fx.Node]:
+    """Return the nodes of the forward graph whose values are saved for backward."""
+    outputs = output_args(captured.forward.graph)
     return [node for node in outputs[captured.num_outputs :] if isinstance(node, fx.Node)]
 
 
@@ -190,10 +194,10 @@ def _collect_values(
     Those in ``last_looks`` never leave the device, and live until a transfer has looked at them.
     """
     forward_inputs = set(captured.forward.graph.find_nodes(op="placeholder"))
-    saved = {roots[node] for node in _saved_nodes(captured)}
-    results = _output_args(captured.forward.graph)[: captured.num_outputs]
+    saved = {roots[node] for node in saved_nodes(captured)}
+    results = output_args(captured.forward.graph)[: captured.num_outputs]
     if captured.backward is not None:
-        results += _output_args(captured.backward.graph)
+        results += output_args(captured.backward.graph)
     returned = {roots[node] for node in results if isinstance(node, fx.Node)}
     idle = find_idle(nodes, roots, saved, schedule)
     births: dict[StorageRoot, int] = {}
@@ -203,7 +207,7 @@ def _collect_values(
         if root is not None:
             births.setdefault(root, _tick(root.node))  # all results exist before any is unpacked
             ends[root] = max(ends.get(root, 0), _tick(node) + 1)
-        for used in node.all_input_nodes:
+        for used in reads_of(node):
             ends[roots[used]] = max(ends[roots[used]], _tick(node) + 1)
     shown = {graph: {source.symbol for source in find_sources(graph)} for graph in {node.graph for node in nodes}}
     values: list[ValueFact[Size]] = []
@@ -278,7 +282,7 @@ def _collect_uses(nodes: list[fx.Node], roots: Mapping[fx.Node, StorageRoot]) ->
     """Return the ticks at which each parameter is read, directly or through a view. Creating a view is not a read."""
     ticks: dict[tuple[str, str], set[int]] = {}
     for node in nodes:
-        for used in node.all_input_nodes if node.op != "output" else ():
+        for used in reads_of(node) if node.op != "output" else ():
             root = roots[used]
             facts = root.node.meta[NODE_FACTS]
             if root.is_gathered and facts.parameter is not None and roots.get(node) != root:

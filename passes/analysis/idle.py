@@ -8,6 +8,7 @@ from torch import fx
 
 from zinf_compile.ir.glossary import LiveRange, Phase
 from zinf_compile.ir.schedule import Schedule
+from zinf_compile.passes.analysis.collectives import reads_of
 from zinf_compile.passes.analysis.out_forms import is_dense
 from zinf_compile.passes.analysis.shapes import symbols_in
 from zinf_compile.passes.analysis.storages import StorageRoot
@@ -31,7 +32,7 @@ def find_idle(
         if node.op != "call_function" or tick is None:
             continue  # the output of forward and the inputs of backward only pass a saved value on
         used = {roots[source] for source in node.all_input_nodes}
-        for root in used | {roots[node]}:
+        for root in {roots[source] for source in reads_of(node)} | {roots[node]}:
             touched[root].append(tick)
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             written |= used

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 RECOMPUTE = "recompute"
 REGION = "ac_graph_id"
 
-_COLLECTIVES = "_c10d_functional"
 _KNOWN = ("aten", "prims")  # other ops may have side effects: they may gather, send or count
 
 
@@ -29,16 +28,6 @@ def is_repeatable(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _KNOWN:
         return False
     return not target._schema.is_mutable and not is_random(node)
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Return whether a node is a functional collective of torch's, or waits for one."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == _COLLECTIVES
-
-
-def find_collectives(graph: fx.Graph) -> list[str]:
-    """Return the names of the collectives of a graph, in order: all ranks between which they are have to run the same."""
-    return [str(node.target) for node in graph.nodes if is_collective(node)]
 
 
 def is_random(node: fx.Node) -> bool:

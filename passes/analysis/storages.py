@@ -1,4 +1,7 @@
-"""Finds which nodes share storage: views, in-place results and unpacked tuples point to the node that allocated it."""
+"""Finds which nodes share storage: views, in-place results and unpacked tuples point to the node that allocated it.
+
+So does what waits for a collective, to the node that started it.
+"""
 
 import operator
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ from torch import fx
 from zinf_compile.ir.errors import UnsupportedError
 from zinf_compile.ir.ops import GATHER
 from zinf_compile.ir.sizes import Size
+from zinf_compile.passes.analysis.collectives import awaited
 from zinf_compile.passes.fx_edit import view_source
 
 
@@ -76,7 +80,7 @@ def find_roots(graph: fx.Graph) -> dict[fx.Node, StorageRoot]:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        source = view_source(node)
+        source = awaited(node) or view_source(node)
         if source is not None:
             roots[node] = roots[source]
         elif node.target is operator.getitem:

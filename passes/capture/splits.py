@@ -15,7 +15,7 @@ from zinf_compile.ir.sizes import Size
 from zinf_compile.passes.analysis.collect import CapturedGraph, analyze_graph
 from zinf_compile.passes.analysis.modules import blocks_of_nodes
 from zinf_compile.passes.capture.aot import Partition
-from zinf_compile.passes.contract import FormInputs, SegmentInputs
+from zinf_compile.passes.contract import Division, FormInputs, SegmentInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import segment_graph
 from zinf_compile.passes.planner.memory.policies import other_splits
@@ -68,11 +68,14 @@ class JointGraph:
         number_of: Callable[[fx.GraphModule], int],
         has_backward: bool,
         keeps_collectives: bool = False,
+        division: Division | None = None,
     ) -> None:
         """``param_names`` maps the numbers in its gathers to names. ``number_of`` returns the number of a segment.
 
-        With ``keeps_collectives`` no form has collectives in backward that the others do not have.
+        With ``keeps_collectives`` no form has collectives in backward that the others do not have. ``division`` says which
+        saved values are divided among tensor-parallel ranks.
         """
+        self._division = division
         self._keeps_collectives = keeps_collectives
         self._partition, self._name, self._param_names, self._number_of = partition, name, param_names, number_of
         self.has_backward = has_backward
@@ -102,6 +105,7 @@ class JointGraph:
             narrowed=narrowed or {},
             recomputed=recomputed,
             keeps_collectives=self._keeps_collectives,
+            division=self._division,
         )
         form = self._analyze(self._partition(inputs), inputs.narrowed)
         if is_plain:

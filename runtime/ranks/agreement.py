@@ -134,6 +134,18 @@ def check_parameters(ranks: Ranks, parameters: Mapping[str, Tensor], *, with_val
         check_alike(ranks, "first values", {name: f"{_checksum(each):08x}" for name, each in parameters.items()})
 
 
+def check_inputs(ranks: Ranks, graph: str, inputs: Sequence[object]) -> None:
+    """Raise RankError, on every rank, unless the tensors given to a graph are the same on all ranks."""
+    given = {f"input {number}": each for number, each in enumerate(inputs) if isinstance(each, Tensor)}
+    check_alike(
+        ranks,
+        f"inputs of {graph}",
+        {name: f"{tuple(each.shape)}, {_checksum(each):08x}" for name, each in given.items()},
+        remedy="partition_activations=True is for tensor-parallel ranks with the same batch; give each of them the same, or "
+        "leave it out",
+    )
+
+
 def _checksum(tensor: Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data)

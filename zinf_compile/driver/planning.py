@@ -67,6 +67,7 @@ class GraphPlanner:
         num_tensor_ranks: int = 1,
         ranks: Ranks = ALONE,
         every_policy: bool = False,
+        policy: ActivationPolicy | None = None,
     ) -> None:
         """``open_nbytes`` are the device bytes that open forwards hold, not counting the graph's inputs.
 
@@ -76,8 +77,9 @@ class GraphPlanner:
         many ranks too.
 
         With ``every_policy``, forms that cannot be faster are kept too, because they may be needed for what-if
-        questions about other budgets. ``notes`` are added to the notes of every plan.
+        questions about other budgets. With a ``policy`` there is no other. ``notes`` are added to the notes of every plan.
         """
+        self._policy = policy
         self.name = name
         self.hardware = hardware
         self.open_nbytes = open_nbytes
@@ -216,6 +218,8 @@ class GraphPlanner:
         return replace(plan, notes=(*plan.notes, *self._notes, *self._catalog.notes))
 
     def _policies(self, graph: Splitter) -> tuple[ActivationPolicy, ...]:
+        if self._policy is not None and graph.has_backward:
+            return (self._policy,)
         return allowed_policies(self._catalog.config.recompute) if graph.has_backward else (ActivationPolicy.SAVE,)
 
     def _choose_dtypes(

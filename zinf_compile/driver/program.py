@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from zinf_compile.driver.division import Leaving
 from zinf_compile.driver.planned_shapes import PlannedShapes, dump_sizes
 from zinf_compile.driver.planning import Chosen, GraphPlanner
 from zinf_compile.driver.segmented import (
@@ -25,20 +26,21 @@ from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.inspect.what_if import describe_largest
 from zinf_compile.ir.errors import CapacityError, StoreError
 from zinf_compile.ir.facts import GraphFacts, at_sizes
-from zinf_compile.ir.glossary import Phase, Tier, format_bytes, printable
+from zinf_compile.ir.glossary import ActivationPolicy, Phase, Tier, format_bytes, printable
 from zinf_compile.ir.plan import Plan, TierPart
 from zinf_compile.ir.plan_io import plan_to_json
 from zinf_compile.ir.tiles import join_placements
 from zinf_compile.passes.analysis.collect import CapturedGraph
-from zinf_compile.passes.analysis.repeatable import find_collectives
+from zinf_compile.passes.analysis.collectives import find_collectives
 from zinf_compile.passes.capture.aot import BoxedCallable, Partition
 from zinf_compile.passes.capture.splits import JointGraph
-from zinf_compile.passes.contract import LowerInputs
+from zinf_compile.passes.contract import Division, LowerInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planner.memory.activations import plan_activations
 from zinf_compile.passes.planner.search.planner import Request
 from zinf_compile.passes.planner.search.remake import with_open_forwards
+from zinf_compile.passes.transforms.joint.divide_saved import find_dividable
 from zinf_compile.passes.transforms.lowering.swap_activations import swapped_inputs
 from zinf_compile.runtime.execute.executor import Executor
 from zinf_compile.runtime.observe.open_forwards import storages_of
@@ -46,7 +48,7 @@ from zinf_compile.runtime.observe.progress import say
 from zinf_compile.runtime.observe.watch import StepWatch
 from zinf_compile.runtime.params.records import StoredParameter
 from zinf_compile.runtime.process.interrupts import interruptible
-from zinf_compile.runtime.ranks.agreement import agree_on_observed
+from zinf_compile.runtime.ranks.agreement import agree_on_observed, check_inputs
 from zinf_compile.runtime.ranks.ranks import hash_of
 
 _log = logging.getLogger(__name__)
@@ -65,12 +67,23 @@ class Program:
     """One captured graph: splits, plans and lowers it. Replans when parameters have moved or inputs have grown."""
 
     def __init__(
-        self, catalog: StoreCatalog, planner: GraphPlanner, tiled: TiledGraph, *, op_by_op: str | None = None
+        self,
+        catalog: StoreCatalog,
+        planner: GraphPlanner,
+        tiled: TiledGraph,
+        *,
+        op_by_op: str | None = None,
+        division: Division | None = None,
     ) -> None:
         """``tiled`` is the graph that ``planner`` plans, with the parameters that it gathers by tiles.
 
-        ``op_by_op`` is the reason why it is not compiled, if it is not to be.
+        ``op_by_op`` is the reason why it is not compiled, if it is not to be. ``division`` says which saved values are
+        divided among tensor-parallel ranks.
         """
+        self._division = division
+        self.leaving = Leaving(ActivationPolicy.SAVE)  # what leaves the device, of what these ranks can divide
+        self.divided: tuple[str, ...] = ()  # saved values of which each of these ranks has a part
+        self._has_run = False  # whether its forward has
         self._catalog = catalog
         self._store = catalog.store
         self._planner = planner
@@ -156,8 +169,10 @@ class Program:
             number_of=number_of_segment,
             has_backward=has_backward,
             keeps_collectives=bool(self._store.ranks.beside),
+            division=self._division if has_backward else None,
         )
         ops = self._planner.choose(graph, reads)
+        self._note_division(ops)
         computed = self._compute_in_segments(graph, ops) if self._catalog.config.compute == "inductor" else ops
         assert computed.form.captured is not None
         assert ops.form.captured is not None
@@ -166,6 +181,16 @@ class Program:
         self._shapes = PlannedShapes(self._captured.forward.graph, computed.form.facts)
         self._adopt(computed.planned)
         return ops.form.captured
+
+    def _note_division(self, ops: Chosen) -> None:
+        """Note what is divided among ranks, and what of the rest leaves the device and could be."""
+        captured = ops.form.captured
+        assert captured is not None
+        if self._division is None or captured.backward is None:
+            return
+        leaving = {swap.value for swap in ops.planned.plan.swaps}
+        leaves = any(each.root.name in leaving for each in find_dividable(captured, self._division))
+        self.leaving, self.divided = Leaving(captured.policy, leaves), captured.divided
 
     def _compute_in_segments(self, graph: JointGraph, ops: Chosen) -> Chosen:
         """Return the graph in compiled segments; ``ops``, with the reason, if that is not possible."""
@@ -456,6 +481,10 @@ class Program:
         assert self._captured is not None
         if self._captured.backward is None:
             return self._forward(inputs)
+        if self.divided and self._division is not None and self._division.are_inputs_alike and not self._has_run:
+            for ranks in self._store.ranks.beside:
+                check_inputs(ranks, self._name, inputs)
+        self._has_run = True
         given = storages_of(inputs)
         outputs = self._forward(inputs)
         returned = self._captured.num_outputs

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_compile.driver.components import bind_components
+from zinf_compile.driver.division import Dividing
 from zinf_compile.driver.planning import GraphPlanner
 from zinf_compile.driver.program import Program
 from zinf_compile.driver.rounds import BoundRounds, Rounds
@@ -36,6 +38,7 @@ from zinf_compile.ir.glossary import Phase, Tier, dtype_name, format_bytes, prin
 from zinf_compile.ir.plan import Placement, Plan
 from zinf_compile.passes.analysis.parameters import analyze_parameter
 from zinf_compile.passes.capture.aot import compile_graph, describe_break, refuse_writes_to_parameters
+from zinf_compile.passes.contract import Division
 from zinf_compile.passes.planner.optimizer.optimizer_step import device_chunk_elements
 from zinf_compile.passes.planner.placement.budgets import check_budgets, check_staying
 from zinf_compile.passes.planner.placement.homes import check_file, place_unfrozen, plan_placement
@@ -302,11 +305,12 @@ class Session:
                     measured = with_rows(measured)
                 self.catalog.hardware = agree_on_hardware(self.store.ranks, measured, self.store.device)
         fit = partial(self._fit_beside_process, graph_module, inputs, where)
-        program, compiled = (
-            self.store.ranks.do_alike_beside("planning", fit)
-            if in_rounds is None or self.rounds is None
-            else self.rounds.ranks.do_alike("planning", fit)
-        )
+        if (dividing := self._find_dividing(inputs)) is not None:
+            program, compiled = dividing.fit(self.store.ranks, fit)
+        elif in_rounds is None or self.rounds is None:
+            program, compiled = self.store.ranks.do_alike_beside("planning", fit)
+        else:
+            program, compiled = self.rounds.ranks.do_alike("planning", fit)
         for ranks in self.store.ranks.beside:
             check_alike(ranks, "captured graphs", program.describe_collectives(), remedy=SAME_GRAPH)
         self.programs.append(program)
@@ -338,24 +342,50 @@ class Session:
         _log.warning("%s", printable(self.fallbacks[-1]))
         raise NotCapturedError(self.fallbacks[-1])
 
+    def _find_dividing(self, inputs: Sequence[Tensor]) -> Dividing | None:
+        """Return the ranks that may divide the activations of a graph; None if there are none."""
+        partition = self.config.partition_activations
+        divided = [each for each in self.store.ranks.beside if each.group_name is not None]
+        if partition is False or len(divided) != 1:
+            return None
+        if not partition:
+            return Dividing(ranks=divided[0], recompute=self.config.recompute)
+        alike = frozenset(record.param for record in self.store.records.values() if record.views.distribution is None)
+        return Dividing(
+            ranks=divided[0],
+            recompute=self.config.recompute,
+            alike=alike,
+            are_inputs_alike=not any(map(is_traceable_wrapper_subclass, inputs)),
+        )
+
     def _fit_beside_process(
-        self, graph_module: fx.GraphModule, inputs: Sequence[Tensor], where: str | None
+        self,
+        graph_module: fx.GraphModule,
+        inputs: Sequence[Tensor],
+        where: str | None,
+        division: Division | None = None,
     ) -> tuple[Program, Callable[..., Any]]:
         """Return the program of a graph, and its callable, in what the process leaves of the budget."""
         before = self.config.reserve_memory
         self.catalog.reserve(self.catalog.process.expect(self.config))
         try:
-            return self._fit(graph_module, inputs, where, kept_nbytes=before)
+            return self._fit(graph_module, inputs, where, division, kept_nbytes=before)
         except CapacityError:
             expected, least = self.config.reserve_memory, self.catalog.process.expect_least(self.config)
             (least,) = self.store.ranks.largest("the least memory of the process", least)
             if least >= expected:
                 raise
             self.catalog.reserve(least)
-            return self._fit(graph_module, inputs, where, kept_nbytes=before)
+            return self._fit(graph_module, inputs, where, division, kept_nbytes=before)
 
     def _fit(
-        self, graph_module: fx.GraphModule, inputs: Sequence[Tensor], where: str | None, *, kept_nbytes: int
+        self,
+        graph_module: fx.GraphModule,
+        inputs: Sequence[Tensor],
+        where: str | None,
+        division: Division | None,
+        *,
+        kept_nbytes: int,
     ) -> tuple[Program, Callable[..., Any]]:
         """Return the program of a graph, tiled if necessary, and its callable. Raises CapacityError if nothing fits.
 
@@ -367,9 +397,9 @@ class Session:
             return fit_by_tiles(
                 graph_module,
                 self.catalog,
-                partial(self._compile_tiled, inputs),
+                partial(self._compile_tiled, inputs, division),
                 partial(self._predict_tiled, inputs),
-                compile_op_by_op=partial(self._compile_op_by_op, inputs, kept_nbytes) if may_save else None,
+                compile_op_by_op=partial(self._compile_op_by_op, inputs, kept_nbytes, division) if may_save else None,
                 stays_whole=bool(self.store.ranks.beside),
             )
         except DeviceCapacityError as error:
@@ -401,16 +431,23 @@ class Session:
         for program in self.programs:
             program.drop()
 
-    def _compile_tiled(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> tuple[Program, Callable[..., Any]]:
+    def _compile_tiled(
+        self, inputs: Sequence[Tensor], division: Division | None, tiled: TiledGraph
+    ) -> tuple[Program, Callable[..., Any]]:
         """Return the program of a graph and its callable. Raises DeviceCapacityError if it does not fit."""
-        program = Program(self.catalog, self._make_planner(inputs, tiled), tiled)
+        program = Program(self.catalog, self._make_planner(inputs, tiled, division), tiled, division=division)
         with uninterrupted():  # torch traces backward in its autograd engine, where an interrupt may end the process
             return program, compile_graph(
                 tiled.graph_module, inputs, program, added_at_home=tiled.numbers, divisor=self._divisor
             )
 
     def _compile_op_by_op(
-        self, inputs: Sequence[Tensor], kept_nbytes: int, tiled: TiledGraph, refused: DeviceCapacityError
+        self,
+        inputs: Sequence[Tensor],
+        kept_nbytes: int,
+        division: Division | None,
+        tiled: TiledGraph,
+        refused: DeviceCapacityError,
     ) -> tuple[Program, Callable[..., Any]]:
         """Return the program of a graph that is not compiled, so that the process takes less of the device budget."""
         expected = self.config.reserve_memory
@@ -422,8 +459,8 @@ class Session:
             f"it does not fit: {refused}"
         )
         try:
-            planner = self._make_planner(inputs, tiled)
-            program = Program(self.catalog, planner, tiled, op_by_op=reason)
+            planner = self._make_planner(inputs, tiled, division)
+            program = Program(self.catalog, planner, tiled, op_by_op=reason, division=division)
             with uninterrupted():  # see _compile_tiled
                 compiled = compile_graph(
                     tiled.graph_module, inputs, program, added_at_home=tiled.numbers, divisor=self._divisor
@@ -444,7 +481,9 @@ class Session:
         """Return what gradients are divided by in captured graphs."""
         return 1.0 if self.rounds is None else self.rounds.divisor
 
-    def _make_planner(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> GraphPlanner:
+    def _make_planner(
+        self, inputs: Sequence[Tensor], tiled: TiledGraph, division: Division | None = None
+    ) -> GraphPlanner:
         assert self.catalog.hardware is not None
         name, ranks = self._next_name(), self.store.ranks
         say(f"tracing forward and backward of {name}{', in tiles' if tiled.numbers else ''}")
@@ -459,12 +498,13 @@ class Session:
             self.catalog,
             self.catalog.hardware,
             tiled=tiled.tiled,
-            notes=tiled.notes,
+            notes=(*tiled.notes, *_notes_of(division)),
             kernel_cache_nbytes=cache,
             open_nbytes=opened,
             num_ranks=ranks.size,
             num_replicas=ranks.num_replicas,
             ranks=ranks,
+            policy=None if division is None else division.policy,
         )
 
     def _next_name(self) -> str:
@@ -479,6 +519,15 @@ class Session:
         if not trained:
             return sorted(planned, key=lambda program: program.num_ticks)[-1:]
         return [program for program in planned if max(trained) in program.last_runs.values()]
+
+
+def _notes_of(division: Division | None) -> Iterable[str]:
+    """Yield a sentence for the report if tensor-parallel ranks divide what is saved."""
+    for group in division.groups.values() if division is not None and division.names != frozenset() else ():
+        yield (
+            f"each of {group.size} tensor-parallel ranks saves a part of activations that are the same on all of them, and "
+            "backward gathers them"
+        )
 
 
 def _host_nbytes_beside_homes(plan: Plan) -> int:

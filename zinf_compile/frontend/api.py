@@ -149,6 +149,11 @@ def optimize(
             ops draw other numbers.
         recompute: True to recompute every block's activations in backward, False to recompute none. By default whatever
             is fastest.
+        partition_activations: of a model that ``parallelize_module`` has divided: if activations leave the device that all
+            tensor-parallel ranks have alike, each rank saves a part of them, and backward gathers the parts (ZeRO-R's Pa).
+            By default these are what the model's all-reduces and all-gathers give, and what is computed from that alone.
+            True counts on equal inputs, which the first call of each graph checks, and on equal parameters that are not
+            distributed, which ``optimize`` checks: then inputs of blocks are among them. False divides none.
         overlap_step: False makes ``optimizer.step()`` return when all updates are finished. By default updates run in
             the background, in the order in which the next forward gathers, and reading a parameter waits for its
             update.
@@ -208,6 +213,9 @@ def optimize(
         config = agree_on_config(ranks, config)
         for each in ranks.beside:
             config = agree_on_config(each, config)
+            if config.partition_activations:
+                plain = {name: one for name, one in parameters.items() if name not in distributed and not one.is_meta}
+                check_parameters(each, plain, with_values=True)
         if not ranks.is_alone and config.schedule is None:
             config = check_for_ranks(config, parameters)
     else:

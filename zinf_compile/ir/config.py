@@ -92,6 +92,9 @@ class Config:
     tiles: tuple[tuple[str, int], ...] | None = ()  # in how many tiles some parameters are gathered; None: never any
     micro_batches: int | None = None  # that a block computes one after another; None: as many as it takes to fit
     recompute: bool | None = None  # None: none, single values or blocks, as is fastest; True: blocks; False: never
+    # Whether tensor-parallel ranks divide activations that all of them have, if some leave the device. None: those that
+    # follow from results of collectives; True: also from equal inputs and parameters.
+    partition_activations: bool | None = None
     overlap_step: bool = True  # False: step() returns when every update is home
     step_in_backward: bool = False  # True: update a parameter as soon as its gradient is complete
     # Whether updates begin in backward, ahead of step(), and are written to shadows until it. None: where that is faster.
@@ -243,6 +246,7 @@ def make_config(
         tiles=_check_tiles(given.get("tiles", {})),
         micro_batches=_check_micro_batches(given),
         recompute=_check_bool(given.get("recompute"), option="recompute"),
+        partition_activations=_check_bool(given.get("partition_activations"), option="partition_activations"),
         overlap_step=_check_bool(given.get("overlap_step"), option="overlap_step") is not False,
         step_in_backward=_check_bool(given.get("step_in_backward"), option="step_in_backward") is True,
         speculate=_check_speculate(given),

@@ -26,8 +26,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.ir.ops import GATHER, STORE_GRAD
+from zinf_compile.passes.analysis.collectives import is_collective
 from zinf_compile.passes.analysis.modules import block_of, is_repeated, module_path
-from zinf_compile.passes.analysis.repeatable import RECOMPUTE, REGION, is_collective, is_random
+from zinf_compile.passes.analysis.repeatable import RECOMPUTE, REGION, is_random
 from zinf_compile.passes.contract import JOINED, FormInputs, Pass
 from zinf_compile.passes.fx_edit import view_source
 

@@ -30,6 +30,7 @@ from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.ops import ISSUE_SWAP_IN, READ_SWAPPED, SWAP_OUT, WAIT_SWAP_IN, WAIT_SWAP_OUT
 from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.transfers import Transfer
+from zinf_compile.passes.analysis.collectives import is_under_way
 from zinf_compile.passes.analysis.storages import find_roots
 from zinf_compile.passes.contract import NODE_FACTS, LowerInputs, NodeFacts, Pass, node_facts
 from zinf_compile.passes.fx_edit import insert_call
@@ -82,7 +83,8 @@ class _Swapper:
         roots = find_roots(self._graph)
         births: dict[str, fx.Node] = {}
         for node, root in roots.items():
-            births.setdefault(root.name, node)
+            if not is_under_way(node):
+                births.setdefault(root.name, node)
         tokens: dict[str, fx.Node] = {}
         for transfer in offloads:
             name = transfer.name
