@@ -48,6 +48,7 @@ def plan_step(model: PublishedModel, step: PublishedStep, *, hardware: str = "a1
         accumulate=model.num_sequences,
         stage=1,
         recompute=True,
+        partition_activations=False,  # as Megatron ran it
     )
 
 

@@ -5,7 +5,7 @@ plan again with the same values divided on all of them, because backward gathers
 that can be divided, since others would leave instead of those that take less memory then.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -94,10 +94,8 @@ class Dividing:
         """
         if all(each is not None and not each.leaves for each in given):
             return None
-        saves = all(each is not None and each.policy is ActivationPolicy.SAVE for each in given)
-        # Under other policies than these two, values are recomputed by measured times, which are each rank's own.
-        saves = self.recompute is False or (self.recompute is None and saves)
-        return self._division(None, ActivationPolicy.SAVE if saves else ActivationPolicy.RECOMPUTE_BLOCKS)
+        policies = [None if each is None else each.policy for each in given]
+        return self._division(None, policy_of_all(policies, recompute=self.recompute))
 
     def _division(self, names: frozenset[str] | None, policy: ActivationPolicy | None = None) -> Division:
         assert self.ranks.group_name is not None
@@ -108,4 +106,24 @@ class Dividing:
             policy=policy,
             alike=self.alike,
             are_inputs_alike=self.are_inputs_alike,
+        )
+
+
+def policy_of_all(policies: Sequence[ActivationPolicy | None], *, recompute: bool | None) -> ActivationPolicy:
+    """Return the policy under which ranks divide what they save, by those of their plans; None stands for no plan.
+
+    Under other policies than these two, values are recomputed by measured times, which are each rank's own.
+    """
+    saves = all(policy is ActivationPolicy.SAVE for policy in policies)
+    if recompute is False or (recompute is None and saves):
+        return ActivationPolicy.SAVE
+    return ActivationPolicy.RECOMPUTE_BLOCKS
+
+
+def notes_of(division: Division | None) -> Iterable[str]:
+    """Yield a sentence for the report if tensor-parallel ranks divide what is saved."""
+    for group in division.groups.values() if division is not None and division.names != frozenset() else ():
+        yield (
+            f"each of {group.size} tensor-parallel ranks saves a part of activations that are the same on all of them, and "
+            "backward gathers them"
         )

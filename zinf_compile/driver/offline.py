@@ -1,26 +1,28 @@
 """Planning without running: the model is captured over fake tensors, then planned like a model that runs."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
+from zinf_compile.driver.division import notes_of, policy_of_all
 from zinf_compile.driver.offline_tiles import OfflineTiles
 from zinf_compile.driver.paper_catalog import PaperCatalog
 from zinf_compile.driver.planning import Chosen, GraphPlanner
 from zinf_compile.inspect.plan_view import PlanView
 from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
-from zinf_compile.ir.glossary import Tier, format_bytes
+from zinf_compile.ir.glossary import ActivationPolicy, Tier, format_bytes
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.tiles import join_placements
 from zinf_compile.passes.analysis.repeats import NotRepeatedError
 from zinf_compile.passes.capture.offline.deep import trace_deep
 from zinf_compile.passes.capture.offline.trace import Inputs, RankInRounds, Trace, TracedGraph
+from zinf_compile.passes.contract import Division, TensorGroup
 from zinf_compile.passes.planner.memory.policies import allowed_policies
 from zinf_compile.passes.planner.search.planner import Searches, check_fits
 from zinf_compile.passes.planner.simulator.several_graphs import share_updates
@@ -36,6 +38,7 @@ class Subject:
     inputs: Inputs
     train: bool
     dynamic: bool  # whether batch and sequence are symbols
+    parts: frozenset[str] = frozenset()  # names of parameters of which tensor-parallel ranks have a part each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +98,56 @@ class OfflinePlanner:
         self._kernel_cache_nbytes = kernel_cache_nbytes
         self._op_by_op = op_by_op
         self._tiles = OfflineTiles(catalog)
+        self._dividing: ActivationPolicy | None = (
+            None  # the policy under which tensor-parallel ranks divide what they save
+        )
 
     def plan(self) -> PlanView:
         """Return the plan. CapacityError if the model does not fit, UnsupportedError if it cannot be captured."""
         with _collector_paused():
-            made = self._tiles.fit(self._attempt, self._predict, self._finish)
-            if self._catalog.config.compute != "inductor":
-                return self._describe(made, made.chosen, made.others)
-            if self._op_by_op is not None:
-                return self._describe(made, replace(made.chosen, op_by_op=self._op_by_op), made.others)
-            try:
-                return self._in_segments(made)
-            except NotRepeatedError as error:
-                return self._in_segments(self._attempt(not_repeated=str(error)))
+            partition = self._catalog.config.partition_activations
+            if self._num_tensor_ranks == 1 or not self._subject.train or partition is False:
+                return self._plan()
+            return self._plan_dividing()
+
+    def _plan_dividing(self) -> PlanView:
+        """Return the plan of one of several tensor-parallel ranks, which divide activations if some leave the device."""
+        whole: PlanView | None = None
+        refused: CapacityError | None = None
+        try:
+            whole = self._plan()
+        except CapacityError as error:
+            refused = error.with_traceback(None)
+        if whole is not None and not whole.swaps:
+            return whole
+        policies = [None if whole is None else whole.activations.policy]
+        self._dividing = policy_of_all(policies, recompute=self._catalog.config.recompute)
+        self._tiles = OfflineTiles(self._catalog)
+        gc.collect()  # cycles of the capture
+        with suppress(CapacityError):
+            return self._plan()
+        if refused is not None:
+            raise refused
+        assert whole is not None
+        return whole
+
+    def _plan(self) -> PlanView:
+        made = self._tiles.fit(self._attempt, self._predict, self._finish)
+        if self._catalog.config.compute != "inductor":
+            return self._describe(made, made.chosen, made.others)
+        if self._op_by_op is not None:
+            return self._describe(made, replace(made.chosen, op_by_op=self._op_by_op), made.others)
+        try:
+            return self._in_segments(made)
+        except NotRepeatedError as error:
+            return self._in_segments(self._attempt(not_repeated=str(error)))
+
+    def _divide(self, param_names: Mapping[int, str]) -> Division:
+        """Return which saved values the tensor-parallel ranks divide."""
+        trusts = self._catalog.config.partition_activations is True
+        group = TensorGroup(name="tensor", size=self._num_tensor_ranks, rank=0)
+        alike = (number for number, name in param_names.items() if trusts and name not in self._subject.parts)
+        return Division(groups={group.name: group}, names=None, alike=frozenset(alike), are_inputs_alike=trusts)
 
     def _attempt(self, *, not_repeated: str | None = None) -> _Attempt:
         """Return the graphs with the tiles of this attempt. Raises CapacityError if they do not fit.
@@ -158,6 +198,7 @@ class OfflinePlanner:
             look_at_short=self._look_at_short,
             not_repeated=not_repeated,
             in_rounds=self._in_rounds,
+            divide=None if self._dividing is None else self._divide,
         )
         _check_result(trace, subject.name, train=subject.train, has_loss=subject.inputs.loss is not None)
         if not self._keeps_unread:
@@ -187,6 +228,8 @@ class OfflinePlanner:
             num_open=self._num_open,
             open_nbytes=self._open_nbytes,
             every_policy=True,
+            policy=self._dividing,
+            notes=() if self._dividing is None else tuple(notes_of(self._divide({}))),
         )
 
     def _plan_ops(self, trace: Trace, searches: Searches | None = None) -> _Attempt:

@@ -120,7 +120,7 @@ def plan_stages(
     else:
         run = find_pipeline(model, mesh.num_stages)
     if mesh.num_tensor_ranks > 1:
-        divide_weights(model, tp_plan, mesh.num_tensor_ranks)
+        subject = replace(subject, parts=divide_weights(model, tp_plan, mesh.num_tensor_ranks))
     passed: Tensor | None = None
     stages: tuple[StageShape, ...] = (StageShape(number=0, num_blocks=1, num_open=1, is_first=True, is_last=True),)
     if run is not None:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_compile.driver.components import bind_components
-from zinf_compile.driver.division import Dividing
+from zinf_compile.driver.division import Dividing, notes_of
 from zinf_compile.driver.planning import GraphPlanner
 from zinf_compile.driver.program import Program
 from zinf_compile.driver.rounds import BoundRounds, Rounds
@@ -498,7 +498,7 @@ class Session:
             self.catalog,
             self.catalog.hardware,
             tiled=tiled.tiled,
-            notes=(*tiled.notes, *_notes_of(division)),
+            notes=(*tiled.notes, *notes_of(division)),
             kernel_cache_nbytes=cache,
             open_nbytes=opened,
             num_ranks=ranks.size,
@@ -519,15 +519,6 @@ class Session:
         if not trained:
             return sorted(planned, key=lambda program: program.num_ticks)[-1:]
         return [program for program in planned if max(trained) in program.last_runs.values()]
-
-
-def _notes_of(division: Division | None) -> Iterable[str]:
-    """Yield a sentence for the report if tensor-parallel ranks divide what is saved."""
-    for group in division.groups.values() if division is not None and division.names != frozenset() else ():
-        yield (
-            f"each of {group.size} tensor-parallel ranks saves a part of activations that are the same on all of them, and "
-            "backward gathers them"
-        )
 
 
 def _host_nbytes_beside_homes(plan: Plan) -> int:

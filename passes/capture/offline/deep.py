@@ -23,6 +23,7 @@ from zinf_compile.passes.analysis.repeats import (
 from zinf_compile.passes.capture.offline.runs import dropped_blocks, find_runs, shorten_runs
 from zinf_compile.passes.capture.offline.skeleton import make_skeleton
 from zinf_compile.passes.capture.offline.trace import (
+    Divide,
     Inputs,
     RankInRounds,
     TileGraph,
@@ -132,6 +133,7 @@ def trace_deep(
     look_at_short: Callable[[TracedGraph], None] = lambda _: None,
     not_repeated: str | None = None,
     in_rounds: RankInRounds | None = None,
+    divide: Divide | None = None,
 ) -> Trace:
     """Return the graphs of one call of ``model``, each as ``tile`` transforms it; the model is not changed.
 
@@ -162,6 +164,7 @@ def trace_deep(
             dynamic=dynamic,
             tile=tile,
             in_rounds=in_rounds,
+            divide=divide,
         )
 
     given = [policy for policy in policies if not policy.is_by_value]

@@ -74,8 +74,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def divide_weights(model: Module, tp_plan: Mapping[str, str] | None, num_tensor_ranks: int) -> None:
-    """Leave one of so many tensor-parallel ranks its part of the weights that a plan names.
+def divide_weights(model: Module, tp_plan: Mapping[str, str] | None, num_tensor_ranks: int) -> frozenset[str]:
+    """Leave one of so many tensor-parallel ranks its part of the weights that a plan names; return the names of the parts.
 
     ``tp_plan`` maps names of layers, in which ``*`` stands for a number or another part of a name, to how they are divided;
     by default it is the model's own, as transformers' models have one. ConfigError for a plan that names no layer or what
@@ -102,6 +102,9 @@ def divide_weights(model: Module, tp_plan: Mapping[str, str] | None, num_tensor_
             )
         for name in divided:
             _divide(name, modules, _STYLES[style], num_tensor_ranks, parts)
+    made = set(map(id, parts.values()))
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if id(parameter) in made)
 
 
 def _pattern(name: str) -> str:

@@ -33,7 +33,7 @@ from zinf_compile.passes.capture.aot import (
 )
 from zinf_compile.passes.capture.offline.skeleton import Skeleton, as_fake
 from zinf_compile.passes.capture.splits import JointGraph, Splitter
-from zinf_compile.passes.contract import FormInputs, RoundInputs
+from zinf_compile.passes.contract import Division, FormInputs, RoundInputs
 from zinf_compile.passes.fx_edit import copy_graph_module
 from zinf_compile.passes.pipeline import work_in_rounds
 from zinf_compile.passes.transforms.prepare.work_in_rounds import find_gathered
@@ -45,6 +45,7 @@ _NUM_DYNAMIC_DIMS = 2  # of an input: batch and sequence
 
 # Returns a torch-level graph that reads some parameters in tiles, and the numbers of those parameters. Its second
 # argument maps numbers to names; it adds those of the tiles.
+Divide = Callable[[Mapping[int, str]], Division]
 TileGraph = Callable[[fx.GraphModule, dict[int, str]], tuple[fx.GraphModule, frozenset[int]]]
 
 
@@ -101,11 +102,13 @@ def trace_model(
     dynamic: bool,
     tile: TileGraph = leave_whole,
     in_rounds: RankInRounds | None = None,
+    divide: Divide | None = None,
 ) -> Trace:
     """Return the graphs captured from one call of the skeleton, each as ``tile`` transforms it.
 
     With ``dynamic``, the first two dimensions of every input are symbols. ``in_rounds`` is the rank whose stages the graphs
-    compute, for one such call of each rank; None: they compute the whole model. Raises UnsupportedError if nothing could be
+    compute, for one such call of each rank; None: they compute the whole model. ``divide`` returns which saved values
+    tensor-parallel ranks divide, given the names of parameters by their numbers. Raises UnsupportedError if nothing could be
     captured, because shapes or branches of the model depend on values or it cannot be traced.
     """
     with fake_mode:
@@ -119,7 +122,7 @@ def trace_model(
 
     def backend(graph_module: fx.GraphModule, graph_inputs: Sequence[Tensor]) -> Callable[..., Any]:
         refuse_writes_to_parameters(graph_module)
-        compiler = _Keeper(f"{name} graph {len(graphs)}", skeleton.param_names, policies)
+        compiler = _Keeper(f"{name} graph {len(graphs)}", skeleton.param_names, policies, divide)
         of_rank, divisor = graph_module, 1.0
         if in_rounds is not None:
             of_rank, graph_inputs = _keep_stages(graph_module, graph_inputs, in_rounds, skeleton, leaves)
@@ -236,7 +239,14 @@ def _reason(error: TorchRuntimeError) -> str:
 class _Keeper:
     """A compiler that keeps the joint graph, analyses splits of it, and compiles nothing."""
 
-    def __init__(self, name: str, param_names: Mapping[int, str], policies: Sequence[ActivationPolicy]) -> None:
+    def __init__(
+        self,
+        name: str,
+        param_names: Mapping[int, str],
+        policies: Sequence[ActivationPolicy],
+        divide: Divide | None = None,
+    ) -> None:
+        self._division = None if divide is None else divide(param_names)
         self._name, self._param_names, self._policies = name, param_names, policies
         self._numbers: dict[str, int] = {}  # of segments, by structure
         self.graph: JointGraph | None = None
@@ -263,6 +273,7 @@ class _Keeper:
             param_names=self._param_names,
             number_of=self._number_of,
             has_backward=has_backward,
+            division=self._division if has_backward else None,
         )
         forms = [self.graph.split(policy) for policy in policies]
         self.facts = forms[0].facts

@@ -26,6 +26,7 @@ _KINDS = {
 }
 
 _TP_COLLECTIVES = ("zinf.all_reduce.default", "zinf.all_gather_columns.default")
+_FUNCTIONAL, _WAITS = "_c10d_functional.", "_c10d_functional.wait_tensor."
 _MESSAGE = "zinf.receive.default"
 
 # The overhead of finding a parameter and its homes, without moving bytes, in calls of a small op. Measured 60 and 250
@@ -40,8 +41,8 @@ def kind_of(op: str) -> OpKind | None:
 
 
 def is_collective(op: str) -> bool:
-    """Return whether an op is a tensor-parallel collective: its bytes go over the links of a device."""
-    return op in _TP_COLLECTIVES
+    """Return whether an op is a tensor-parallel collective, or one of the user's: its bytes go over device links."""
+    return op in _TP_COLLECTIVES or (op.startswith(_FUNCTIONAL) and not op.startswith(_WAITS))
 
 
 def is_message(op: str) -> bool:

@@ -21,7 +21,7 @@ from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.pipeline import StepPart
 from zinf_compile.ir.plan import TierPart
 from zinf_compile.ir.plan_io import plan_from_json, plan_to_json
-from zinf_compile.passes.planner.cost.costs import unfused
+from zinf_compile.passes.planner.cost.costs import ops_seconds, unfused
 from zinf_compile.passes.planner.search.verify import verify_plan
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
@@ -94,7 +94,7 @@ def test_all_ranks_together_compute_what_one_would(tp: int, pp: int) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_exchange_two_all_reduces_a_block_and_direction(tp: int) -> None:
     """Megatron, arXiv 1909.08053, section 3: in a ring each sends 2 (t - 1) / t of the activations between blocks."""
-    plan = plan_gpt(tp=tp, pp=2, world=2 * tp)
+    plan = plan_gpt(tp=tp, pp=2, world=2 * tp, partition_activations=False)
     exchanges = [op for op in graph_of(plan).ops if op.op == "zinf.all_reduce.default"]
     around = 1  # behind the embedding of the first stage, or in the backward of the head
     assert len(exchanges) == 4 * (LAYERS // 2) + around
@@ -102,6 +102,28 @@ def test_ranks_exchange_two_all_reduces_a_block_and_direction(tp: int) -> None:
     assert plan.pipeline is not None
     seconds = len(exchanges) * 2 * PASSED_NBYTES * (tp - 1) / tp / plan.hardware.device_link_bytes_per_second
     assert plan.pipeline.slowest.collective_seconds == pytest.approx(seconds)
+
+
+def test_ranks_divide_activations_if_some_leave_the_device() -> None:
+    """ZeRO-R's Pa: a rank saves a quarter of the input of each block, and gathers the rest over device links."""
+    options = {"layers": 8, "tp": 4, "world": 4, "recompute": True, "reserve_memory": 0}
+    whole = plan_gpt(**options, device_memory="3MiB", partition_activations=False)
+    divided = plan_gpt(**options, device_memory="3MiB", partition_activations=True)
+    roomy = plan_gpt(**options, device_memory="4MiB", partition_activations=True)
+    assert {swap.nbytes for swap in whole.swaps} == {PASSED_NBYTES}
+    assert not roomy.swaps
+    noted = [any("saves a part of activations" in note for note in plan.notes) for plan in (whole, divided, roomy)]
+    assert noted == [False, True, False]
+    parts = [value for value in graph_of(divided).values if "_part" in value.name]
+    assert {value.nbytes for value in parts} == {PASSED_NBYTES // 4}
+    assert all(value.saved for value in parts)
+    assert len(parts) >= options["layers"]
+    gathers = [op for op in graph_of(divided).ops if op.op == "_c10d_functional.all_gather_into_tensor.default"]
+    assert len(gathers) == len(parts)
+    hardware = divided.hardware
+    for op, seconds in zip(gathers, ops_seconds(gathers, hardware), strict=True):
+        assert seconds >= op.nbytes_accessed / hardware.device_link_bytes_per_second
+    verify_plan(divided.plan)
 
 
 def test_open_forwards_hold_their_activations_and_inputs() -> None:
