@@ -1,17 +1,15 @@
 """Functional collectives in a graph: what they read until they are done, and which values are then the same on all ranks."""
 
-import operator
 from collections.abc import Collection, Container, Mapping
 
 import torch
 from torch import fx
 
 from zinf_compile.ir.ops import ALL_GATHER_COLUMNS, ALL_REDUCE, GATHER
-from zinf_compile.passes.analysis.repeatable import is_random
+from zinf_compile.passes.analysis.repeatable import is_pure
 
 _NAMESPACE = "_c10d_functional"
 _GIVES_ALL_THE_SAME = ("all_reduce", "all_gather_into_tensor", "broadcast")
-_PURE = ("aten", "prims")
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -82,15 +80,6 @@ def _groups_of(
         return everywhere & {str(node.args[-1])} if name in _GIVES_ALL_THE_SAME else nowhere
     if node.target in (ALL_REDUCE, ALL_GATHER_COLUMNS):
         return everywhere
-    if not _is_pure(node):
+    if not is_pure(node):
         return nowhere
     return everywhere.intersection(*(found[each] for each in node.all_input_nodes))
-
-
-def _is_pure(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _PURE:
-        return False
-    return not target._schema.is_mutable and not is_random(node)

@@ -14,14 +14,16 @@ _KNOWN = ("aten", "prims")  # other ops may have side effects: they may gather, 
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Return whether backward may recompute a node.
-
-    It is one of torch's own ops, has no side effects, draws no random numbers, and is not tagged by the user.
-    """
+    """Return whether backward may recompute a node: it always gives the same, and is not tagged by the user."""
     if node.op != "call_function" or REGION in node.meta:
         return False
     if node.meta.get(RECOMPUTE) in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
         return False
+    return is_pure(node)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Return whether a node is one of torch's own ops, which has no side effects and draws no random numbers."""
     if node.target is operator.getitem:
         return True
     target = node.target
