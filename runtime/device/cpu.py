@@ -20,6 +20,12 @@ def has_fast_bfloat16() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def emulates_bfloat16() -> bool:
+    """Return whether oneDNN multiplies bfloat16 here without instructions for it, by kernels that allocate copies."""
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return has_fast_bfloat16() and not has_instructions
+
+
 class CpuEvent:
     """An event of a synchronous stream, which has always happened."""
 

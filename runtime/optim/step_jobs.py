@@ -32,6 +32,7 @@ from zinf_compile.ir.copies import (
 from zinf_compile.ir.errors import ConfigError, StoreError, UnsupportedError
 from zinf_compile.ir.glossary import Tier, dtype_name
 from zinf_compile.ir.slices import Slice
+from zinf_compile.runtime.device.cpu import emulates_bfloat16
 from zinf_compile.runtime.device.device import Event
 from zinf_compile.runtime.optim.block_wise import (
     first_scalars,
@@ -584,7 +585,7 @@ class JobCollector:
             slot = record.copies.states[name]
             state[name] = torch.empty(_shape_of(slot, record), dtype=slot.dtype, device="meta")
         try:
-            with keeping_random_state(), kept_by(trial), TemporaryCount() as count:
+            with keeping_random_state(), kept_by(trial), self._new_count() as count:
                 Shadow(self.frozen, job.group, job.place, parameter, gradient, state, is_trial=True).run()
         except (UnsupportedError, ConfigError):
             raise
@@ -592,6 +593,10 @@ class JobCollector:
             trial.growth = 0.0
             return None
         return _each(count.most_nbytes, job, record.shape)
+
+    def _new_count(self) -> TemporaryCount:
+        unified = self._store.device.memory.unified
+        return TemporaryCount(emulates_bfloat16=unified and emulates_bfloat16())
 
     def _count_on_small_tensor(self, job: Job, trial: Trial) -> int:
         """Return these bytes, measured on a small tensor."""
@@ -608,7 +613,7 @@ class JobCollector:
             def run(state: dict[str, Any]) -> dict[str, Any]:
                 return Shadow(self.frozen, job.group, job.place, small, gradient, state, is_trial=True).run()
 
-            count = TemporaryCount()
+            count = self._new_count()
             try:
                 if has_odd:  # it fits the large tensor only, and a first step makes some that fits the small one
                     state = run({}) if job.kept_states else {}

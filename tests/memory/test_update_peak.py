@@ -72,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
         "dtype": "float32",
         "bias": False,
         "rows": 64,
-        "budgets": {"device_memory": "6MiB", "host_memory": "12MiB"},
+        "budgets": {"device_memory": "7MiB", "host_memory": "12MiB"},
     },
     "whole-tensors-all-resident": {
         **SMALL,

@@ -10,6 +10,7 @@ from torch import nn
 import zinf_compile
 from examples.soap import SOAP
 from zinf_compile.ir.plan import UPDATE_NBYTES
+from zinf_compile.runtime.device.cpu import emulates_bfloat16
 from zinf_compile.runtime.optim.optimizer import StreamedStep
 from zinf_compile.runtime.optim.step_chunks import Chunk
 from zinf_compile.runtime.optim.temporaries import TemporaryCount, piece_elements, small_shape
@@ -42,6 +43,19 @@ def test_what_ops_convert_inside_is_counted() -> None:
     with TemporaryCount() as count:
         narrow.add_(wide)
     assert count.most_nbytes == 2 * wide.nbytes, "converted once as input, and once as output"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_emulated_products_allocate_is_counted(device: str) -> None:
+    wide, square = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in ((16, 64), (16, 16)))
+    for given, scratch in ((False, 0), (True, 4 * wide.numel() + wide.nbytes + square.nbytes)):
+        with TemporaryCount(emulates_bfloat16=given) as count:
+            product = square @ wide
+        assert count.most_nbytes == product.nbytes + scratch
+        with TemporaryCount(emulates_bfloat16=given) as count:
+            torch.addmm(wide, square, wide)
+            torch.mm(square.float(), square.float())  # float32 is not emulated
+        assert count.most_nbytes == max(wide.nbytes + scratch, 3 * 4 * square.numel())
 
 
 @pytest.mark.parametrize(
@@ -229,7 +243,7 @@ def test_what_whole_tensors_take_is_known_ahead(
     compute = StreamedStep._compute
 
     def compute_counted(self: StreamedStep, chunk: Chunk) -> None:
-        with TemporaryCount() as count:
+        with TemporaryCount(emulates_bfloat16=emulates_bfloat16()) as count:
             compute(self, chunk)
         steps.append((count.most_nbytes, chunk.job.temporary_nbytes * chunk.job.num_elements))
 
