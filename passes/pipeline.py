@@ -2,8 +2,10 @@
 
 from torch import fx
 
+from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import (
     ComponentInputs,
+    Division,
     FormInputs,
     JointInputs,
     LowerInputs,
@@ -17,6 +19,7 @@ from zinf_compile.passes.contract import (
 from zinf_compile.passes.fx_edit import generate_code
 from zinf_compile.passes.properties import VALUES_KNOWN
 from zinf_compile.passes.transforms.joint.divide_gradients import DIVIDE_GRADIENTS
+from zinf_compile.passes.transforms.joint.divide_saved import divide_saved
 from zinf_compile.passes.transforms.joint.fold_casts import FOLD_CASTS
 from zinf_compile.passes.transforms.joint.merge_all_reduces import MERGE_ALL_REDUCES
 from zinf_compile.passes.transforms.joint.merge_gradients import MERGE_GRADIENTS
@@ -108,6 +111,11 @@ def edit_inference_graph(graph_module: fx.GraphModule, inputs: FormInputs) -> No
 def edit_backward_graph(graph_module: fx.GraphModule, inputs: FormInputs) -> None:
     """Edit the backward graph from the partitioner in place so that it can be analysed."""
     run_pipeline(graph_module, SPLIT, inputs)
+
+
+def divide_split_graph(captured: CapturedGraph, division: Division) -> CapturedGraph:
+    """Edit a split graph in place so that tensor-parallel ranks divide what they save, and return it."""
+    return divide_saved(captured, division)
 
 
 def segment_graph(graph_module: fx.GraphModule, inputs: SegmentInputs) -> None:

@@ -42,7 +42,8 @@ class CapturedGraph:
     backward: fx.GraphModule | None
     num_outputs: int
     policy: ActivationPolicy
-    divided: tuple[str, ...] = ()  # values of which tensor-parallel ranks save a part each
+    dividable: tuple[str, ...] = ()  # saved values of which tensor-parallel ranks could save a part each
+    divided: tuple[str, ...] = ()  # those of which they do
 
 
 def analyze_graph(captured: CapturedGraph, *, name: str, param_names: Mapping[int, str]) -> GraphFacts[Size]:

@@ -1,5 +1,6 @@
 """Functional collectives in a graph: what they read until they are done, and which values are then the same on all ranks."""
 
+import operator
 from collections.abc import Collection, Container, Mapping
 
 import torch
@@ -23,22 +24,32 @@ def find_collectives(graph: fx.Graph) -> list[str]:
 
 
 def awaited(node: fx.Node) -> fx.Node | None:
-    """Return the collective that a node waits for, whose result it returns; None if it is no such node."""
-    if node.target is not torch.ops._c10d_functional.wait_tensor.default:
+    """Return the collective of one result that a node waits for, and whose result it returns; None if it does not.
+
+    Results of coalesced collectives are unpacked before somebody waits for each, and another graph may have started one.
+    """
+    if not _is_wait(node):
         return None
     (started,) = node.all_input_nodes
-    return started
+    return started if is_under_way(started) else None
 
 
 def is_under_way(node: fx.Node) -> bool:
     """Return whether a node starts a collective, so that its result is there only for what waits for it."""
-    return is_collective(node) and awaited(node) is None
+    return is_collective(node) and not _is_wait(node)
 
 
 def reads_of(node: fx.Node) -> list[fx.Node]:
-    """Return what a node reads. What a collective reads, it reads until the op that waits for it is done."""
-    started = awaited(node)
-    return [*node.all_input_nodes, *(started.all_input_nodes if started is not None else ())]
+    """Return what a node reads. What a collective reads, it reads until the ops that wait for it are done."""
+    reads = [*node.all_input_nodes]
+    if _is_wait(node):
+        started = reads[0].all_input_nodes[0] if reads[0].target is operator.getitem else reads[0]
+        reads += started.all_input_nodes if is_under_way(started) else ()
+    return reads
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def find_replicated(
@@ -73,9 +84,9 @@ def _groups_of(
     if node.target is GATHER:
         return everywhere if node.args[1] in alike else nowhere
     if is_collective(node):
-        assert isinstance(node.target, torch._ops.OpOverload)
         if (started := awaited(node)) is not None:
             return found[started]
+        assert isinstance(node.target, torch._ops.OpOverload)
         name = node.target._schema.name.partition("::")[2]
         return everywhere & {str(node.args[-1])} if name in _GIVES_ALL_THE_SAME else nowhere
     if node.target in (ALL_REDUCE, ALL_GATHER_COLUMNS):

@@ -23,8 +23,13 @@ from zinf_compile.passes.analysis.casts import find_narrow_reads
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import FormInputs, JointInputs
 from zinf_compile.passes.fx_edit import copy_graph_module, describe_place, set_missing_values
-from zinf_compile.passes.pipeline import edit_backward_graph, edit_form, edit_inference_graph, edit_joint_graph
-from zinf_compile.passes.transforms.joint.divide_saved import divide_saved
+from zinf_compile.passes.pipeline import (
+    divide_split_graph,
+    edit_backward_graph,
+    edit_form,
+    edit_inference_graph,
+    edit_joint_graph,
+)
 
 # Splits a graph into forward and backward under the activation policy of its inputs.
 Partition = Callable[[FormInputs], CapturedGraph]
@@ -85,7 +90,7 @@ def compile_graph(
             captured = CapturedGraph(
                 forward=forward, backward=backward, num_outputs=num_fwd_outputs, policy=inputs.policy
             )
-            return captured if inputs.division is None else divide_saved(captured, inputs.division)
+            return captured if inputs.division is None else divide_split_graph(captured, inputs.division)
 
         chosen = compiler.choose(split, find_narrow_reads(joint.graph))
         assert chosen.backward is not None

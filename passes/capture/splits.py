@@ -31,6 +31,24 @@ class Form:
     narrowed: Mapping[int, torch.dtype] = field(default_factory=dict)  # dtypes of narrowed gathers, by parameter
     parts: tuple["Form", ...] = ()  # of a deep model: forms of graphs with few of its blocks
 
+    @property
+    def dividable(self) -> frozenset[str]:
+        """Return the names of saved values of which tensor-parallel ranks could save a part each; copies have '@2' added."""
+        return frozenset(name for captured in self._graphs for name in captured.dividable)
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether tensor-parallel ranks save a part each of some values."""
+        return any(captured.divided for captured in self._graphs)
+
+    @property
+    def _graphs(self) -> list[CapturedGraph]:
+        return [each.captured for each in self.parts or (self,) if each.captured is not None]
+
+    def lets_dividable_leave(self, plan: Plan) -> bool:
+        """Return whether some of what could be divided leaves the device in a plan."""
+        return any(swap.value.partition("@")[0] in self.dividable for swap in plan.swaps)
+
 
 class Splitter(Protocol):
     """A captured graph that can be split under any policy, and cut into segments."""

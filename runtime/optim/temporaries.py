@@ -27,10 +27,10 @@ _COPIES = frozenset({torch.ops.aten.copy_.default, torch.ops.aten._to_copy.defau
 class TemporaryCount(TorchDispatchMode):
     """Measures the peak bytes of tensors that ops allocate while it is active. Scalars do not count.
 
-    With ``emulates_bfloat16``, what oneDNN allocates to multiply bfloat16 on a CPU without instructions for it counts too: a
+    An op that gets operands of different dtypes converts them internally, where no mode sees it; these copies count too.
+    With ``emulates_bfloat16``, so does what oneDNN allocates to multiply bfloat16 on a CPU without instructions for it: a
     result in float32, and at most a copy of each matrix. For 512 x 512 by 512 x 2048 it was 80 % of that.
 
-    An op that gets operands of different dtypes converts them internally, where no mode sees it; these copies count too.
     A tensor of the device "meta" has no memory, and so no values: where one is asked for, as by ``item()``, it is 1.
     RuntimeError from a loop that asks on and on.
     """
@@ -56,10 +56,8 @@ class TemporaryCount(TorchDispatchMode):
         self._alive = {reference: nbytes for reference, nbytes in self._alive.items() if not reference.expired()}
         converted = 0 if func in _COPIES else _converted_nbytes([*inputs, *outputs])
         if self._emulates_bfloat16 and func in _PRODUCTS and outputs[0].dtype is torch.bfloat16:
-            matrices = inputs[-2:]
-            converted += outputs[0].numel() * torch.float32.itemsize + sum(
-                each.numel() * each.itemsize for each in matrices
-            )
+            copied = sum(each.numel() * each.itemsize for each in inputs[-2:])
+            converted += outputs[0].numel() * torch.float32.itemsize + copied
         self.most_nbytes = max(self.most_nbytes, sum(self._alive.values()) + converted)
         return result
 

@@ -635,9 +635,8 @@ class TensorRanks(Ranks):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.members: list[int] = sorted(mesh.mesh.flatten().tolist())
-        self.group_name: str | None = (
-            mesh.get_group().group_name if mesh.ndim == 1 else None
-        )  # of the user's collectives
+        # Of the user's collectives in graphs.
+        self.group_name: str | None = mesh.get_group().group_name if mesh.ndim == 1 else None
         self.mesh_size, self.mesh_rank = len(self.members), self.members.index(dist.get_rank())
         self._places = [*range(self.mesh_size)]
         self._connect(self.members, _timeout_of(mesh))

@@ -70,8 +70,6 @@ class Dividing:
             try:
                 program, compiled = data_ranks.do_alike_beside("planning", partial(fit, division))
             except CapacityError:
-                if None in given:
-                    raise
                 break
             divided = self.ranks.exchange("divided activations", program.divided)
             if len(set(divided)) == 1 and divided[0]:
@@ -81,7 +79,7 @@ class Dividing:
             division = replace(division, names=names) if names else None
 
         def fit_whole() -> tuple[PlannedT, Callable[..., Any]]:
-            if refused:
+            if refused:  # dividing may need more: what is gathered takes memory beside the part
                 raise refused[0]
             return fit(whole)  # again: divided, other homes were planned
 

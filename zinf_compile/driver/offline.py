@@ -98,41 +98,46 @@ class OfflinePlanner:
         self._kernel_cache_nbytes = kernel_cache_nbytes
         self._op_by_op = op_by_op
         self._tiles = OfflineTiles(catalog)
-        self._dividing: ActivationPolicy | None = (
-            None  # the policy under which tensor-parallel ranks divide what they save
-        )
+        self._dividing: ActivationPolicy | None = None  # the policy under which ranks divide what they save, if they do
 
     def plan(self) -> PlanView:
         """Return the plan. CapacityError if the model does not fit, UnsupportedError if it cannot be captured."""
         with _collector_paused():
-            partition = self._catalog.config.partition_activations
-            if self._num_tensor_ranks == 1 or not self._subject.train or partition is False:
-                return self._plan()
-            return self._plan_dividing()
+            return self._plan_dividing() if self._may_divide else self._compute(self._fit())
+
+    @property
+    def _may_divide(self) -> bool:
+        partition = self._catalog.config.partition_activations
+        return self._num_tensor_ranks > 1 and self._subject.train and partition is not False
 
     def _plan_dividing(self) -> PlanView:
-        """Return the plan of one of several tensor-parallel ranks, which divide activations if some leave the device."""
-        whole: PlanView | None = None
+        """Return the plan of one of several tensor-parallel ranks, which divide activations as ``Dividing`` has them do."""
+        whole: _Attempt | None = None
         refused: CapacityError | None = None
         try:
-            whole = self._plan()
+            whole = self._fit()
         except CapacityError as error:
             refused = error.with_traceback(None)
-        if whole is not None and not whole.swaps:
-            return whole
-        policies = [None if whole is None else whole.activations.policy]
+        if whole is not None and not whole.chosen.form.lets_dividable_leave(whole.plan):
+            return self._compute(whole)
+        policies = [None if whole is None else whole.plan.activations.policy]
+        tiles, self._tiles = self._tiles, OfflineTiles(self._catalog)
         self._dividing = policy_of_all(policies, recompute=self._catalog.config.recompute)
-        self._tiles = OfflineTiles(self._catalog)
         gc.collect()  # cycles of the capture
         with suppress(CapacityError):
-            return self._plan()
+            divided = self._fit()
+            if divided.chosen.form.is_divided:
+                return self._compute(divided)
+        self._tiles, self._dividing = tiles, None
         if refused is not None:
             raise refused
         assert whole is not None
-        return whole
+        return self._compute(whole)
 
-    def _plan(self) -> PlanView:
-        made = self._tiles.fit(self._attempt, self._predict, self._finish)
+    def _fit(self) -> _Attempt:
+        return self._tiles.fit(self._attempt, self._predict, self._finish)
+
+    def _compute(self, made: _Attempt) -> PlanView:
         if self._catalog.config.compute != "inductor":
             return self._describe(made, made.chosen, made.others)
         if self._op_by_op is not None:
@@ -147,7 +152,12 @@ class OfflinePlanner:
         trusts = self._catalog.config.partition_activations is True
         group = TensorGroup(name="tensor", size=self._num_tensor_ranks, rank=0)
         alike = (number for number, name in param_names.items() if trusts and name not in self._subject.parts)
-        return Division(groups={group.name: group}, names=None, alike=frozenset(alike), are_inputs_alike=trusts)
+        return Division(
+            groups={group.name: group},
+            names=frozenset() if self._dividing is None else None,
+            alike=frozenset(alike),
+            are_inputs_alike=trusts,
+        )
 
     def _attempt(self, *, not_repeated: str | None = None) -> _Attempt:
         """Return the graphs with the tiles of this attempt. Raises CapacityError if they do not fit.
@@ -198,7 +208,7 @@ class OfflinePlanner:
             look_at_short=self._look_at_short,
             not_repeated=not_repeated,
             in_rounds=self._in_rounds,
-            divide=None if self._dividing is None else self._divide,
+            divide=self._divide if self._may_divide else None,
         )
         _check_result(trace, subject.name, train=subject.train, has_loss=subject.inputs.loss is not None)
         if not self._keeps_unread:

@@ -40,7 +40,6 @@ from zinf_compile.passes.pipeline import lower_graph
 from zinf_compile.passes.planner.memory.activations import plan_activations
 from zinf_compile.passes.planner.search.planner import Request
 from zinf_compile.passes.planner.search.remake import with_open_forwards
-from zinf_compile.passes.transforms.joint.divide_saved import find_dividable
 from zinf_compile.passes.transforms.lowering.swap_activations import swapped_inputs
 from zinf_compile.runtime.execute.executor import Executor
 from zinf_compile.runtime.observe.open_forwards import storages_of
@@ -186,10 +185,7 @@ class Program:
         """Note what is divided among ranks, and what of the rest leaves the device and could be."""
         captured = ops.form.captured
         assert captured is not None
-        if self._division is None or captured.backward is None:
-            return
-        leaving = {swap.value for swap in ops.planned.plan.swaps}
-        leaves = any(each.root.name in leaving for each in find_dividable(captured, self._division))
+        leaves = ops.form.lets_dividable_leave(ops.planned.plan)
         self.leaving, self.divided = Leaving(captured.policy, leaves), captured.divided
 
     def _compute_in_segments(self, graph: JointGraph, ops: Chosen) -> Chosen:

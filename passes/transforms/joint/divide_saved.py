@@ -38,7 +38,7 @@ _KEPT = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")  # w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dividable:
+class _Dividable:
     """A saved value that is the same on all ranks of a group, with all saved views of it."""
 
     root: StorageRoot
@@ -47,7 +47,7 @@ class Dividable:
     group: TensorGroup
 
 
-def find_dividable(captured: CapturedGraph, division: Division) -> Iterator[Dividable]:
+def _find_dividable(captured: CapturedGraph, division: Division) -> Iterator[_Dividable]:
     """Yield the saved values that ranks can divide, in the order in which forward computes them.
 
     They own their bytes, are contiguous, of a number of elements that ranks divide evenly, and nobody else holds them.
@@ -71,14 +71,17 @@ def find_dividable(captured: CapturedGraph, division: Division) -> Iterator[Divi
             continue
         group = division.groups[replicated[node]]
         if _owns_even_parts(root, group):
-            yield Dividable(root=root, whole=node, saved=tuple(views[root]), group=group)
+            yield _Dividable(root=root, whole=node, saved=tuple(views[root]), group=group)
 
 
 def divide_saved(captured: CapturedGraph, division: Division) -> CapturedGraph:
-    """Edit a split graph in place so that ranks save parts of the values that ``division`` names; return it."""
+    """Edit a split graph in place so that ranks save parts of the values that ``division`` names.
+
+    Return it with the names of what they save in parts, and of all that they could.
+    """
     assert captured.backward is not None
-    names = division.names
-    chosen = [each for each in find_dividable(captured, division) if names is None or each.root.name in names]
+    names, found = division.names, list(_find_dividable(captured, division))
+    chosen = [each for each in found if names is None or each.root.name in names]
     inputs = {node.name: node for node in captured.backward.graph.find_nodes(op="placeholder")}
     for each in chosen:
         part = _save_part(captured.forward.graph, each)
@@ -86,10 +89,14 @@ def divide_saved(captured: CapturedGraph, division: Division) -> CapturedGraph:
     for graph_module in (captured.forward, captured.backward) if chosen else ():
         graph_module.graph.lint()
         graph_module.recompile()
-    return replace(captured, divided=tuple(each.root.name for each in chosen))
+    return replace(
+        captured,
+        dividable=tuple(each.root.name for each in found),
+        divided=tuple(each.root.name for each in chosen),
+    )
 
 
-def _save_part(graph: fx.Graph, each: Dividable) -> fx.Node:
+def _save_part(graph: fx.Graph, each: _Dividable) -> fx.Node:
     """Save this rank's part in the place of the first of the saved nodes, and leave the others out; return it."""
     name, group, value = each.root.name, each.group, each.whole.meta["val"]
     length = value.numel() // group.size
@@ -105,7 +112,7 @@ def _save_part(graph: fx.Graph, each: Dividable) -> fx.Node:
     return part
 
 
-def _gather_parts(graph: fx.Graph, each: Dividable, part: fx.Node, inputs: list[fx.Node]) -> None:
+def _gather_parts(graph: fx.Graph, each: _Dividable, part: fx.Node, inputs: list[fx.Node]) -> None:
     """Replace the inputs of backward that were saved: one is this rank's part now, and the whole is gathered from it."""
     first, *others = inputs
     with graph.inserting_before(first):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.passes.conftest import PARAM_IDS
 from zinf_compile.ir.facts import GraphFacts
-from zinf_compile.passes.analysis.collectives import find_replicated
+from zinf_compile.passes.analysis.collectives import awaited, find_replicated
 
 Function = Callable[..., object]
 c10d = torch.ops._c10d_functional
@@ -79,3 +79,20 @@ def test_what_several_groups_share_is_of_one(trace: Function, read: str) -> None
         "exp": "tp",
         "cos": "dp",
     }
+
+
+def test_results_of_coalesced_collectives_are_their_own(trace: Function, analyze: Callable[..., GraphFacts]) -> None:
+    """They are unpacked before somebody waits for each: what waits makes them known, and all are read until the last."""
+
+    def forward(anchor: Tensor, x: Tensor) -> Tensor:
+        sent = [x.sin(), x.cos()]
+        first, second = c10d.all_gather_into_tensor_coalesced(sent, 2, "tp")
+        return c10d.wait_tensor(first).exp() + c10d.wait_tensor(second)
+
+    graph_module = trace(forward, (4, 4))
+    waits = [node for node in graph_module.graph.nodes if node.name.startswith("wait_tensor")]
+    assert [awaited(node) for node in waits] == [None, None]
+    live = {value.name: value.live for value in analyze(graph_module).values}
+    ticks = {node.name: tick for tick, node in enumerate(graph_module.graph.nodes)}
+    assert live["sin"].end == live["cos"].end == ticks["wait_tensor_1"] + 1
+    assert live["wait_tensor"].start == ticks["wait_tensor"]

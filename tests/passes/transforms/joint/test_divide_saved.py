@@ -1,4 +1,4 @@
-"""DIVIDE_SAVED: tensor-parallel ranks save a part each of what all of them have. Graphs are hand-made."""
+"""Dividing a split graph: tensor-parallel ranks save a part each of what all of them have. Graphs are hand-made."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import Division, TensorGroup
 from zinf_compile.passes.fx_edit import dump_graph
-from zinf_compile.passes.transforms.joint.divide_saved import divide_saved, find_dividable
+from zinf_compile.passes.transforms.joint.divide_saved import divide_saved
 
 Function = Callable[..., object]
 c10d = torch.ops._c10d_functional
@@ -111,8 +111,9 @@ def test_what_the_caller_gets_or_an_op_overwrites_is_whole(trace: Function) -> N
     def backward(anchor: Tensor, relu: Tensor, exp: Tensor, sin: Tensor, grad: Tensor) -> Tensor:
         return relu * exp * sin * grad
 
-    found = find_dividable(_capture(trace, forward, backward), _division())
-    assert [each.root.name for each in found] == ["sin"]
+    captured = divide_saved(_capture(trace, forward, backward), _division(frozenset()))
+    assert captured.dividable == ("sin",)
+    assert captured.divided == ()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
