@@ -83,8 +83,16 @@ class ParameterFact:
         return replace(self, compute=Encoding(dtype=dtype), narrowed=True)
 
     def among(self, num_ranks: int) -> "ParameterFact":
-        """Return the fact of one rank's shard of the parameter."""
-        return self if num_ranks == 1 else replace(self, slice=self.slice.among(num_ranks))
+        """Return the fact of one rank's shard of the parameter. Equal ones are the same object."""
+        if num_ranks == 1:
+            return self
+        if num_ranks not in self._shards:  # asked for each level of each graph
+            self._shards[num_ranks] = replace(self, slice=self.slice.among(num_ranks))
+        return self._shards[num_ranks]
+
+    @cached_property
+    def _shards(self) -> "dict[int, ParameterFact]":
+        return {}
 
     @property
     def gradient(self) -> Encoding | None:

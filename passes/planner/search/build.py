@@ -137,6 +137,25 @@ class Groundwork:
         self.transfers = TransferPlanner(graph, request.parameters, self.world, request.config.step_timing)
         self.seconds_of_ops = tuple(ops_seconds(graph.ops, request.hardware))
         self._recomputed = find_recomputed(graph, request.hardware)
+        self.shards = [parameter.among(request.num_ranks) for parameter in request.parameters]
+        read = {use.parameter: use.dtype for use in graph.uses}
+        self.read_nbytes = sum(item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters)
+        is_read = [item for item in request.parameters if item.name in read]
+        # What kernels take besides their outputs: a matrix product may repack its largest weight.
+        self.workspace = max((item.nbytes_read(read[item.name]) for item in is_read), default=0)
+        # A weight is on the device when it is read: resident, or gathered. Not counted where a gather may move only a
+        # part, or where a device reads host memory.
+        whole = [] if self.transfers.has_routed else [item for item in is_read if not item.integrated]
+        decoded = [item for item in whole if item.compute.rows is None]
+        self.largest_read = max((item.nbytes_read(read[item.name]) for item in decoded), default=0)
+        self.device_share = plan_device_share(
+            request.config, request.hardware, request.parameters, num_ranks=request.num_ranks
+        )
+        self.leaving = _count_leaving(request, graph)
+        self.reductions = _count_reductions(request, graph)
+        self.kernels = request.kernel_cache_nbytes if any(map(keeps_kernels, graph.ops)) else 0
+        self.uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))
+        self.gradients = tuple(sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter)))
 
     def for_level(self) -> "Groundwork":
         """Return the same, to be forgotten together with the activations that one level offloads."""
@@ -178,28 +197,17 @@ class PlanBuilder:
         compute = groundwork.compute(swaps)
         self._activations, self._spans, self._bound = compute.activations, compute.spans, compute.bound
         self._open_nbytes = request.open_nbytes + request.num_open * self._activations.saved_nbytes
-        self._read = read = {use.parameter: use.dtype for use in graph.uses}
-        # What kernels take besides their outputs: a matrix product may repack its largest weight.
-        self._workspace = max(
-            (item.nbytes_read(read[item.name]) for item in request.parameters if item.name in read), default=0
-        )
+        self._workspace, self._largest_read = groundwork.workspace, groundwork.largest_read
         self._outside = count_outside(compute.staying, self._activations.peak_nbytes + self._workspace)
-        self._device_share = plan_device_share(
-            request.config, request.hardware, request.parameters, num_ranks=request.num_ranks
-        )
+        self._device_share = groundwork.device_share
         self._updates = _count_updates(request, self._device_share)
-        self._leaving = _count_leaving(request, graph)
-        self._reductions = _count_reductions(request, graph)
-        self._kernels = request.kernel_cache_nbytes if any(map(keeps_kernels, graph.ops)) else 0
-        self._read_nbytes = sum(
-            item.nbytes_read(read.get(item.name, item.compute_dtype)) for item in request.parameters
-        )
-        self._shards = [parameter.among(request.num_ranks) for parameter in request.parameters]
+        self._leaving, self._reductions, self._kernels = groundwork.leaving, groundwork.reductions, groundwork.kernels
+        self._read_nbytes = groundwork.read_nbytes
+        self._shards = groundwork.shards
         self._device_chunk = device_chunk_elements(request.config, self._shards)
         self._moved_bound: dict[int, BoundValues] = {}  # by the arena bytes of transfers, which many choices share
         self._seen: set[Homes] = set()
-        self._uses = tuple(sorted(graph.uses, key=lambda use: use.parameter))
-        self._gradients = tuple(sorted(graph.gradients, key=lambda gradient: (gradient.tick, gradient.parameter)))
+        self._uses, self._gradients = groundwork.uses, groundwork.gradients
         self._made_sinks: list[dict[Tier, Transfer]] = [{} for _ in self._gradients]  # by home
         self.floor_nbytes = (
             self._bound.nbytes
@@ -213,6 +221,11 @@ class PlanBuilder:
             + self._open_nbytes
             + request.config.reserve_memory
         )
+
+    @property
+    def least_device_nbytes(self) -> int:
+        """Return a lower bound of the device bytes of any plan, whatever the homes."""
+        return self.floor_nbytes + self._largest_read
 
     @property
     def busy_seconds(self) -> float:

@@ -151,10 +151,10 @@ def _find_least(levels: Sequence[_Level]) -> tuple[int, _Level]:
 
     A level needs at least what its activations do, so that others need not be looked at any more.
     """
-    floors = (PlanBuilder(each.request, each.graph, each.swaps, each.groundwork).floor_nbytes for each in levels)
+    bounds = (PlanBuilder(each.request, each.graph, each.swaps, each.groundwork).least_device_nbytes for each in levels)
     least: tuple[float, int] = math.inf, len(levels)
-    for floor, index in sorted(zip(floors, range(len(levels)), strict=True)):
-        if floor > least[0]:
+    for bound, index in sorted(zip(bounds, range(len(levels)), strict=True)):
+        if bound > least[0]:
             break
         least = min(least, (_minimum(levels[index]), index))
     minimum, index = least

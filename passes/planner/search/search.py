@@ -179,7 +179,7 @@ def search_front(
     """
     builder = PlanBuilder(request, graph, swaps, groundwork)
     builder.place_unseen(request.config)  # this choice places the most on host and nvme
-    if builder.floor_nbytes > request.config.device_memory:
+    if builder.least_device_nbytes > request.config.device_memory:
         return Front()
     if request.placements is not None and (kept := _keep_homes(request, builder)).best is not None:
         return kept
@@ -216,7 +216,7 @@ def find_plan(
         return search_front(request, graph, swaps, groundwork).best
     builder = PlanBuilder(request, graph, swaps, groundwork)
     builder.place_unseen(request.config)  # like the search, so that both find a plan in the same cases
-    if builder.floor_nbytes > request.config.device_memory:
+    if builder.least_device_nbytes > request.config.device_memory:
         return None
     if request.placements is not None and (kept := _keep_homes(request, builder).best) is not None:
         return kept

@@ -111,8 +111,9 @@ def test_never_worse_than_a_simple_plan(request_of: Function, seed: int, host: i
     request = replace(request, config=replace(request.config, device_memory=device))
     found = score_plan(make_plan(request))
     for graph in request.candidates:
+        least = PlanBuilder(request, graph).least_device_nbytes
         for plan in simple_plans(request, graph):
-            assert plan.tier(Tier.DEVICE).predicted_peak <= device
+            assert least <= plan.tier(Tier.DEVICE).predicted_peak <= device
             assert found.nanoseconds <= score_plan(plan).nanoseconds
 
 
