@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 from torch.nn import Module
@@ -24,7 +25,7 @@ from zinf_compile.passes.capture.offline.deep import trace_deep
 from zinf_compile.passes.capture.offline.trace import Inputs, RankInRounds, Trace, TracedGraph
 from zinf_compile.passes.contract import Division, TensorGroup
 from zinf_compile.passes.planner.memory.policies import allowed_policies
-from zinf_compile.passes.planner.search.planner import Searches, check_fits
+from zinf_compile.passes.planner.search.planner import Searches, check_fits, does_fit
 from zinf_compile.passes.planner.simulator.several_graphs import share_updates
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
@@ -172,7 +173,7 @@ class OfflinePlanner:
 
     def _predict(self) -> _Trial:
         """Return the graphs of this attempt, planned with few policies. CapacityError if they do not fit."""
-        trace = self._trace(None)
+        trace = self._trace(None, every_policy=False)
         try:
             return self._plan_as_it_is(trace)
         except NotRepeatedError as error:
@@ -194,7 +195,7 @@ class OfflinePlanner:
         except NotRepeatedError as error:
             return self._plan_ops(self._trace(str(error)))
 
-    def _trace(self, not_repeated: str | None) -> Trace:
+    def _trace(self, not_repeated: str | None, *, every_policy: bool = True) -> Trace:
         subject, config = self._subject, self._catalog.config
         trace = trace_deep(
             subject.model,
@@ -206,6 +207,7 @@ class OfflinePlanner:
             dynamic=subject.dynamic,
             tile=self._tiles.apply,
             look_at_short=self._look_at_short,
+            look_at_unchecked=partial(self._look_at_unchecked, every_policy=every_policy),
             not_repeated=not_repeated,
             in_rounds=self._in_rounds,
             divide=self._divide if self._may_divide else None,
@@ -219,6 +221,19 @@ class OfflinePlanner:
         """Raise CapacityError if a graph with few of the blocks does not fit, with only the parameters it reads."""
         planner = self._planner(graph, self._catalog.only(self._read_in(graph)))
         self._tiles.refuse_early(lambda: check_fits(planner.request_as_it_is(graph.graph)))
+
+    def _look_at_unchecked(self, graph: TracedGraph, *, every_policy: bool) -> None:
+        """Raise CapacityError if a graph with all blocks, not confirmed yet, does not fit under the policies to plan."""
+        planner = self._planner(graph, self._catalog.only(self._read_in(graph)))
+
+        def check() -> None:
+            few = planner.request_as_it_is(graph.graph)
+            if not every_policy:
+                check_fits(few)
+            elif not does_fit(few):
+                check_fits(planner.request_for_all(graph.graph))
+
+        self._tiles.refuse_early(check)
 
     def _read_in(self, graph: TracedGraph) -> set[str]:
         """Return the parameters that a graph reads, whole or in tiles."""

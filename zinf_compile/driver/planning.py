@@ -99,14 +99,15 @@ class GraphPlanner:
         made for the graph already. Raises CapacityError if no form fits.
         """
         searches = searches or Searches()
-        first, *others = self._policies(graph)
+        alone = None
         if self._every_policy:
-            saving = _Candidate(form=graph.split(first, narrowed=self._catalog.narrow_copies(reads)), planned=None)
+            forms = self._every_form(graph, reads)
         else:
+            first, *others = self._policies(graph)
             saving = self._choose_dtypes(graph, first, reads, searches)
-        plan = None if saving.planned is None else saving.planned.plan
-        forms = (saving.form, *other_forms(graph, saving.form, others, self.hardware, plan))
-        alone = saving.planned if len(forms) == 1 else None
+            plan = None if saving.planned is None else saving.planned.plan
+            forms = (saving.form, *other_forms(graph, saving.form, others, self.hardware, plan))
+            alone = saving.planned if len(forms) == 1 else None
         planned = alone or self.plan_for([form.facts for form in forms], searches=searches)
         best = next(form for form in forms if form.facts.policy is planned.activations.policy)
         return Chosen(form=best, planned=planned, forms=forms)
@@ -120,6 +121,15 @@ class GraphPlanner:
     def request_as_it_is(self, graph: Splitter) -> Request:
         """Return the request that ``plan_as_it_is`` plans."""
         return self.request_for(self._splits_as_they_are(graph, {}))
+
+    def request_for_all(self, graph: Splitter) -> Request:
+        """Return the request that ``choose`` plans with ``every_policy``."""
+        return self.request_for([form.facts for form in self._every_form(graph, {})])
+
+    def _every_form(self, graph: Splitter, reads: Mapping[int, torch.dtype]) -> tuple[Form, ...]:
+        first, *others = self._policies(graph)
+        saving = graph.split(first, narrowed=self._catalog.narrow_copies(reads))
+        return (saving, *other_forms(graph, saving, others, self.hardware, None))
 
     def _splits_as_they_are(self, graph: Splitter, reads: Mapping[int, torch.dtype]) -> list[GraphFacts[Size]]:
         narrowed = self._catalog.narrow_copies(reads)

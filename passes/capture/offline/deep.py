@@ -11,7 +11,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import Module
 
 from zinf_compile.ir.errors import UnsupportedError
+from zinf_compile.ir.facts import GraphFacts
 from zinf_compile.ir.glossary import ActivationPolicy
+from zinf_compile.ir.sizes import Size
 from zinf_compile.passes.analysis.repeats import (
     NUM_TEMPLATES,
     NotRepeatedError,
@@ -37,6 +39,8 @@ from zinf_compile.passes.planner.memory.recompute import Kind
 
 # Blocks of each run in the two captures: the first is expanded, the second checks the expansion.
 _DEPTHS = (NUM_TEMPLATES, NUM_TEMPLATES + 1)
+# So many that it is worth asking whether the whole model fits before a second capture: that takes a second.
+_MANY_BLOCKS = 32
 # Errors of models that count their blocks, when some are missing.
 _MISSED = (
     UnsupportedError,
@@ -52,12 +56,24 @@ _MISSED = (
 class DeepGraph:
     """The graph of a deep model, from the graphs of two models with few of its blocks.
 
-    Every form is computed for both: the facts of the first, expanded by one block, must equal those of the second.
+    Every form is computed for both: the facts of the first, expanded by one block, must equal those of the second. Before
+    the second is captured there is nothing to compare with.
     """
 
-    def __init__(self, graphs: Sequence[Splitter], runs: Sequence[Run]) -> None:
+    def __init__(
+        self,
+        graphs: Sequence[Splitter],
+        runs: Sequence[Run],
+        expanded: dict[int, tuple[GraphFacts[Size], GraphFacts[Size]]] | None = None,
+    ) -> None:
         self._graphs, self._runs = graphs, runs
         self._plain: dict[ActivationPolicy, Form] = {}  # forms that were requested by policy alone
+        # Facts of the first graph, and those of the whole model: by the id of the former.
+        self._expanded = {} if expanded is None else expanded
+
+    def confirmed_by(self, longer: Splitter) -> "DeepGraph":
+        """Return the same graph, compared with that of a model with one more block."""
+        return DeepGraph((*self._graphs, longer), self._runs, self._expanded)
 
     @property
     def has_backward(self) -> bool:
@@ -79,7 +95,7 @@ class DeepGraph:
         is_plain = not kinds and not narrowed
         if is_plain and policy in self._plain:
             return self._plain[policy]
-        likes = (None, None) if saving is None else saving.parts
+        likes = [None] * len(self._graphs) if saving is None else saving.parts
         with _as_not_repeated():
             form = self._expand(
                 [
@@ -102,11 +118,15 @@ class DeepGraph:
             )
 
     def _expand(self, parts: Sequence[Form]) -> Form:
-        """Return the form of the whole model; NotRepeatedError unless expanding also gives the facts of the longer one."""
-        short, longer = (part.facts for part in parts)
-        if without_names(expand_runs(short, self._runs, [_DEPTHS[1]] * len(self._runs))) != without_names(longer):
-            raise NotRepeatedError(f"with one more block, the graph under policy {short.policy} is not as expected")
-        facts = expand_runs(short, self._runs, [run.num_blocks for run in self._runs])
+        """Return the form of the whole model; NotRepeatedError unless expanding also gives the facts of a longer one."""
+        short = parts[0].facts
+        for longer in parts[1:]:
+            expanded = expand_runs(short, self._runs, [_DEPTHS[1]] * len(self._runs))
+            if without_names(expanded) != without_names(longer.facts):
+                raise NotRepeatedError(f"with one more block, the graph under policy {short.policy} is not as expected")
+        if id(short) not in self._expanded:
+            self._expanded[id(short)] = short, expand_runs(short, self._runs, [run.num_blocks for run in self._runs])
+        _, facts = self._expanded[id(short)]
         return Form(facts=facts, narrowed=parts[0].narrowed, parts=tuple(parts))
 
 
@@ -131,6 +151,7 @@ def trace_deep(
     dynamic: bool,
     tile: TileGraph = leave_whole,
     look_at_short: Callable[[TracedGraph], None] = lambda _: None,
+    look_at_unchecked: Callable[[TracedGraph], None] = lambda _: None,
     not_repeated: str | None = None,
     in_rounds: RankInRounds | None = None,
     divide: Divide | None = None,
@@ -138,7 +159,8 @@ def trace_deep(
     """Return the graphs of one call of ``model``, each as ``tile`` transforms it; the model is not changed.
 
     ``look_at_short`` is called with the graph that has few of the blocks, if there is one, before anything else is
-    done. It may raise a CapacityError.
+    done, and ``look_at_unchecked``, if there are many blocks, with the graph of the whole model, before capturing one
+    block more has confirmed it. Both may raise a CapacityError.
 
     Runs of more than five identical blocks are captured with four blocks each, and once more with five. If expanding
     the first facts by one block gives the second, the whole model's facts are expanded in the same way; otherwise the
@@ -177,13 +199,17 @@ def trace_deep(
             raise NotRepeatedError(not_repeated)
         short = trace(runs, _DEPTHS[0])
         look_at_short(_only_graph(short))
-        graph = DeepGraph([_only_graph(each).graph for each in (short, trace(runs, _DEPTHS[1]))], runs)
-        facts = [graph.split(policy).facts for policy in (given if graph.has_backward else (ActivationPolicy.SAVE,))]
+        unchecked = DeepGraph([_only_graph(short).graph], runs)
+        if sum(run.num_blocks for run in runs) >= _MANY_BLOCKS:
+            facts = unchecked.split(given[0] if unchecked.has_backward else ActivationPolicy.SAVE).facts
+            look_at_unchecked(TracedGraph(facts=facts, ended_by=None, graph=unchecked))
+        graph = unchecked.confirmed_by(_only_graph(trace(runs, _DEPTHS[1])).graph)
+        of_policies = [graph.split(each).facts for each in (given if graph.has_backward else (ActivationPolicy.SAVE,))]
     except (NotRepeatedError, *_MISSED) as error:
         reason = str(error).strip().partition("\n")[0]
         return replace(trace((), 0), notes=(f"The {where} were captured one by one: {reason}.",))
     note = f"The {where} are alike: {NUM_TEMPLATES} of each were captured, and capturing one more confirmed the result."
-    return replace(short, graphs=(TracedGraph(facts=facts[0], ended_by=None, graph=graph),), notes=(note,))
+    return replace(short, graphs=(TracedGraph(facts=of_policies[0], ended_by=None, graph=graph),), notes=(note,))
 
 
 def _only_graph(trace: Trace) -> TracedGraph:

@@ -104,9 +104,22 @@ def make_plan(request: Request, searches: Searches | None = None) -> Plan:
 
 
 def check_fits(request: Request) -> None:
-    """Raise what ``make_plan`` would raise, without searching for the best plan."""
-    if not does_fit(request):
-        make_plan(request)
+    """Raise what ``make_plan`` would raise, without searching for the best plan unless writes are limited."""
+    if request.config.nvme_write_budget is not None:
+        if not does_fit(request):
+            make_plan(request)
+        return
+    failure: CapacityError | None = None
+    levels: list[_Level] = []
+    for level in _all_levels(request):
+        levels.append(level)
+        try:
+            if find_plan(level.request, level.graph, level.swaps, level.groundwork) is not None:
+                return
+        except CapacityError as error:
+            if not level.swaps:
+                failure = failure or error.with_traceback(None)
+    raise failure or _capacity_error(request, levels)
 
 
 def lay_groundworks(request: Request) -> tuple[Groundwork, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from examples.gpt import GPT, GPTConfig
 from zinf_compile.hardware.profile_io import load_hardware
 from zinf_compile.ir.glossary import ActivationPolicy
 from zinf_compile.passes.analysis.repeats import NotRepeatedError, without_names
+from zinf_compile.passes.capture.offline import deep as deep_module
 from zinf_compile.passes.capture.offline.deep import trace_deep
 from zinf_compile.passes.capture.offline.runs import find_runs, shorten_runs
 from zinf_compile.passes.capture.offline.skeleton import make_skeleton
@@ -183,6 +185,42 @@ def test_what_cannot_be_expanded_is_captured_whole(kind: type[Chain]) -> None:
     (note,) = trace.notes
     assert note.startswith("The 8 blocks of layers were captured one by one: ")
     assert trace.graphs == (trace_whole(model, inputs),)
+
+
+def test_many_blocks_are_looked_at_before_they_are_captured_again() -> None:
+    class Refused(Exception):  # noqa: N818  # not an error
+        pass
+
+    looked_at: list[TracedGraph] = []
+
+    def look(graph: TracedGraph) -> None:
+        looked_at.append(graph)
+        raise Refused
+
+    def capture(num_blocks: int, **look_at: Callable[[TracedGraph], None]) -> Trace:
+        return trace_deep(
+            Chain(num_blocks),
+            Inputs(kwargs={"x": torch.zeros(2, 8)}),
+            name="model",
+            compute_dtype=None,
+            policies=POLICIES,
+            train=True,
+            dynamic=False,
+            **look_at,
+        )
+
+    assert capture(31, look_at_unchecked=look).graphs[0].facts.num_ticks > 31
+    assert not looked_at
+    with mock.patch.object(deep_module, "trace_model", wraps=trace_model) as captured:
+        with pytest.raises(Refused):
+            capture(32, look_at_unchecked=look)
+        assert captured.call_count == 1
+        (confirmed,) = capture(32).graphs
+        assert captured.call_count == 3
+    (unchecked,) = looked_at
+    assert unchecked.facts == confirmed.facts
+    for policy in (ActivationPolicy.SAVE, ActivationPolicy.RECOMPUTE_BLOCKS):
+        assert unchecked.graph.split(policy).facts == confirmed.graph.split(policy).facts
 
 
 def test_runs_are_found_and_cut_short() -> None:
