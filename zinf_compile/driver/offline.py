@@ -25,7 +25,7 @@ from zinf_compile.passes.capture.offline.deep import trace_deep
 from zinf_compile.passes.capture.offline.trace import Inputs, RankInRounds, Trace, TracedGraph
 from zinf_compile.passes.contract import Division, TensorGroup
 from zinf_compile.passes.planner.memory.policies import allowed_policies
-from zinf_compile.passes.planner.search.planner import Searches, check_fits, does_fit
+from zinf_compile.passes.planner.search.planner import Searches, check_fits
 from zinf_compile.passes.planner.simulator.several_graphs import share_updates
 from zinf_compile.passes.planner.simulator.simulate import simulate
 
@@ -228,10 +228,7 @@ class OfflinePlanner:
 
         def check() -> None:
             few = planner.request_as_it_is(graph.graph)
-            if not every_policy:
-                check_fits(few)
-            elif not does_fit(few):
-                check_fits(planner.request_for_all(graph.graph))
+            check_fits(few, (lambda: planner.request_for_all(graph.graph)) if every_policy else None)
 
         self._tiles.refuse_early(check)
 

@@ -5,7 +5,7 @@ The plan with the shortest simulated step wins. It is written into the graphs by
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -103,22 +103,29 @@ def make_plan(request: Request, searches: Searches | None = None) -> Plan:
     raise failure or _capacity_error(request, looked_at)
 
 
-def check_fits(request: Request) -> None:
-    """Raise what ``make_plan`` would raise, without searching for the best plan unless writes are limited."""
+def check_fits(request: Request, more: Callable[[], Request] | None = None) -> None:
+    """Raise what ``make_plan`` would raise, without searching for the best plan unless writes are limited.
+
+    If the request does not fit, ``more`` returns one with further candidates, which is then what has to fit.
+    """
     if request.config.nvme_write_budget is not None:
         if not does_fit(request):
-            make_plan(request)
+            make_plan(request if more is None else more())
         return
     failure: CapacityError | None = None
     levels: list[_Level] = []
-    for level in _all_levels(request):
-        levels.append(level)
-        try:
-            if find_plan(level.request, level.graph, level.swaps, level.groundwork) is not None:
-                return
-        except CapacityError as error:
-            if not level.swaps:
-                failure = failure or error.with_traceback(None)
+    requests = (ask() for ask in (lambda: request, *(() if more is None else (more,))))
+    for asked in requests:
+        known = {id(level.graph) for level in levels}
+        candidates = tuple(graph for graph in asked.candidates if id(graph) not in known)
+        for level in _all_levels(replace(asked, candidates=candidates)):
+            levels.append(level)
+            try:
+                if find_plan(level.request, level.graph, level.swaps, level.groundwork) is not None:
+                    return
+            except CapacityError as error:
+                if not level.swaps:
+                    failure = failure or error.with_traceback(None)
     raise failure or _capacity_error(request, levels)
 
 
