@@ -5,7 +5,6 @@ from torch import fx
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import (
     ComponentInputs,
-    Division,
     FormInputs,
     JointInputs,
     LowerInputs,
@@ -21,6 +20,7 @@ from zinf_compile.passes.properties import VALUES_KNOWN
 from zinf_compile.passes.transforms.joint.divide_gradients import DIVIDE_GRADIENTS
 from zinf_compile.passes.transforms.joint.divide_saved import divide_saved
 from zinf_compile.passes.transforms.joint.fold_casts import FOLD_CASTS
+from zinf_compile.passes.transforms.joint.hoist_views import HOIST_VIEWS
 from zinf_compile.passes.transforms.joint.merge_all_reduces import MERGE_ALL_REDUCES
 from zinf_compile.passes.transforms.joint.merge_gradients import MERGE_GRADIENTS
 from zinf_compile.passes.transforms.joint.merge_subexpressions import MERGE_SUBEXPRESSIONS
@@ -57,7 +57,9 @@ FORM: tuple[Pass[FormInputs], ...] = (FOLD_CASTS, TAG_RECOMPUTE)
 
 INFERENCE: tuple[Pass[FormInputs], ...] = (MERGE_ALL_REDUCES, FOLD_CASTS)
 
-SPLIT: tuple[Pass[FormInputs], ...] = (PLACE_STORES,)
+SPLIT_FORWARD: tuple[Pass[FormInputs], ...] = (HOIST_VIEWS,)
+
+SPLIT_BACKWARD: tuple[Pass[FormInputs], ...] = (PLACE_STORES,)
 
 SEGMENT: tuple[Pass[SegmentInputs], ...] = (MAKE_SEGMENTS,)
 
@@ -108,14 +110,12 @@ def edit_inference_graph(graph_module: fx.GraphModule, inputs: FormInputs) -> No
     run_pipeline(graph_module, INFERENCE, inputs)
 
 
-def edit_backward_graph(graph_module: fx.GraphModule, inputs: FormInputs) -> None:
-    """Edit the backward graph from the partitioner in place so that it can be analysed."""
-    run_pipeline(graph_module, SPLIT, inputs)
-
-
-def divide_split_graph(captured: CapturedGraph, division: Division) -> CapturedGraph:
-    """Edit a split graph in place so that tensor-parallel ranks divide what they save, and return it."""
-    return divide_saved(captured, division)
+def edit_split_graph(captured: CapturedGraph, inputs: FormInputs) -> CapturedGraph:
+    """Edit the graphs from the partitioner in place so that they can be analysed, and return them."""
+    assert captured.backward is not None
+    run_pipeline(captured.forward, SPLIT_FORWARD, inputs)
+    run_pipeline(captured.backward, SPLIT_BACKWARD, inputs)
+    return captured if inputs.division is None else divide_saved(captured, inputs.division)
 
 
 def segment_graph(graph_module: fx.GraphModule, inputs: SegmentInputs) -> None:

@@ -23,13 +23,7 @@ from zinf_compile.passes.analysis.casts import find_narrow_reads
 from zinf_compile.passes.analysis.collect import CapturedGraph
 from zinf_compile.passes.contract import FormInputs, JointInputs
 from zinf_compile.passes.fx_edit import copy_graph_module, describe_place, set_missing_values
-from zinf_compile.passes.pipeline import (
-    divide_split_graph,
-    edit_backward_graph,
-    edit_form,
-    edit_inference_graph,
-    edit_joint_graph,
-)
+from zinf_compile.passes.pipeline import edit_form, edit_inference_graph, edit_joint_graph, edit_split_graph
 
 # Splits a graph into forward and backward under the activation policy of its inputs.
 Partition = Callable[[FormInputs], CapturedGraph]
@@ -86,11 +80,10 @@ def compile_graph(
                 )
             set_missing_values(forward.graph)
             set_missing_values(backward.graph)
-            edit_backward_graph(backward, inputs)
             captured = CapturedGraph(
                 forward=forward, backward=backward, num_outputs=num_fwd_outputs, policy=inputs.policy
             )
-            return captured if inputs.division is None else divide_split_graph(captured, inputs.division)
+            return edit_split_graph(captured, inputs)
 
         chosen = compiler.choose(split, find_narrow_reads(joint.graph))
         assert chosen.backward is not None

@@ -2,6 +2,8 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,13 @@ import torch
 
 import zinf_compile
 from examples.gpt import GPT, GPTConfig
+from tests.support.fixed_rates import with_fixed_rates
 from tests.support.swapping import swapping
+from zinf_compile.driver import session
 from zinf_compile.ir.errors import CapacityError
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.plan import Plan
+from zinf_compile.passes.planner.search import planner
 
 transformers = pytest.importorskip("transformers")
 
@@ -110,6 +115,55 @@ def test_streamed_parameters_share_the_arena_with_what_comes_back(parity, tmp_pa
     assert all(plan.gathers and plan.swaps for plan in plans), [
         (plan.activations.policy, len(plan.gathers), len(plan.swaps)) for plan in plans
     ]
+
+
+class Products(torch.nn.Module):
+    """Products of activations, which backward reads through views; they take far more bytes than the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 1)
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        for _ in range(12):
+            x = (x @ x.transpose(1, 2)).softmax(-1) @ x
+        return self.last(x).square().mean()
+
+
+def products():
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    return Products(), [{"x": torch.randn(64, 64, 32, generator=generator)} for _ in range(STEPS)]
+
+
+@pytest.mark.of_a_cpu(reason="elsewhere activations go to host memory, over a link of its own rate")
+def test_a_disk_far_slower_than_compute(parity, tmp_path, monkeypatch):
+    """Then values leave one at a time, and compute waits: on their way all at once they would fill the device."""
+
+    def slow(store, dtypes):
+        hardware = with_fixed_rates(store, dtypes)
+        routes = [
+            replace(each, bytes_per_second=each.bytes_per_second / 100) if "nvme" in each.name else each
+            for each in hardware.routes
+        ]
+        return replace(hardware, routes=tuple(routes))
+
+    monkeypatch.setattr(session, "measure_hardware", slow)
+    model, batches = products()
+    parity.optimize(model, recompute=False, device_memory="8MiB", host_memory="4MiB", nvme=tmp_path)
+    parity.assert_plain(parity.train(model, batches), parity.plain_runs(products), captured=True)
+    report = zinf_compile.report(model)
+    (plan,) = report.plans
+    assert plan.swapped_nbytes(Tier.NVME) > 2 * 8 * 2**20
+    (device,) = (tier for tier in report.tiers if tier.tier is Tier.DEVICE)
+    assert device.measured_peak <= device.predicted_peak
+    all_at_once = planner.leaving_levels
+    monkeypatch.setattr(planner, "leaving_levels", lambda *args, **options: islice(all_at_once(*args, **options), 2))
+    model, batches = products()
+    parity.optimize(model, recompute=False, device_memory="8MiB", host_memory="4MiB", nvme=tmp_path)
+    with pytest.raises(CapacityError, match=r"needs 2\d.* on device"):
+        model(**batches[0])
 
 
 def loop_of(backward):

@@ -1,11 +1,13 @@
 """Which activations are offloaded between forward and backward, and where to: a few levels, from none to all.
 
 Values that are idle for the longest come first, since their transfers are the easiest to hide. They go to host memory
-if half of it can hold them all, and otherwise to nvme. Each level is one more graph for the planner.
+if half of it can hold them all, and otherwise to nvme. Each level is one more graph for the planner. On the last one they
+leave one at a time, and compute waits: that takes the fewest bytes.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from zinf_compile.ir.config import Config
@@ -36,13 +38,20 @@ def leaving_levels(
     values = _may_leave(graph)
     nbytes = list(accumulate(align(value.nbytes) for value in values))
     taken = 0
+    destinations: dict[str, Tier] = {}
+    plan = partial(plan_swaps, graph, hardware=hardware, seconds_of_ops=seconds_of_ops, in_place=config.integrated)
+    swaps: tuple[Transfer, ...] = ()
     for share in _SHARES:
         count = sum(total <= share * nbytes[-1] for total in nbytes) if nbytes else 0
         destination = _destination(config, num_forwards * nbytes[count - 1]) if count > taken else None
         if destination is not None:
             taken = count
             destinations = {value.name: destination for value in values[:count]}
-            yield plan_swaps(graph, destinations, hardware, seconds_of_ops, in_place=config.integrated)
+            swaps = plan(destinations)
+            yield swaps
+    narrow = plan(destinations, one_at_a_time=True)
+    if narrow != swaps:
+        yield narrow
 
 
 def _may_leave(graph: GraphFacts) -> list[ValueFact]:

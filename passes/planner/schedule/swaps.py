@@ -3,12 +3,17 @@
 Offloading starts when a value is computed, since nothing writes to it any more. Its device bytes are free after its
 last use in forward or the end of the transfer, whichever is later. Reloading starts at the latest point that still
 hides it, if backward is long enough.
+
+Where a link is slower than compute, that leaves nearly all values on the device. One at a time they take the fewest bytes:
+each has left before the next is computed, and its reload starts when the one before is read. Then compute waits.
 """
 
 import bisect
+import heapq
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from zinf_compile.ir.errors import VerifyError
 from zinf_compile.ir.facts import GraphFacts, ValueFact
@@ -26,6 +31,7 @@ def plan_swaps(
     seconds_of_ops: Sequence[float] | None = None,
     *,
     in_place: bool = False,
+    one_at_a_time: bool = False,
 ) -> tuple[Transfer, ...]:
     """Return the offloads of the values named in ``destinations``, each to that tier, and their reloads.
 
@@ -41,6 +47,9 @@ def plan_swaps(
     gone = _plan_out(graph, values, hardware, reached)
     moved_back = [item for item in values if not (in_place and item[1] is Tier.HOST)]
     issues = _plan_back(graph, moved_back, hardware, reached)
+    if one_at_a_time:
+        gone = _leave_before_the_next(values, gone)
+        issues = _return_after_the_last(moved_back, issues)
     swaps: list[Transfer] = []
     for value, destination in sorted(values, key=lambda item: (item[0].live.start, item[0].name)):
         name, nbytes, left_at = value.name, align(value.nbytes), gone[value.name]
@@ -70,6 +79,32 @@ def plan_swaps(
             ),
         )
     return tuple(swaps)
+
+
+def least_seconds(
+    graph: GraphFacts, swaps: Sequence[Transfer], hardware: Hardware, seconds_of_ops: Sequence[float]
+) -> float:
+    """Return a lower bound of the seconds of forward and backward: compute, which waits for these transfers alone."""
+    reached, waited = _seconds_at(graph, seconds_of_ops), 0.0
+    free_at: dict[str, float] = defaultdict(float)
+    rests_at: dict[str, float] = {}
+    pending: list[tuple[int, float]] = []  # when compute waits for the end of a transfer
+    for swap in sorted(swaps, key=lambda swap: (swap.issue, swap.need_by)):
+        while pending and pending[0][0] < swap.issue:
+            tick, end = heapq.heappop(pending)
+            waited = max(waited, end - reached[tick])
+        if swap.source is swap.destination:
+            continue
+        route = hardware.route(swap.source, swap.destination)
+        start = max(
+            reached[swap.issue] + waited, rests_at.get(swap.name, 0.0), *(free_at[lane] for lane in route.lanes)
+        )
+        end = start + route.latency_seconds + swap.nbytes / route.bytes_per_second
+        free_at.update(dict.fromkeys(route.lanes, end))
+        if swap.is_offload:
+            rests_at[swap.name] = end
+        heapq.heappush(pending, (swap.need_by, end))
+    return reached[-1] + max([waited, *(end - reached[tick] for tick, end in pending)])
 
 
 def without_swapped(graph: GraphFacts, swaps: tuple[Transfer, ...]) -> GraphFacts:
@@ -120,6 +155,23 @@ def _plan_back(
         taken_from.update(dict.fromkeys(route.lanes, start))
         issues[value.name] = max(first, min(need_by, bisect.bisect_right(seconds, start) - 1))
     return issues
+
+
+def _leave_before_the_next(values: list[tuple[ValueFact, Tier]], gone: Mapping[str, int]) -> dict[str, int]:
+    """Return the tick by which each value has left, so that another is on its way only while it is still read."""
+    births = sorted({value.live.start for value, _ in values})
+    following = dict(pairwise(births))
+    return {
+        value.name: min(gone[value.name], max(_idle(value).start, following.get(value.live.start, gone[value.name])))
+        for value, _ in values
+    }
+
+
+def _return_after_the_last(values: list[tuple[ValueFact, Tier]], issues: Mapping[str, int]) -> dict[str, int]:
+    """Return the tick at which each reload is issued, so that what is read before has been reloaded."""
+    needs = sorted({_idle(value).end for value, _ in values})
+    before = {later: earlier for earlier, later in pairwise(needs)}
+    return {value.name: max(issues[value.name], before.get(_idle(value).end, 0)) for value, _ in values}
 
 
 def _seconds_at(graph: GraphFacts, seconds_of_ops: Sequence[float]) -> list[float]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zinf_compile.ir.errors import CapacityError, DeviceCapacityError
 from zinf_compile.ir.facts import GraphFacts, working_set
@@ -17,7 +18,7 @@ from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.planner.cost.op_kinds import keeps_kernels
 from zinf_compile.passes.planner.memory.policies import compute_seconds, may_be_faster
 from zinf_compile.passes.planner.schedule.leaving import count_resting, leaving_levels
-from zinf_compile.passes.planner.schedule.swaps import without_swapped
+from zinf_compile.passes.planner.schedule.swaps import least_seconds, without_swapped
 from zinf_compile.passes.planner.search.build import Groundwork, PlanBuilder, Request
 from zinf_compile.passes.planner.search.search import Front, find_plan, minimum_memory, search_front
 from zinf_compile.passes.planner.simulator.simulate import simulate
@@ -38,24 +39,41 @@ class _Level:
     swaps: tuple[Transfer, ...]  # offloads and reloads
     groundwork: Groundwork
 
+    @property
+    def least_seconds(self) -> float:
+        """Return a lower bound of the seconds of a step."""
+        return least_seconds(self.graph, self.swaps, self.request.hardware, self.groundwork.seconds_of_ops)
+
+
+class _Search:
+    """A level, and what the search of its plans finds, worked out when asked for."""
+
+    def __init__(self, level: _Level) -> None:
+        self.level = level
+
+    @cached_property
+    def found(self) -> Front | CapacityError:
+        """Return the plans that fit, or why host and nvme cannot hold what the device does not."""
+        level = self.level
+        try:
+            return search_front(level.request, level.graph, level.swaps, level.groundwork)
+        except CapacityError as error:
+            return error.with_traceback(None)  # its frames hold all that the search made
+
 
 class _Searched:
-    """The levels of one graph for one request, each with what its search found; both are worked out when asked for."""
+    """The levels of one graph for one request, each with its search; worked out when asked for."""
 
     def __init__(self, request: Request, graph: GraphFacts) -> None:
         self.request, self.graph = request, graph
-        self._to_come = _levels(request, graph, Groundwork(request, graph))
-        self._found: list[tuple[_Level, Front | CapacityError]] = []
+        self._to_come = map(_Search, _levels(request, graph, Groundwork(request, graph)))
+        self._looked_at: list[_Search] = []
 
-    def __iter__(self) -> Iterator[tuple[_Level, Front | CapacityError]]:
-        yield from self._found
-        for level in self._to_come:
-            try:
-                found: Front | CapacityError = search_front(level.request, level.graph, level.swaps, level.groundwork)
-            except CapacityError as error:
-                found = error.with_traceback(None)  # its frames hold all that the search made
-            self._found.append((level, found))
-            yield level, found
+    def __iter__(self) -> Iterator[_Search]:
+        yield from self._looked_at
+        for search in self._to_come:
+            self._looked_at.append(search)
+            yield search
 
 
 class Searches:
@@ -88,7 +106,11 @@ def make_plan(request: Request, searches: Searches | None = None) -> Plan:
     for graph in request.candidates:
         if not may_be_faster(compute_seconds(graph, request.hardware), None if front.best is None else front.best.plan):
             continue
-        for level, found in searches.of(request, graph):
+        for search in searches.of(request, graph):
+            level = search.level
+            if not may_be_faster(level.least_seconds, None if front.best is None else front.best.plan):
+                continue
+            found = search.found
             looked_at.append(level)
             if isinstance(found, CapacityError):
                 if not level.swaps:  # offloading activations would leave even less of the other tiers

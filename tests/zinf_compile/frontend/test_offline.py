@@ -537,7 +537,7 @@ def test_what_few_blocks_do_not_fit_is_refused_before_the_whole_is_planned(monke
 @pytest.mark.long
 def test_a_deep_model_that_nothing_helps_is_told_the_bytes_of_all_its_blocks() -> None:
     model, given = LanguageModel(64, 8), torch.zeros(8, 64, dtype=torch.int64)
-    options = {"hardware": "laptop-16g", "host_memory": "64MiB", "recompute": False}
+    options = {"hardware": "laptop-16g", "host_memory": "64MiB", "nvme_memory": "1MiB", "recompute": False}
     with pytest.raises(CapacityError) as refused:
         zinf_compile.plan(model, given, device_memory="64KiB", **options)
     needed = int(re.findall(r"raise device_memory to (\d+)MiB", str(refused.value))[0])

@@ -126,6 +126,47 @@ def test_ranks_divide_activations_if_some_leave_the_device() -> None:
     verify_plan(divided.plan)
 
 
+class Columns(nn.Module):
+    """Layers whose activations each rank has others of, between columns and rows of two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        for _ in range(12):
+            x = (x @ x.transpose(1, 2)).softmax(-1) @ x
+        return self.down(x)
+
+
+@pytest.mark.parametrize("partition", [None, True])
+def test_ranks_divide_nothing_that_they_have_others_of(partition: bool | None) -> None:
+    """Then the plan is the one without, though activations leave the device."""
+
+    def plan(partition: bool | None) -> PlanView:
+        with torch.device("meta"):
+            model, x = Columns(), torch.zeros(64, 64, 64)
+        return zinf_compile.plan(
+            model,
+            {"x": x},
+            loss=lambda y: y.float().mean(),
+            hardware="dgx2",
+            compute="aten",
+            recompute=False,
+            world=2,
+            tp=2,
+            tp_plan={"up": "colwise", "down": "rowwise"},
+            device_memory="9MiB",
+            reserve_memory=0,
+            partition_activations=partition,
+        )
+
+    whole, other = plan(partition=False), plan(partition=partition)
+    assert whole.swaps
+    assert other.plan == whole.plan
+
+
 def test_open_forwards_hold_their_activations_and_inputs() -> None:
     plans = {count: plan_gpt(pp=2, world=2, accumulate=count) for count in (1, 4)}
     peaks = {count: [stage.peak(Tier.DEVICE) for stage in plan.pipeline.stages] for count, plan in plans.items()}  # type: ignore[union-attr]

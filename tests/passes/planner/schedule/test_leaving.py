@@ -10,11 +10,14 @@ from zinf_compile.ir.config import Config
 from zinf_compile.ir.facts import ValueFact
 from zinf_compile.ir.glossary import LiveRange, Tier
 from zinf_compile.ir.plan import TierPart
-from zinf_compile.ir.transfers import pair_swaps
+from zinf_compile.ir.transfers import Moved, pair_swaps
+from zinf_compile.passes.planner.cost.costs import ops_seconds
 from zinf_compile.passes.planner.schedule.leaving import count_resting, leaving_levels
+from zinf_compile.passes.planner.schedule.swaps import least_seconds
 from zinf_compile.passes.planner.search.planner import make_plan, minimum_device_memory
 from zinf_compile.passes.planner.search.search import EQUALLY_FAST, minimum_memory, score_plan, search_front
 from zinf_compile.passes.planner.search.verify import verify_plan
+from zinf_compile.passes.planner.simulator.simulate import simulate
 
 Function = Callable[..., Any]
 KIB, MIB = 2**10, 2**20
@@ -49,7 +52,8 @@ def levels(graph: Function, request_of: Function) -> Callable[..., list[dict[str
 
 def test_half_of_the_bytes_leave_and_then_all_those_idle_the_longest_first(levels: Function) -> None:
     values = [saved(1), saved(2), saved(3), saved(4)]
-    first, second = levels(ROOMY, *values)
+    first, second, one_at_a_time = levels(ROOMY, *values)
+    assert one_at_a_time == second
     assert set(first) == {"value_1", "value_2"}
     assert set(second) == {"value_1", "value_2", "value_3", "value_4"}
 
@@ -65,7 +69,7 @@ def test_they_go_to_half_of_the_host_or_else_to_nvme(levels: Function) -> None:
     tight = replace(ROOMY, host_memory=2 * MIB)
     assert {tier for level in levels(tight, *values) for tier in level.values()} == {Tier.NVME}
     assert levels(replace(tight, nvme=None), *values) == []
-    assert [len(level) for level in levels(replace(tight, nvme_memory=MIB // 2), *values)] == [2]
+    assert [len(level) for level in levels(replace(tight, nvme_memory=MIB // 2), *values)] == [2, 2]
     # Of 386 MiB, staging takes 192, and half of the rest is 97. 2 MiB remain if staging is counted twice.
     enough = replace(ROOMY, host_memory=386 * MIB)
     assert {tier for level in levels(enough, *values) for tier in level.values()} == {Tier.HOST}
@@ -97,6 +101,10 @@ def test_plans_with_less_on_the_device_than_activations_take_are_sound(request_o
         for tier in (Tier.HOST, Tier.NVME):
             assert plan.tier(tier).nbytes_of(TierPart.SWAPPED) == plan.swapped_nbytes(tier)
         assert plan.tier(Tier.HOST).capacity == request.config.host_memory
+        graph = next(graph for graph in request.candidates if graph.policy is plan.activations.policy)
+        swaps = [each for each in plan.transfers if each.what is Moved.ACTIVATION]
+        at_least = least_seconds(graph, swaps, plan.hardware, ops_seconds(graph.ops, plan.hardware))
+        assert at_least <= (1 + 1e-9) * simulate(plan).step_seconds
         leaving += bool(plan.swaps)
         assert bool(plan.swaps) or least == plain
     assert leaving > len(seeds) / 6

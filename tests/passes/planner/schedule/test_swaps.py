@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from zinf_compile.ir.hardware import Hardware, Rate, make_route
 from zinf_compile.ir.transfers import Swap, pair_swaps
 from zinf_compile.passes.planner.memory.activations import bind_values, plan_activations
 from zinf_compile.passes.planner.memory.arena import align
-from zinf_compile.passes.planner.schedule.swaps import plan_swaps, without_swapped
+from zinf_compile.passes.planner.schedule.swaps import least_seconds, plan_swaps, without_swapped
 
 FORWARD, TICKS = 10, 20
 PAGE = 4096
@@ -89,6 +90,41 @@ def test_values_take_turns_on_a_lane(plan: Callable[..., tuple[Swap, ...]]) -> N
         "y": (6, 13),
         "z": (8, 11),
     }
+
+
+def test_one_at_a_time_each_leaves_before_the_next(graph: Callable[..., GraphFacts]) -> None:
+    """And comes back once the one before is read. What forward still reads stays."""
+    values = [
+        _saved("x", 1, (2, 18), 19),
+        _saved("read", 3, (6, 15), 17),
+        _saved("y", 4, (5, 13), 14),
+        _saved("z", 4, (5, 13), 14),
+        _saved("last", 7, (8, 11), 12),
+    ]
+    facts = graph({}, num_forward_ticks=FORWARD, num_ticks=TICKS, values=values)
+    plan = partial(plan_swaps, facts, dict.fromkeys([value.name for value in values], Tier.NVME))
+    slow = pair_swaps(plan(_hardware(pages_per_second=0.1), one_at_a_time=True))
+    assert {swap.value: (swap.offload.need_by, swap.reload.issue, swap.reload.need_by) for swap in slow} == {
+        "x": (3, 15, 18),
+        "read": (6, 13, 15),
+        "y": (7, 11, 13),
+        "z": (7, 11, 13),
+        "last": (FORWARD - 1, FORWARD, 11),
+    }
+    fast = _hardware(pages_per_second=100.0)
+    assert plan(fast, one_at_a_time=True) == plan(fast)
+
+
+@pytest.mark.parametrize(("one_at_a_time", "waited"), [(False, 2.0), (True, 3.0)])
+def test_compute_waits_for_what_does_not_leave_or_come_in_time(
+    graph: Callable[..., GraphFacts], waited: float, *, one_at_a_time: bool
+) -> None:
+    values = [_saved("x", 1, (2, 17), 18), _saved("y", 5, (6, 13), 14)]
+    facts = graph({}, num_forward_ticks=FORWARD, num_ticks=TICKS, values=values)
+    names = dict.fromkeys(("x", "y"), Tier.NVME)
+    hardware = _hardware(pages_per_second=0.5)  # four seconds for each of them, and one for each op
+    swaps = plan_swaps(facts, names, hardware, one_at_a_time=one_at_a_time)
+    assert least_seconds(facts, swaps, hardware, [1.0] * len(facts.ops)) == TICKS + waited
 
 
 def test_what_rests_in_host_memory_may_be_read_there(graph: Callable[..., GraphFacts]) -> None:
