@@ -15,7 +15,7 @@ from zinf_compile.driver.offline_tiles import OfflineTiles
 from zinf_compile.driver.paper_catalog import PaperCatalog
 from zinf_compile.driver.planning import Chosen, GraphPlanner
 from zinf_compile.inspect.plan_view import PlanView
-from zinf_compile.ir.errors import CapacityError, ConfigError, UnsupportedError
+from zinf_compile.ir.errors import CapacityError, ConfigError, DeviceCapacityError, UnsupportedError
 from zinf_compile.ir.glossary import ActivationPolicy, Tier, format_bytes
 from zinf_compile.ir.hardware import Hardware
 from zinf_compile.ir.plan import Plan
@@ -99,6 +99,7 @@ class OfflinePlanner:
         self._kernel_cache_nbytes = kernel_cache_nbytes
         self._op_by_op = op_by_op
         self._tiles = OfflineTiles(catalog)
+        self._waits = False  # for activations that leave one at a time
         self._dividing: ActivationPolicy | None = None  # the policy under which ranks divide what they save, if they do
 
     def plan(self) -> PlanView:
@@ -122,20 +123,30 @@ class OfflinePlanner:
         if whole is not None and not whole.chosen.form.lets_dividable_leave(whole.plan):
             return self._compute(whole)
         policies = [None if whole is None else whole.plan.activations.policy]
-        tiles, self._tiles = self._tiles, OfflineTiles(self._catalog)
+        of_whole, self._tiles = (self._tiles, self._waits), OfflineTiles(self._catalog)
         self._dividing = policy_of_all(policies, recompute=self._catalog.config.recompute)
         gc.collect()  # cycles of the capture
         with suppress(CapacityError):
             divided = self._fit()
             if divided.chosen.form.is_divided:
                 return self._compute(divided)
-        self._tiles, self._dividing = tiles, None
+        self._dividing = None
+        self._tiles, self._waits = of_whole
         if refused is not None:
             raise refused
         assert whole is not None
         return self._compute(whole)
 
     def _fit(self) -> _Attempt:
+        """Return the graphs, tiled if necessary. If nothing else fits, compute waits for activations to leave."""
+        self._waits = False
+        try:
+            return self._tiles.fit(self._attempt, self._predict, self._finish)
+        except DeviceCapacityError as error:
+            if not error.waiting_helps:
+                raise
+        self._waits, self._tiles = True, OfflineTiles(self._catalog)
+        gc.collect()  # cycles of the captures
         return self._tiles.fit(self._attempt, self._predict, self._finish)
 
     def _compute(self, made: _Attempt) -> PlanView:
@@ -251,6 +262,7 @@ class OfflinePlanner:
             open_nbytes=self._open_nbytes,
             every_policy=True,
             policy=self._dividing,
+            waits_for_activations=self._waits,
             notes=() if self._dividing is None else tuple(notes_of(self._divide({}))),
         )
 

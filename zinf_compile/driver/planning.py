@@ -68,6 +68,7 @@ class GraphPlanner:
         ranks: Ranks = ALONE,
         every_policy: bool = False,
         policy: ActivationPolicy | None = None,
+        waits_for_activations: bool = False,
     ) -> None:
         """``open_nbytes`` are the device bytes that open forwards hold, not counting the graph's inputs.
 
@@ -78,7 +79,9 @@ class GraphPlanner:
 
         With ``every_policy``, forms that cannot be faster are kept too, because they may be needed for what-if
         questions about other budgets. With a ``policy`` there is no other. ``notes`` are added to the notes of every plan.
+        ``waits_for_activations`` is what it is in a ``Request``.
         """
+        self._waits_for_activations = waits_for_activations
         self._policy = policy
         self.name = name
         self.hardware = hardware
@@ -220,6 +223,7 @@ class GraphPlanner:
             open_nbytes=self.open_nbytes,
             num_open=self._num_open,
             num_tensor_ranks=self._num_tensor_ranks,
+            waits_for_activations=self._waits_for_activations,
         )
         return self._with_homes(request, catalog.facts, catalog.placements if catalog.has_plans else None)
 

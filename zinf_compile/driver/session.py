@@ -5,7 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -73,6 +73,14 @@ from zinf_compile.runtime.store.store import Store
 
 _log = logging.getLogger(__name__)
 _LARGE_NBYTES = 2**28  # takes long enough to move to log it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saving:
+    """How what backward needs is kept until then."""
+
+    division: Division | None = None  # of what tensor-parallel ranks save
+    waits: bool = False  # for what leaves the device, one value at a time
 
 
 class _Captured(NamedTuple):
@@ -304,7 +312,7 @@ class Session:
                 if self.config.frozen_dtype is not None:
                     measured = with_rows(measured)
                 self.catalog.hardware = agree_on_hardware(self.store.ranks, measured, self.store.device)
-        fit = partial(self._fit_beside_process, graph_module, inputs, where)
+        fit = partial(self._fit_waiting_if_need_be, graph_module, inputs, where)
         if (dividing := self._find_dividing(inputs)) is not None:
             program, compiled = dividing.fit(self.store.ranks, fit)
         elif in_rounds is None or self.rounds is None:
@@ -358,32 +366,45 @@ class Session:
             are_inputs_alike=not any(map(is_traceable_wrapper_subclass, inputs)),
         )
 
-    def _fit_beside_process(
+    def _fit_waiting_if_need_be(
         self,
         graph_module: fx.GraphModule,
         inputs: Sequence[Tensor],
         where: str | None,
         division: Division | None = None,
     ) -> tuple[Program, Callable[..., Any]]:
+        """Return the program of a graph, and its callable. If nothing else fits, compute waits for activations to leave."""
+        before, saving = self.config.reserve_memory, _Saving(division=division)
+        try:
+            return self._fit_beside_process(graph_module, inputs, where, saving)
+        except DeviceCapacityError as error:
+            if not error.waiting_helps:
+                raise
+        self.catalog.reserve(before)
+        return self._fit_beside_process(graph_module, inputs, where, replace(saving, waits=True))
+
+    def _fit_beside_process(
+        self, graph_module: fx.GraphModule, inputs: Sequence[Tensor], where: str | None, saving: "_Saving"
+    ) -> tuple[Program, Callable[..., Any]]:
         """Return the program of a graph, and its callable, in what the process leaves of the budget."""
         before = self.config.reserve_memory
         self.catalog.reserve(self.catalog.process.expect(self.config))
         try:
-            return self._fit(graph_module, inputs, where, division, kept_nbytes=before)
+            return self._fit(graph_module, inputs, where, saving, kept_nbytes=before)
         except CapacityError:
             expected, least = self.config.reserve_memory, self.catalog.process.expect_least(self.config)
             (least,) = self.store.ranks.largest("the least memory of the process", least)
             if least >= expected:
                 raise
             self.catalog.reserve(least)
-            return self._fit(graph_module, inputs, where, division, kept_nbytes=before)
+            return self._fit(graph_module, inputs, where, saving, kept_nbytes=before)
 
     def _fit(
         self,
         graph_module: fx.GraphModule,
         inputs: Sequence[Tensor],
         where: str | None,
-        division: Division | None,
+        saving: "_Saving",
         *,
         kept_nbytes: int,
     ) -> tuple[Program, Callable[..., Any]]:
@@ -397,9 +418,9 @@ class Session:
             return fit_by_tiles(
                 graph_module,
                 self.catalog,
-                partial(self._compile_tiled, inputs, division),
-                partial(self._predict_tiled, inputs),
-                compile_op_by_op=partial(self._compile_op_by_op, inputs, kept_nbytes, division) if may_save else None,
+                partial(self._compile_tiled, inputs, saving),
+                partial(self._predict_tiled, inputs, saving),
+                compile_op_by_op=partial(self._compile_op_by_op, inputs, kept_nbytes, saving) if may_save else None,
                 stays_whole=bool(self.store.ranks.beside),
             )
         except DeviceCapacityError as error:
@@ -432,10 +453,10 @@ class Session:
             program.drop()
 
     def _compile_tiled(
-        self, inputs: Sequence[Tensor], division: Division | None, tiled: TiledGraph
+        self, inputs: Sequence[Tensor], saving: "_Saving", tiled: TiledGraph
     ) -> tuple[Program, Callable[..., Any]]:
         """Return the program of a graph and its callable. Raises DeviceCapacityError if it does not fit."""
-        program = Program(self.catalog, self._make_planner(inputs, tiled, division), tiled, division=division)
+        program = Program(self.catalog, self._make_planner(inputs, saving, tiled), tiled, division=saving.division)
         with uninterrupted():  # torch traces backward in its autograd engine, where an interrupt may end the process
             return program, compile_graph(
                 tiled.graph_module, inputs, program, added_at_home=tiled.numbers, divisor=self._divisor
@@ -445,7 +466,7 @@ class Session:
         self,
         inputs: Sequence[Tensor],
         kept_nbytes: int,
-        division: Division | None,
+        saving: "_Saving",
         tiled: TiledGraph,
         refused: DeviceCapacityError,
     ) -> tuple[Program, Callable[..., Any]]:
@@ -459,8 +480,8 @@ class Session:
             f"it does not fit: {refused}"
         )
         try:
-            planner = self._make_planner(inputs, tiled, division)
-            program = Program(self.catalog, planner, tiled, op_by_op=reason, division=division)
+            planner = self._make_planner(inputs, saving, tiled)
+            program = Program(self.catalog, planner, tiled, op_by_op=reason, division=saving.division)
             with uninterrupted():  # see _compile_tiled
                 compiled = compile_graph(
                     tiled.graph_module, inputs, program, added_at_home=tiled.numbers, divisor=self._divisor
@@ -471,9 +492,9 @@ class Session:
         _log.warning("%s computes op by op: %s", printable(planner.name), printable(reason))
         return program, compiled
 
-    def _predict_tiled(self, inputs: Sequence[Tensor], tiled: TiledGraph) -> float:
+    def _predict_tiled(self, inputs: Sequence[Tensor], saving: "_Saving", tiled: TiledGraph) -> float:
         """Return the simulated seconds of a step without compiling. DeviceCapacityError if the graph does not fit."""
-        planner, numbers = self._make_planner(inputs, tiled), self.catalog.numbers(tiled.tiled)
+        planner, numbers = self._make_planner(inputs, saving, tiled), self.catalog.numbers(tiled.tiled)
         return simulate(plan_tiled(planner, numbers, tiled, inputs)).step_seconds
 
     @property
@@ -481,9 +502,7 @@ class Session:
         """Return what gradients are divided by in captured graphs."""
         return 1.0 if self.rounds is None else self.rounds.divisor
 
-    def _make_planner(
-        self, inputs: Sequence[Tensor], tiled: TiledGraph, division: Division | None = None
-    ) -> GraphPlanner:
+    def _make_planner(self, inputs: Sequence[Tensor], saving: "_Saving", tiled: TiledGraph) -> GraphPlanner:
         assert self.catalog.hardware is not None
         name, ranks = self._next_name(), self.store.ranks
         say(f"tracing forward and backward of {name}{', in tiles' if tiled.numbers else ''}")
@@ -498,13 +517,14 @@ class Session:
             self.catalog,
             self.catalog.hardware,
             tiled=tiled.tiled,
-            notes=(*tiled.notes, *notes_of(division)),
+            notes=(*tiled.notes, *notes_of(saving.division)),
             kernel_cache_nbytes=cache,
             open_nbytes=opened,
             num_ranks=ranks.size,
             num_replicas=ranks.num_replicas,
             ranks=ranks,
-            policy=None if division is None else division.policy,
+            policy=None if saving.division is None else saving.division.policy,
+            waits_for_activations=saving.waits,
         )
 
     def _next_name(self) -> str:

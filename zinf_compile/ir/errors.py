@@ -32,11 +32,17 @@ class CapacityError(ZinfError, MemoryError):
 class DeviceCapacityError(CapacityError):
     """One captured graph does not fit the device, however its parameters and activations are placed."""
 
-    def __init__(self, message: str, *, needed_nbytes: int, activations_nbytes: int) -> None:
-        """``needed_nbytes`` is the smallest budget that works, ``activations_nbytes`` the peak of activations alone."""
+    def __init__(
+        self, message: str, *, needed_nbytes: int, activations_nbytes: int, waiting_helps: bool = False
+    ) -> None:
+        """``needed_nbytes`` is the smallest budget that works, ``activations_nbytes`` the peak of activations alone.
+
+        ``waiting_helps`` says whether less may be enough if activations leave one at a time, while compute waits.
+        """
         super().__init__(message)
         self.needed_nbytes = needed_nbytes
         self.activations_nbytes = activations_nbytes
+        self.waiting_helps = waiting_helps
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(type(self), needed_nbytes=self.needed_nbytes, activations_nbytes=self.activations_nbytes)

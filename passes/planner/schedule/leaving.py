@@ -1,20 +1,20 @@
 """Which activations are offloaded between forward and backward, and where to: a few levels, from none to all.
 
 Values that are idle for the longest come first, since their transfers are the easiest to hide. They go to host memory
-if half of it can hold them all, and otherwise to nvme. Each level is one more graph for the planner. On the last one they
-leave one at a time, and compute waits: that takes the fewest bytes.
+if half of it can hold them all, and otherwise to nvme. Each level is one more graph for the planner.
+
+If nothing else fits, all of them leave one at a time, and compute waits.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 from zinf_compile.ir.config import Config
 from zinf_compile.ir.facts import GraphFacts, ValueFact
 from zinf_compile.ir.glossary import Tier
 from zinf_compile.ir.hardware import Hardware
-from zinf_compile.ir.transfers import Transfer
+from zinf_compile.ir.transfers import Transfer, pair_swaps
 from zinf_compile.passes.planner.memory.activations import MIN_BOUND_NBYTES
 from zinf_compile.passes.planner.memory.arena import align
 from zinf_compile.passes.planner.schedule.swaps import plan_swaps
@@ -38,20 +38,30 @@ def leaving_levels(
     values = _may_leave(graph)
     nbytes = list(accumulate(align(value.nbytes) for value in values))
     taken = 0
-    destinations: dict[str, Tier] = {}
-    plan = partial(plan_swaps, graph, hardware=hardware, seconds_of_ops=seconds_of_ops, in_place=config.integrated)
-    swaps: tuple[Transfer, ...] = ()
     for share in _SHARES:
         count = sum(total <= share * nbytes[-1] for total in nbytes) if nbytes else 0
         destination = _destination(config, num_forwards * nbytes[count - 1]) if count > taken else None
         if destination is not None:
             taken = count
             destinations = {value.name: destination for value in values[:count]}
-            swaps = plan(destinations)
-            yield swaps
-    narrow = plan(destinations, one_at_a_time=True)
-    if narrow != swaps:
-        yield narrow
+            yield plan_swaps(graph, destinations, hardware, seconds_of_ops, in_place=config.integrated)
+
+
+def waiting_level(
+    graph: GraphFacts,
+    config: Config,
+    hardware: Hardware,
+    seconds_of_ops: Sequence[float] | None = None,
+    *,
+    num_forwards: int = 1,
+) -> tuple[Transfer, ...]:
+    """Return the offloads and reloads of the last level, one at a time; nothing if they are so without waiting."""
+    at_once: tuple[Transfer, ...] = ()
+    for swaps in leaving_levels(graph, config, hardware, seconds_of_ops, num_forwards=num_forwards):
+        at_once = swaps
+    destinations = {swap.value: swap.rests_on for swap in pair_swaps(at_once)}
+    in_turn = plan_swaps(graph, destinations, hardware, seconds_of_ops, in_place=config.integrated, one_at_a_time=True)
+    return () if in_turn == at_once else in_turn
 
 
 def _may_leave(graph: GraphFacts) -> list[ValueFact]:

@@ -71,6 +71,7 @@ class Request:
     open_nbytes: int = 0  # that open forwards of other calls hold on the device
     # Other forwards that hold what this one saves, since backwards of a pipeline begin late; beside ``open_nbytes``.
     num_open: int = 0
+    waits_for_activations: bool = False  # whether they may leave one at a time, while compute waits
     num_tensor_ranks: int = 1  # of each of ``num_ranks``, which has its part of the parameters that are given
 
 

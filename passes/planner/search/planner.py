@@ -17,7 +17,7 @@ from zinf_compile.ir.plan import Plan
 from zinf_compile.ir.transfers import Transfer
 from zinf_compile.passes.planner.cost.op_kinds import keeps_kernels
 from zinf_compile.passes.planner.memory.policies import compute_seconds, may_be_faster
-from zinf_compile.passes.planner.schedule.leaving import count_resting, leaving_levels
+from zinf_compile.passes.planner.schedule.leaving import count_resting, leaving_levels, waiting_level
 from zinf_compile.passes.planner.schedule.swaps import least_seconds, without_swapped
 from zinf_compile.passes.planner.search.build import Groundwork, PlanBuilder, Request
 from zinf_compile.passes.planner.search.search import Front, find_plan, minimum_memory, search_front
@@ -38,6 +38,23 @@ class _Level:
     graph: GraphFacts
     swaps: tuple[Transfer, ...]  # offloads and reloads
     groundwork: Groundwork
+
+    def with_swaps(self, swaps: tuple[Transfer, ...]) -> "_Level":
+        """Return the level of the same graph with these offloads and reloads; this one has none."""
+        resting = count_resting(swaps, num_forwards=1 + self.request.num_open)
+        asked = replace(self.request, config=resting.taken_from(self.request.config))
+        return replace(self, request=asked, swaps=swaps, groundwork=self.groundwork.for_level())
+
+    def waiting(self) -> "_Level | None":
+        """Return the level on which activations leave one at a time; None if it is no other than the last."""
+        request, seconds = self.request, self.groundwork.seconds_of_ops
+        swaps = waiting_level(self.graph, request.config, request.hardware, seconds, num_forwards=1 + request.num_open)
+        return self.with_swaps(swaps) if swaps else None
+
+    @property
+    def least_device_nbytes(self) -> int:
+        """Return a lower bound of the device bytes of any plan."""
+        return PlanBuilder(self.request, self.graph, self.swaps, self.groundwork).least_device_nbytes
 
     @property
     def least_seconds(self) -> float:
@@ -174,13 +191,13 @@ def minimum_device_memory(request: Request) -> int:
 
 
 def _levels(request: Request, graph: GraphFacts, groundwork: Groundwork) -> Iterator[_Level]:
-    yield _Level(request=request, graph=graph, swaps=(), groundwork=groundwork)
+    alone = _Level(request=request, graph=graph, swaps=(), groundwork=groundwork)
+    yield alone
     forwards = 1 + request.num_open
     levels = leaving_levels(graph, request.config, request.hardware, groundwork.seconds_of_ops, num_forwards=forwards)
-    for swaps in levels:
-        config = count_resting(swaps, num_forwards=forwards).taken_from(request.config)
-        asked = replace(request, config=config)
-        yield _Level(request=asked, graph=graph, swaps=swaps, groundwork=groundwork.for_level())
+    yield from (alone.with_swaps(swaps) for swaps in levels)
+    if request.waits_for_activations and (last := alone.waiting()) is not None:
+        yield last
 
 
 def _all_levels(request: Request, groundworks: Sequence[Groundwork] | None = None) -> Iterator[_Level]:
@@ -193,7 +210,7 @@ def _find_least(levels: Sequence[_Level]) -> tuple[int, _Level]:
 
     A level needs at least what its activations do, so that others need not be looked at any more.
     """
-    bounds = (PlanBuilder(each.request, each.graph, each.swaps, each.groundwork).least_device_nbytes for each in levels)
+    bounds = (each.least_device_nbytes for each in levels)
     least: tuple[float, int] = math.inf, len(levels)
     for bound, index in sorted(zip(bounds, range(len(levels)), strict=True)):
         if bound > least[0]:
@@ -239,6 +256,12 @@ def _capacity_error(request: Request, levels: Sequence[_Level]) -> CapacityError
         + _describe_kernels(request),
         needed_nbytes=minimum,
         activations_nbytes=live[peak_tick],
+        waiting_helps=not request.waits_for_activations
+        and any(
+            (waiting := level.waiting()) is not None and waiting.least_device_nbytes < minimum
+            for level in levels
+            if not level.swaps
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from zinf_compile.ir.errors import CapacityError, DamageError, DeviceCapacityErr
 @pytest.mark.parametrize(
     "error",
     [
-        DeviceCapacityError("too much", needed_nbytes=3, activations_nbytes=2),
+        DeviceCapacityError("too much", needed_nbytes=3, activations_nbytes=2, waiting_helps=True),
         DamageError("other bytes", is_named=True),
         CapacityError("too much"),
         StoreError("first line", "second line"),
