@@ -154,6 +154,7 @@ def test_a_disk_far_slower_than_compute(parity, tmp_path, monkeypatch):
     parity.assert_plain(parity.train(model, batches), parity.plain_runs(products), captured=True)
     report = zinf_compile.report(model)
     (plan,) = report.plans
+    assert any("compute waits for them" in note for note in plan.notes)
     assert plan.swapped_nbytes(Tier.NVME) > 2 * 8 * 2**20
     (device,) = (tier for tier in report.tiers if tier.tier is Tier.DEVICE)
     assert device.measured_peak <= device.predicted_peak

@@ -31,6 +31,11 @@ from zinf_compile.runtime.process.interrupts import interruptible
 from zinf_compile.runtime.ranks.agreement import check_record_alike
 from zinf_compile.runtime.ranks.ranks import ALONE, Ranks
 
+_WAITING = (
+    "Activations may leave the device one at a time, and compute waits for them: nothing fits otherwise. With more "
+    "device_memory it would not wait."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
@@ -229,7 +234,8 @@ class GraphPlanner:
 
     def with_notes(self, plan: Plan) -> Plan:
         """Return the plan with the notes about the graph and its model added."""
-        return replace(plan, notes=(*plan.notes, *self._notes, *self._catalog.notes))
+        waiting = (_WAITING,) if self._waits_for_activations and plan.swaps else ()
+        return replace(plan, notes=(*plan.notes, *waiting, *self._notes, *self._catalog.notes))
 
     def _policies(self, graph: Splitter) -> tuple[ActivationPolicy, ...]:
         if self._policy is not None and graph.has_backward:
