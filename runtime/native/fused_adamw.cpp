@@ -181,7 +181,7 @@ void update_page(const Update& u, int64_t number) {
       state_codes::decode_bfloat16(page, values[moment], count);
     }
   }
-  update_range(u, start, start + count, moments, u.low_halves ? joined : nullptr);
+  update_range(u, start, start + count, moments, u.low_halves && u.codes == kBfloat16 ? joined : nullptr);
   const float* master = u.low_halves ? joined : u.master + start;
   for (int moment = 0; moment < kMoments; ++moment) {
     if (!u.pages[moment]) continue;
