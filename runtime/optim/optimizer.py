@@ -63,6 +63,9 @@ from zinf_compile.runtime.transfer.link import EnqueuedCopy
 _ROUNDED = 8  # one part in so many of a whole tensor's temporaries is lost to rounding up
 _PIECE_NBYTES = UPDATE_NBYTES // 2  # of temporaries at once: the system's allocator holds more than that
 _READ_AHEAD = 3  # chunks read or being read: an update that shares its cores must not leave the disk idle
+# A kernel, which allocates nothing, gets 4 planned chunks at once if staging has room for 4 times as many: that costs less
+# Python and fewer threads, 0.44 s of a step of 6.3 s on 2 cores. Not where a copy of a gradient not at home needs it.
+_PLANNED_AT_ONCE, _IN_FLIGHT = 4, 4
 _log = logging.getLogger(__name__)
 
 
@@ -186,7 +189,8 @@ class StreamedStep:
         store, held = self._store, self._held_nbytes
         if not store.device.memory.unified:  # updates on the host allocate host memory, which the arena is no part of
             return
-        whole = 2 * max((job.temporary_nbytes * self._chunk_elements(job) for job in self._jobs), default=0)
+        cut = (job.temporary_nbytes * self._chunk_elements(job) for job in self._jobs if self._allocates(job))
+        whole = 2 * max(cut, default=0)
         if self._element_wise and held + store.arena.nbytes + whole <= store.ram.promised:
             self._is_cut = False  # threads would split pieces at other elements, where some kernels round differently
             return
@@ -350,6 +354,9 @@ class StreamedStep:
             kernel = self._kernels.get(job)
             is_cut = kernel is None or bool(job.deferred)  # which copy the gradient of each chunk
             return max(multiple, wanted - wanted % multiple) if is_cut else max(1, job.num_elements)
+        if self._kernels.get(job) is not None and job.home_gradient is not None and not job.deferred:
+            room = self._store.staging.capacity * multiple // (_IN_FLIGHT * job.lease_nbytes(multiple))
+            wanted = max(wanted, min(_PLANNED_AT_ONCE * wanted, room))
         if self._reads.shares_staging(job):
             wanted //= 2
         fitting = min(wanted, self._store.staging.capacity * multiple // job.lease_nbytes(multiple))

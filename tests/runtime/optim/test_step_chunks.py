@@ -99,6 +99,31 @@ def test_of_staging_only_chunks_are_leased(
     assert len(leased) == num_chunks
 
 
+@pytest.mark.parametrize(
+    ("options", "at_once"),
+    [
+        ({"host_memory": "2MiB"}, 4),
+        ({"host_memory": "512KiB"}, 1),
+        ({"host_memory": "2MiB", "step_in_backward": True}, 1),
+    ],
+)
+def test_a_kernel_gets_more_of_staging_at_once_where_there_is_room(
+    options: dict[str, Any],
+    at_once: int,
+    updates: dict[str, list[int]],
+    optimize: Callable[..., nn.Module],
+    store_of: Callable[[nn.Module], Store],
+) -> None:
+    model = optimize(make_model(), tiny=True, compute_dtype=torch.bfloat16, **options)
+    store, optimizer = store_of(model), torch.optim.AdamW(model.parameters())
+    step(model, optimizer, store)
+    optimizer.zero_grad()
+    updates["kernel"].clear()
+    step(model, optimizer, store)
+    assert sum(updates["kernel"]) == 3 * WIDTH**2
+    assert set(updates["kernel"]) == {at_once * CHUNK}
+
+
 def test_what_allocates_is_updated_in_pieces(
     updates: dict[str, list[int]], optimize: Callable[..., nn.Module], store_of: Callable[[nn.Module], Store]
 ) -> None:
